@@ -1,0 +1,49 @@
+"""Makes `etcd3` importable beside a current protobuf: import `etcd3` and `etcdrpc` from here, never directly.
+
+etcd3 0.12.0 ships message classes generated in 2019, which today's protobuf refuses; the pure-Python protobuf fallback that
+would accept them makes OTLP export fifteen times slower. The serialized descriptors inside those files are still good, so
+they are read out of the source without importing it, and the message modules are built from them.
+"""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from google.protobuf import descriptor_pool
+from google.protobuf.internal import builder
+
+_FILES: Final = ("kv", "auth", "rpc")  # in dependency order
+
+
+def _serialized_descriptor(source: str) -> bytes:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
+            literal = node.value.args[0]
+            if isinstance(literal, ast.Constant) and isinstance(literal.value, str):
+                return literal.value.encode("latin1")
+    raise ImportError("this etcd3 release has no serialized descriptors; kvmesh needs etcd3 0.12.0")
+
+
+def _install() -> None:
+    spec = importlib.util.find_spec("etcd3")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("etcd3 is not installed: pip install etcd3==0.12.0")
+    folder = Path(spec.submodule_search_locations[0]) / "etcdrpc"
+    for name in _FILES:
+        module = ModuleType(f"etcd3.etcdrpc.{name}_pb2")
+        blob = _serialized_descriptor((folder / f"{name}_pb2.py").read_text())
+        descriptor = descriptor_pool.Default().AddSerializedFile(blob)
+        builder.BuildMessageAndEnumDescriptors(descriptor, module.__dict__)
+        builder.BuildTopDescriptorsAndMessages(descriptor, module.__name__, module.__dict__)
+        sys.modules[module.__name__] = module
+
+
+_install()
+
+import etcd3  # noqa: E402  the message modules must stand in sys.modules first
+from etcd3 import etcdrpc  # noqa: E402
+
+__all__ = ["etcd3", "etcdrpc"]

@@ -1,0 +1,123 @@
+"""One tree of errors, cut by what the caller does next. HTTP codes come from the one table in `components/openai`.
+
+An error that crosses a process travels as `components.wire.refused.Refused` and is raised again on the other side as
+the same class, so a class name is part of the wire format: rename one only together with a new message tag.
+"""
+
+from typing import ClassVar
+
+
+class MeshError(Exception):
+    """Base of everything kvmesh raises on purpose; `fields` are facts for the log and the span, never prose."""
+
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, /, **fields: str | int | float | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+
+class Rejected(MeshError):
+    """The request is wrong: fix it and send it again. `param` names the offending field where there is one."""
+
+
+class PromptTooLong(Rejected):
+    """Prompt plus requested tokens exceed the model's context or the worker's whole KV pool."""
+
+
+class UnknownModel(Rejected):
+    """No registered instance serves the model named."""
+
+
+class MessageTooLarge(Rejected):
+    """A message exceeds the NATS server's `max_payload`; refused at the sender."""
+
+
+class MalformedMessage(Rejected):
+    """Bytes from the mesh that are not a message of the type expected; counted, dropped, never fatal."""
+
+
+class IncompatibleLayout(Rejected):
+    """Prefill and decode do not agree on model or KV layout; refused before any byte moves, both values named."""
+
+
+class Overloaded(MeshError):
+    """Nobody can take the request now: come back after `retry_after_s`."""
+
+    retryable = True
+
+    def __init__(self, message: str, /, *, retry_after_s: float = 1.0, **fields: str | int | float | None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, **fields)
+        self.retry_after_s = retry_after_s
+
+
+class NoDecodeInstance(Overloaded):
+    """No live decode instance serves the model."""
+
+
+class NoPrefillInstance(Overloaded):
+    """No live prefill instance; decode computes the prompt itself, so a client never sees this."""
+
+
+class NoBootstrapInstance(Overloaded):
+    """No live bootstrap replica; decode computes the prompt itself, so a client never sees this."""
+
+
+class QueueFull(Overloaded):
+    """A bounded queue is full."""
+
+
+class PeerLost(MeshError):
+    """The other side is gone or silent: retry elsewhere, if no token went out."""
+
+    retryable = True
+
+
+class PrefillLost(PeerLost):
+    """The prefill instance of a transfer is gone."""
+
+
+class DecodeLost(PeerLost):
+    """The decode instance of a stream is gone or silent."""
+
+
+class TransferFailed(PeerLost):
+    """KV did not arrive whole; nothing of it may be used."""
+
+
+class StaleInstance(PeerLost):
+    """The message quotes an epoch that the instance no longer has."""
+
+
+class BackendUnavailable(MeshError):
+    """etcd or NATS cannot be reached: the message gives address, cause and what to start."""
+
+    retryable = True
+
+
+class DeadlineExceeded(MeshError):
+    """Give up; the work is already cancelled."""
+
+
+class Cancelled(MeshError):
+    """The client has gone or asked to stop; whoever still works on the request stops too."""
+
+
+class InvariantBroken(MeshError):
+    """Our bug."""
+
+
+class IllegalTransition(InvariantBroken):
+    """A lifecycle was asked to make a move that its table does not have."""
+
+
+class PageLeak(InvariantBroken):
+    """free + cached + held pages no longer equal the pool."""
+
+
+def _subclasses(cls: type[MeshError]) -> list[type[MeshError]]:
+    return [cls, *(deep for child in cls.__subclasses__() for deep in _subclasses(child))]
+
+
+BY_NAME: dict[str, type[MeshError]] = {cls.__name__: cls for cls in _subclasses(MeshError)}

@@ -1,0 +1,72 @@
+"""What a transfer backend does: one-sided writes of pages into another process's pool, and a word when they have landed."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from components.kv_transfer.aux import AuxBuffer
+from components.kv_transfer.layout import KvLayout
+from components.wire.instances import KvEndpoint
+
+
+class PageRegion(Protocol):
+    """The page pool of this process; the engine's `KvRegion` is one."""
+
+    @property
+    def address(self) -> int:
+        """Of page 0."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of a page."""
+
+    @property
+    def device(self) -> str:
+        """As torch names it: cpu, cuda:0."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStats:
+    """One finished write."""
+
+    num_bytes: int
+    num_descriptors: int  # after merging neighbours
+    duration_us: int
+
+
+class KvTransfer(Protocol):
+    """One process's end. Every method is called on the event loop; whatever blocks happens on the backend's own thread."""
+
+    @property
+    def endpoint(self) -> KvEndpoint:
+        """What the other side needs to write here; goes into this instance's etcd record."""
+
+    @property
+    def aux(self) -> AuxBuffer:
+        """This process's aux slots."""
+
+    async def connect(self, peer: KvEndpoint) -> None:
+        """Set up once what writing to `peer` needs. Raises: IncompatibleLayout, TransferFailed."""
+
+    async def disconnect(self, agent: str) -> None:
+        """Forget a peer that is gone: nothing is written to it any more."""
+
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+        """Copy pages `source` of ours into pages `target` of the peer; returns when they have landed.
+
+        Raises: TransferFailed, when no byte of it is in flight any more but not all have landed.
+        """
+
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+        """Copy one aux slot, then tell the peer `notification`. Raises: TransferFailed."""
+
+    def expect(self, notification: str) -> asyncio.Future[None]:
+        """A future that completes when a peer has sent exactly this text; from this call on, the text is not missed.
+
+        Keep it until nothing is written here any more: writes make progress only while something is expected.
+        """

@@ -1,0 +1,45 @@
+"""The shape of a KV page, as both sides of a transfer must see it. No I/O: the engine builds its pool from it too."""
+
+from dataclasses import fields
+from typing import Final, Literal
+
+from components.errors import IncompatibleLayout
+from components.wire.codec import part
+
+LAYOUT_VERSION: Final = 1
+DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@part
+class KvLayout:
+    """One page holds `page_size` tokens of every layer, head-major: [kv_heads, layers, 2, page_size, head_dim].
+
+    Head-major makes a tensor-parallel rank's share of a page one contiguous piece; all layers in one page make one
+    descriptor a page, and a descriptor costs NIXL the same whatever its size.
+    """
+
+    model: str  # what was loaded and how: a page of another model's KV has the right size and the wrong meaning
+    dtype: Literal["bfloat16", "float16", "float32"]
+    page_size: int  # tokens
+    layers: int
+    kv_heads: int
+    head_dim: int
+    version: int = LAYOUT_VERSION
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.kv_heads * self.layers * 2 * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.page_size)
+
+
+def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
+    """Raises: IncompatibleLayout, naming each differing field with both values."""
+    names = [f.name for f in fields(KvLayout)]
+    different = [n for n in names if getattr(ours, n) != getattr(theirs, n)]
+    if different:
+        named = ", ".join(f"{n}: {getattr(ours, n)} here, {getattr(theirs, n)} there" for n in different)
+        raise IncompatibleLayout(f"prefill and decode must load the same model in the same layout ({named})")

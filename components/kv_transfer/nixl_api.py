@@ -1,0 +1,26 @@
+"""The two names of NIXL that we use, imported without torch.
+
+`import nixl` chooses between its CUDA 12 and CUDA 13 builds by torch's CUDA version, and where torch has none it imports
+all of torch to make sure: over a second and 200 MB, for a worker that may not need torch at all. Then either build does.
+"""
+
+import os
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any
+
+os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the module loads
+
+
+def _package() -> str:
+    try:
+        without_cuda = metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        without_cuda = False
+    builds = [name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name)] if without_cuda else []
+    return (builds or ["nixl"])[0]
+
+
+_api: Any = import_module(_package())
+nixl_agent: Any = _api.nixl_agent
+nixl_agent_config: Any = _api.nixl_agent_config

@@ -1,0 +1,319 @@
+"""The NIXL backend: one agent, and one thread that alone talks to it.
+
+Posting a write can copy megabytes in the calling thread (UCX over shared memory does), and completions must be polled: neither
+belongs on the event loop. Errors arrive from NIXL as exceptions or as a state; both become TransferFailed.
+"""
+
+import asyncio
+import base64
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from components.errors import MeshError, TransferFailed
+from components.kv_transfer.aux import SLOT, AuxBuffer
+from components.kv_transfer.backend import PageRegion, WriteStats
+from components.kv_transfer.layout import check_compatible
+from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
+from components.wire.instances import KvEndpoint
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_WRITES_S: Final = 0.0002
+POLL_NOTIFICATIONS_S: Final = 0.001
+
+
+@dataclass(slots=True)
+class _Peer:
+    agent: str
+    pages: Any  # prepared descriptor list of the peer's whole pool
+    aux: Any
+
+
+@dataclass(slots=True)
+class _Write:
+    agent: str
+    handle: Any
+    done: asyncio.Future[WriteStats]
+
+
+class NixlTransfer:
+    """See `KvTransfer`."""
+
+    def __init__(self, region: PageRegion, agent_name: str, backend: str) -> None:
+        self.aux = AuxBuffer()
+        self._region = region
+        self._name = agent_name
+        self._backend = backend
+        self._loop = asyncio.get_running_loop()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._peers: dict[str, _Peer] = {}
+        self._writes: list[_Write] = []
+        self._expected: dict[str, asyncio.Future[None]] = {}  # both threads; each access is one atomic operation
+        self._failed: list[_Write] = []  # failed, but NIXL would not release the handle yet: something may be in flight
+        self._thread = threading.Thread(target=self._run, name="nixl")
+        self._endpoint: KvEndpoint | None = None
+
+    @property
+    def endpoint(self) -> KvEndpoint:
+        """What the other side needs to write here."""
+        assert self._endpoint is not None, "start() first"
+        return self._endpoint
+
+    async def start(self) -> None:
+        """Create the agent and register the pool, on the thread that will own them."""
+        self._thread.start()
+        self._endpoint = await self._ask(self._create_agent)
+
+    async def stop(self) -> None:
+        """End the thread; writes in flight are awaited by nobody any more."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def connect(self, peer: KvEndpoint) -> None:
+        """Set up once what writing to `peer` needs."""
+        check_compatible(self._region.layout, peer.layout)
+        await self._ask(lambda: self._connect(peer))
+
+    async def disconnect(self, agent: str) -> None:
+        """Forget a peer that is gone."""
+        await self._ask(lambda: self._disconnect(agent))
+
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+        """Copy pages; returns when they have landed."""
+        return await self._write(lambda peer: (self._pages, list(source), peer.pages, list(target)), agent, b"")
+
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+        """Copy one aux slot, then tell the peer."""
+        return await self._write(
+            lambda peer: (self._aux_list, [source_slot], peer.aux, [target_slot]), agent, notification.encode()
+        )
+
+    def expect(self, notification: str) -> asyncio.Future[None]:
+        """A future that completes when a peer has sent exactly this text."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._expected[notification] = future
+        future.add_done_callback(lambda _: self._expected.pop(notification, None))
+        self._commands.put(_nothing)  # the thread may be asleep
+        return future
+
+    async def _ask(self, work: Callable[[], T]) -> T:
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._commands.put(lambda: self._work(work, future))
+        return await future
+
+    def _work(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
+        try:
+            result = work()
+        except MeshError as exc:
+            self._settle(future, error=exc)
+        except Exception as exc:  # noqa: BLE001  NIXL's own errors have no common base
+            self._settle(future, error=TransferFailed(f"NIXL: {exc or type(exc).__name__}"))
+        else:
+            self._settle(future, result)
+
+    async def _write(self, lists: Callable[[_Peer], tuple[Any, ...]], agent: str, notification: bytes) -> WriteStats:
+        done: asyncio.Future[WriteStats] = self._loop.create_future()
+        self._commands.put(lambda: self._post(lists, agent, notification, done))
+        # A cancelled caller must still learn when the last byte has left: the pages are not free before.
+        return await asyncio.shield(done)
+
+    # Below: on the thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                command = self._commands.get(timeout=self._patience())
+            except queue.Empty:
+                command = _nothing
+            if command is None:
+                return
+            command()
+            self._poll()
+
+    def _patience(self) -> float | None:
+        if self._writes or self._failed:
+            return POLL_WRITES_S
+        return POLL_NOTIFICATIONS_S if self._expected else None
+
+    def _create_agent(self) -> KvEndpoint:
+        config = nixl_agent_config(
+            enable_prog_thread=False,  # it would spin on a core; this thread makes progress whenever it polls
+            backends=[self._backend],
+            capture_telemetry=True,
+        )
+        self._agent = nixl_agent(self._name, config)
+        region, aux, layout = self._region, self.aux, self._region.layout
+        memory, device_id = _memory_type(region.device)
+        self._agent.register_memory(
+            [(region.address, region.num_pages * layout.page_bytes, device_id, "")], mem_type=memory
+        )
+        self._agent.register_memory([(aux.address, aux.num_bytes, 0, "")], mem_type="DRAM")
+        self._pages = self._prepare(
+            "NIXL_INIT_AGENT", region.address, region.num_pages, layout.page_bytes, region.device
+        )
+        self._aux_list = self._prepare("NIXL_INIT_AGENT", aux.address, aux.num_slots, SLOT.itemsize, "cpu")
+        return KvEndpoint(
+            backend=f"nixl/{self._backend}",
+            agent=self._name,
+            agent_metadata=base64.b64encode(self._agent.get_agent_metadata()).decode(),
+            base_address=region.address,
+            num_pages=region.num_pages,
+            device=region.device,
+            aux_address=aux.address,
+            aux_slots=aux.num_slots,
+            layout=layout,
+        )
+
+    def _prepare(self, agent: str, address: int, count: int, size: int, device: str) -> Any:
+        memory, device_id = _memory_type(device)
+        descriptors = np.empty((count, 3), dtype=np.uint64)  # (address, bytes, device)
+        descriptors[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(size)
+        descriptors[:, 1] = size
+        descriptors[:, 2] = device_id
+        return self._agent.prep_xfer_dlist(agent, descriptors, mem_type=memory)
+
+    def _connect(self, peer: KvEndpoint) -> None:
+        if peer.agent in self._peers:
+            return
+        name = self._agent.add_remote_agent(base64.b64decode(peer.agent_metadata))
+        agent = name.decode() if isinstance(name, bytes) else name
+        if agent != peer.agent:
+            raise TransferFailed(f"NIXL metadata of {peer.agent!r} names the agent {agent!r}")
+        self._agent.make_connection(agent)
+        pages = self._prepare(agent, peer.base_address, peer.num_pages, peer.layout.page_bytes, peer.device)
+        aux = self._prepare(agent, peer.aux_address, peer.aux_slots, SLOT.itemsize, "cpu")
+        self._peers[agent] = _Peer(agent, pages, aux)
+
+    def _disconnect(self, agent: str) -> None:
+        peer = self._peers.pop(agent, None)
+        if peer is None:
+            return
+        for prepared in (peer.pages, peer.aux):
+            with contextlib.suppress(Exception):  # a peer that died took its half with it
+                prepared.release()
+        with contextlib.suppress(Exception):
+            self._agent.remove_remote_agent(agent)  # writes in flight to it fail with the next poll
+        for write in [w for w in self._failed if w.agent == agent]:
+            self._failed.remove(write)
+            self._settle(write.done, error=TransferFailed(f"{agent} is gone"))
+
+    def _post(
+        self,
+        lists: Callable[[_Peer], tuple[Any, ...]],
+        agent: str,
+        notification: bytes,
+        done: asyncio.Future[WriteStats],
+    ) -> None:
+        peer = self._peers.get(agent)
+        if peer is None:
+            self._settle(done, error=TransferFailed(f"no connection to {agent}"))
+            return
+        local, source, remote, target = lists(peer)
+        try:
+            handle = self._agent.make_prepped_xfer("WRITE", local, source, remote, target, notification)
+        except Exception as exc:  # noqa: BLE001  NIXL's own errors have no common base
+            self._settle(done, error=TransferFailed(f"NIXL refused the write to {agent}: {exc or type(exc).__name__}"))
+            return
+        write = _Write(agent, handle, done)
+        try:
+            state = str(self._agent.transfer(handle))
+        except Exception as exc:  # noqa: BLE001  a peer that was lost before; part of the write may have been posted
+            log.warning("write not posted", extra={"peer": agent, "cause": str(exc) or type(exc).__name__})
+            state = "ERR"
+        if not self._finished(write, state):
+            self._writes.append(write)
+
+    def _poll(self) -> None:
+        self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
+        self._failed = [w for w in self._failed if not self._gave_up(w)]
+        if self._expected:
+            for text in self._notifications():
+                future = self._expected.pop(text, None)
+                if future is not None:
+                    self._settle(future, None)
+
+    def _notifications(self) -> list[str]:
+        try:
+            texts = self._agent.get_new_notifs().values()
+        except Exception as exc:  # noqa: BLE001  the thread must live: others wait for their writes
+            log.warning("notifications not read", extra={"cause": str(exc) or type(exc).__name__})
+            return []
+        return [bytes(text).decode(errors="replace") for of_agent in texts for text in of_agent]
+
+    def _state(self, write: _Write) -> str:
+        try:
+            return str(self._agent.check_xfer_state(write.handle))
+        except Exception as exc:  # noqa: BLE001  a lost peer raises instead of returning a state
+            log.warning("write failed", extra={"cause": str(exc) or type(exc).__name__})
+            return "ERR"
+
+    def _finished(self, write: _Write, state: str) -> bool:
+        """Settle a write that is over; false while it is in flight."""
+        if state == "PROC":
+            return False
+        if state == "DONE":
+            self._settle(write.done, self._stats(write.handle))
+            with contextlib.suppress(Exception):  # nothing is in flight
+                self._agent.release_xfer_handle(write.handle)
+        elif not self._gave_up(write):
+            self._failed.append(write)
+        return True
+
+    def _gave_up(self, write: _Write) -> bool:
+        """Settle a failed write once NIXL lets go of it: as long as it does not, bytes may be in flight."""
+        try:
+            self._agent.release_xfer_handle(write.handle)
+        except Exception:  # noqa: BLE001  still active inside NIXL: asked again with the next poll
+            return False
+        self._settle(write.done, error=TransferFailed("NIXL reports the write as failed; the peer is lost"))
+        return True
+
+    def _stats(self, handle: Any) -> WriteStats:
+        try:
+            told = self._agent.get_xfer_telemetry(handle)
+        except Exception as exc:  # noqa: BLE001  the bytes have landed, only their count is unknown
+            log.warning("write not measured", extra={"cause": str(exc) or type(exc).__name__})
+            return WriteStats(0, 0, 0)
+        return WriteStats(int(told.totalBytes), int(told.descCount), int(told.xferDuration))
+
+    def _settle(self, future: asyncio.Future[Any], result: Any = None, error: MeshError | None = None) -> None:
+        self._loop.call_soon_threadsafe(_settle_future, future, result, error)
+
+
+def _settle_future(future: asyncio.Future[Any], result: Any, error: MeshError | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _nothing() -> None:
+    return
+
+
+def _memory_type(device: str) -> tuple[str, int]:
+    kind, _, index = device.partition(":")
+    return ("VRAM", int(index or 0)) if kind == "cuda" else ("DRAM", 0)
+
+
+@asynccontextmanager
+async def open_nixl(region: PageRegion, agent_name: str, backend: str = "UCX") -> AsyncIterator[NixlTransfer]:
+    """A NIXL agent over `region` while inside; the region must outlive it."""
+    transfer = NixlTransfer(region, agent_name, backend)
+    try:
+        await transfer.start()
+        yield transfer
+    finally:
+        await transfer.stop()

@@ -1,0 +1,117 @@
+"""Prefill's side of one transfer: pages leave as they are computed, the aux slot last."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from enum import StrEnum, auto
+from typing import Any, Final
+
+from components.aio import ended
+from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.backend import KvTransfer, WriteStats
+from components.lifecycle import Lifecycle
+from components.telemetry.spans import tracer
+from components.wire.instances import KvEndpoint
+from components.wire.rooms import PagesOffered
+
+
+class SendState(StrEnum):
+    """Life of one KV transfer as prefill sees it; one transfer per bootstrap room."""
+
+    BOOTSTRAPPING = auto()  # the prompt may be computing, decode's pages are not known yet
+    TRANSFERRING = auto()  # pages leave as they are computed
+    DONE = auto()  # everything has landed, decode was told
+    FAILED = auto()  # nothing more will be written; no write is in flight
+
+
+S = SendState
+NEXT: Final = {
+    S.BOOTSTRAPPING: {S.TRANSFERRING, S.FAILED},
+    S.TRANSFERRING: {S.DONE, S.FAILED},
+}
+
+
+class Sender:
+    """Brings two streams of news together: what decode offers, and what the engine has computed."""
+
+    def __init__(self, transfer: KvTransfer, request_id: str, num_pages: int, page_size: int) -> None:
+        self.lifecycle = Lifecycle(f"send {request_id}", NEXT, S.BOOTSTRAPPING)
+        self.num_bytes = 0  # of pages, as the backend reports them
+        self.duration_s = 0.0  # from the offer to the aux slot
+        self._transfer = transfer
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._offer: asyncio.Future[tuple[PagesOffered, KvEndpoint, int]] = asyncio.get_running_loop().create_future()
+        self._pages: list[int] = []
+        self._num_ready = 0  # leading pages of ours that are whole
+        self._last: tuple[int, int] | None = None
+        self._news = asyncio.Event()
+
+    def offered(self, offer: PagesOffered, peer: KvEndpoint, stamp: int) -> None:
+        """Decode's pages are known; a second offer for the same room changes nothing."""
+        if not self._offer.done():
+            self._offer.set_result((offer, peer, stamp))
+
+    def computed(self, pages: list[int], num_computed: int) -> None:
+        """The KV of the first `num_computed` prompt tokens stands in `pages`."""
+        self._pages = pages
+        self._num_ready = num_computed // self._page_size
+        self._news.set()
+
+    def completed(self, pages: list[int], first_token: int, num_cached_tokens: int) -> None:
+        """The KV of the whole prompt stands in `pages`, and its first token is drawn."""
+        self._pages = pages
+        self._num_ready = self._num_pages
+        self._last = (first_token, num_cached_tokens)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Write everything, then the aux slot; on cancellation the write in flight is still awaited.
+
+        Raises: TransferFailed, IncompatibleLayout.
+        """
+        try:
+            offer, peer, stamp = await self._offer
+            self.lifecycle.advance(S.TRANSFERRING)
+            with tracer.start_as_current_span("prefill.transfer") as span:
+                started = time.monotonic()
+                await self._transfer.connect(peer)
+                await self._send_pages(offer, peer.agent)
+                span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
+                await self._send_aux(offer, peer.agent, stamp)
+                self.duration_s = time.monotonic() - started
+            self.lifecycle.advance(S.DONE)
+        except BaseException:
+            self.lifecycle.advance(S.FAILED)
+            raise
+
+    async def _send_pages(self, offer: PagesOffered, agent: str) -> None:
+        sent = offer.num_cached_pages
+        while sent < self._num_pages:
+            while self._num_ready <= sent:
+                self._news.clear()
+                await self._news.wait()
+            ready = self._num_ready
+            write = self._transfer.write_pages(agent, self._pages[sent:ready], offer.pages[sent:ready])
+            self.num_bytes += (await self._quietly(write)).num_bytes
+            sent = ready
+        while self._last is None:
+            self._news.clear()
+            await self._news.wait()
+
+    async def _send_aux(self, offer: PagesOffered, agent: str, stamp: int) -> None:
+        assert self._last is not None
+        slot = self._transfer.aux.take()
+        try:
+            self._transfer.aux.write(slot, AuxRecord(stamp, self._num_pages, *self._last))
+            await self._quietly(self._transfer.write_aux(agent, slot, offer.aux_slot, offer.room))
+        finally:
+            self._transfer.aux.give_back(slot)
+
+    async def _quietly(self, write: Coroutine[Any, Any, WriteStats]) -> WriteStats:
+        """Await a write to its end even when cancelled: whoever cancelled may reuse the pages as soon as we return."""
+        task = asyncio.ensure_future(write)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            await ended(task)

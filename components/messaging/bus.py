@@ -1,0 +1,183 @@
+"""One NATS connection: unary calls with deadlines, publications, subscriptions, and every NATS failure made ours."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final, TypeVar, cast
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge, PeerLost
+from components.telemetry.spans import trace_headers
+from components.wire.codec import pack, unpack
+from components.wire.refused import Refused, raised
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S: Final = 2
+PING_EVERY_S: Final = 1  # nats-py's default of 120 s notices a dead server after four minutes
+RETRY_EVERY_S: Final = 0.5
+PENDING_MESSAGES: Final = 1 << 20  # past its limits a subscription drops in silence: frames are numbered to see it
+PENDING_BYTES: Final = 1 << 30
+HEADERS_BYTES: Final = 512  # a call's headers count too: the server drops the whole connection over one byte too many
+
+
+class Bus:
+    """What the services use of NATS."""
+
+    def __init__(self, client: Client, url: str) -> None:
+        self.client = client
+        self.url = url
+
+    async def call(self, subject: str, request: object, *replies: type[T], timeout_s: float) -> T:
+        """Send `request` and return the answer, one of the classes `replies`.
+
+        Raises: PeerLost at once when nobody listens; DeadlineExceeded after `timeout_s`; MessageTooLarge; whatever error
+            the other side answered with.
+        """
+        data = self._packed(subject, request)
+        with nats_errors(subject, self.url):
+            message = await self.client.request(subject, data, timeout=timeout_s, headers=trace_headers())
+        answer = unpack(message.data, *replies, Refused)
+        if isinstance(answer, Refused):
+            raise raised(answer)
+        return cast("T", answer)
+
+    async def publish(self, subject: str, message: object) -> None:
+        """Send a message that nobody answers."""
+        await self.publish_bytes(subject, self._packed(subject, message))
+
+    async def publish_bytes(self, subject: str, data: bytes) -> None:
+        """Send bytes already packed; the per-step frames come here."""
+        with nats_errors(subject, self.url):
+            await self.client.publish(subject, data)
+
+    @asynccontextmanager
+    async def subscription(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
+        """`handler` gets every message of `subject` while inside. It must not block: messages come one after another."""
+        with nats_errors(subject, self.url):
+            subscription = await self.client.subscribe(
+                subject, cb=handler, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
+            )
+            await self.client.flush()  # the server knows of it before we tell anyone to send
+        try:
+            yield
+        finally:
+            if self.client.is_connected:
+                await subscription.unsubscribe()
+
+    def _packed(self, subject: str, message: object) -> bytes:
+        data = pack(message)
+        if len(data) > self.client.max_payload - HEADERS_BYTES:
+            raise MessageTooLarge(
+                f"{type(message).__name__} of {len(data)} bytes for {subject} exceeds the {self.client.max_payload} bytes "
+                "that this NATS server takes: raise max_payload there (kvmesh ships 8 MB)",
+                bytes=len(data),
+            )
+        return data
+
+
+@contextmanager
+def nats_errors(subject: str, url: str) -> Iterator[None]:
+    """Turn NATS's exceptions into ours."""
+    try:
+        yield
+    except nats.errors.NoRespondersError as exc:
+        raise PeerLost(f"nobody listens on {subject}", subject=subject) from exc
+    except (nats.errors.TimeoutError, TimeoutError) as exc:
+        raise DeadlineExceeded(f"no answer on {subject} in time", subject=subject) from exc
+    except nats.errors.MaxPayloadError as exc:
+        raise MessageTooLarge(f"message for {subject} exceeds the server's max_payload", subject=subject) from exc
+    except (nats.errors.Error, OSError) as exc:
+        raise BackendUnavailable(unreachable(url, exc), subject=subject) from exc
+
+
+def unreachable(url: str, exc: BaseException) -> str:
+    """What to say when NATS does not answer."""
+    cause = str(exc) or type(exc).__name__
+    return f"NATS at {url} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_NATS_URL"
+
+
+@asynccontextmanager
+async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
+    """A connection that comes back by itself; while NATS is away at the start, this waits and says so.
+
+    Args:
+        url: server addresses, comma-separated.
+        name: of this connection, as NATS's monitoring shows it.
+    """
+    reports = _ConnectionReports(url)
+    client = await _connect(url, name, reports)
+    try:
+        yield Bus(client, url)
+    finally:
+        reports.closing = True
+        await _close(client)
+
+
+class _ConnectionReports:
+    """Says once per outage that NATS is away, and why; nats-py reports every attempt."""
+
+    def __init__(self, url: str) -> None:
+        self.closing = False
+        self._url = url
+        self._away = True
+        self._said = False
+
+    async def on_error(self, exc: Exception) -> None:
+        """An attempt to connect failed, or something went wrong on a connection that stands."""
+        if not self._away:
+            log.warning("NATS client error", extra={"cause": str(exc) or type(exc).__name__})
+        elif not self.closing:
+            level = logging.DEBUG if self._said else logging.ERROR
+            log.log(level, "NATS cannot be reached, trying again", extra={"reason": unreachable(self._url, exc)})
+            self._said = True
+
+    async def on_disconnected(self) -> None:
+        """The connection broke; nats-py tries again for ever."""
+        self._away = True
+
+    async def on_connected(self) -> None:
+        """It stands, for the first time or again."""
+        if self._said:
+            log.info("NATS connected", extra={"url": self._url})
+        self._away = self._said = False
+
+
+async def _connect(url: str, name: str, reports: _ConnectionReports) -> Client:
+    while True:
+        try:
+            client = await nats.connect(
+                url.split(","),
+                name=name,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                ping_interval=PING_EVERY_S,
+                max_outstanding_pings=3,
+                reconnect_time_wait=RETRY_EVERY_S,
+                max_reconnect_attempts=-1,
+                allow_reconnect=True,
+                error_cb=reports.on_error,
+                disconnected_cb=reports.on_disconnected,
+                reconnected_cb=reports.on_connected,
+            )
+        except (nats.errors.Error, OSError, TimeoutError) as exc:
+            await reports.on_error(exc)
+            await asyncio.sleep(RETRY_EVERY_S)
+        else:
+            await reports.on_connected()
+            return client
+
+
+async def _close(client: Client) -> None:
+    try:
+        if client.is_connected:
+            await client.flush(timeout=2)  # the last frames leave before the socket closes
+    except (nats.errors.Error, OSError, TimeoutError):
+        log.warning("NATS went away before the last messages left")
+    await client.close()

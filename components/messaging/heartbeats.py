@@ -1,0 +1,158 @@
+"""Who is alive, from etcd and from heartbeats together: a lease tells of the lost, a heartbeat of the silent and the hung."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, fields
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from components.aio import background
+from components.discovery.book import InstanceBook
+from components.errors import BackendUnavailable, MalformedMessage
+from components.messaging.bus import Bus
+from components.wire.codec import unpack
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord, Role
+
+log = logging.getLogger(__name__)
+
+EVERY_S: Final = 0.5
+SILENT_AFTER_S: Final = 2.0
+HUNG_AFTER_S: Final = 20.0  # the longest step we believe in: a chunk of a prompt on a busy CPU takes seconds
+
+OnLost = Callable[[InstanceRecord, str], None]  # (who, why)
+
+
+@dataclass(slots=True)
+class _Pulse:
+    record: InstanceRecord
+    heard: float  # monotonic
+    advanced: float  # monotonic time of the last change of the step counter, or of the last idle beat
+    last: Heartbeat | None = None
+    is_lost: bool = False
+
+
+class Liveness:
+    """Instances of one role that can be used now. `lost` is told once per loss, whatever shows it first."""
+
+    def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
+        self._role = role
+        self._clock = clock
+        self._pulses: dict[str, _Pulse] = {}
+        self._on_lost: list[OnLost] = []
+        for record in book.of_role(role):
+            self._changed(None, record)
+        book.subscribe(self._changed)
+
+    def on_lost(self, callback: OnLost) -> None:
+        """Call `callback(record, why)` when an instance leaves etcd, registers anew, falls silent or hangs."""
+        self._on_lost.append(callback)
+
+    def usable(self, model: str | None = None) -> list[InstanceRecord]:
+        """Live instances that take new work, by instance id."""
+        found = [
+            p.record
+            for p in self._pulses.values()
+            if not p.is_lost and not (p.last and p.last.draining) and model in (None, p.record.model)
+        ]
+        return sorted(found, key=lambda r: r.instance_id)
+
+    def last_heartbeat(self, instance_id: str) -> Heartbeat | None:
+        """What the instance last said of itself."""
+        pulse = self._pulses.get(instance_id)
+        return None if pulse is None else pulse.last
+
+    def heard(self, heartbeat: Heartbeat) -> None:
+        """A heartbeat arrived; one of another epoch, or of an instance not in etcd, says nothing."""
+        pulse = self._pulses.get(heartbeat.instance_id)
+        if pulse is None or pulse.record.epoch != heartbeat.epoch:
+            return
+        now = self._clock()
+        if pulse.last is None or pulse.last.step != heartbeat.step or not heartbeat.busy:
+            pulse.advanced = now
+        pulse.heard = now
+        pulse.last = heartbeat
+        if pulse.is_lost and now - pulse.advanced < HUNG_AFTER_S:
+            pulse.is_lost = False
+            log.info("instance is back", extra={"instance": heartbeat.instance_id})
+
+    def check(self) -> None:
+        """Find the silent and the hung."""
+        now = self._clock()
+        for pulse in list(self._pulses.values()):
+            if now - pulse.heard > SILENT_AFTER_S:
+                self._lose(pulse, f"silent for {now - pulse.heard:.1f} s")
+            elif now - pulse.advanced > HUNG_AFTER_S:
+                self._lose(pulse, f"its engine stands still for {now - pulse.advanced:.0f} s")
+
+    def forgive(self) -> None:
+        """This process itself was held up: everyone gets a fresh start, for the silence may have been ours."""
+        now = self._clock()
+        for pulse in self._pulses.values():
+            pulse.heard = pulse.advanced = now
+
+    def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        if (now or was) is None or (now or was).role != self._role:  # type: ignore[union-attr]
+            return
+        if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
+            self._lose(pulse, "left etcd" if now is None else "registered anew")
+        if now is not None:
+            at = self._clock()
+            self._pulses[now.instance_id] = _Pulse(now, at, at)
+
+    def _lose(self, pulse: _Pulse, why: str) -> None:
+        if pulse.is_lost:
+            return
+        pulse.is_lost = True
+        level = logging.INFO if pulse.last is not None and pulse.last.draining else logging.WARNING
+        log.log(level, "instance lost", extra={"role": self._role, "instance": pulse.record.instance_id, "why": why})
+        for callback in self._on_lost:
+            callback(pulse.record, why)
+
+
+@asynccontextmanager
+async def watch_heartbeats(bus: Bus, namespace: str, role: Role, book: InstanceBook) -> AsyncIterator[Liveness]:
+    """The liveness of a role's instances, kept while inside."""
+    liveness = Liveness(book, role)
+
+    async def receive(message: Msg) -> None:
+        try:
+            liveness.heard(unpack(message.data, Heartbeat))
+        except MalformedMessage as exc:
+            log.warning("heartbeat refused", extra={"cause": exc.message})
+
+    async def watch() -> None:
+        while True:
+            asked = time.monotonic()
+            await asyncio.sleep(EVERY_S / 2)
+            if time.monotonic() - asked > SILENT_AFTER_S / 2 or not bus.client.is_connected:
+                liveness.forgive()
+            liveness.check()
+
+    async with bus.subscription(f"{namespace}.{role}.*.heartbeat", receive), background(watch(), f"watch-{role}"):
+        yield liveness
+
+
+def heartbeat_of(instance_id: str, epoch: str, load: object, *, draining: bool) -> Heartbeat:
+    """What a worker says of itself; `load` has the counts of a `Heartbeat` under the same names, as `StepStats` does."""
+    counts = {f.name: getattr(load, f.name) for f in fields(Heartbeat) if hasattr(load, f.name)}
+    busy = counts["num_running"] + counts["num_waiting"] > 0
+    return Heartbeat(instance_id=instance_id, epoch=epoch, busy=busy, draining=draining, **counts)
+
+
+@asynccontextmanager
+async def send_heartbeats(bus: Bus, subject: str, make: Callable[[], Heartbeat]) -> AsyncIterator[None]:
+    """Publish `make()` on `<subject>.heartbeat` while inside."""
+
+    async def beat() -> None:
+        while True:
+            with suppress(BackendUnavailable):  # the bus reports its own outages
+                await bus.publish(f"{subject}.heartbeat", make())
+            await asyncio.sleep(EVERY_S)
+
+    async with background(beat(), "heartbeat"):
+        yield

@@ -1,0 +1,130 @@
+"""Serving calls: every service is a NATS micro service, which `$SRV.PING/INFO/STATS` lists and whose calls it counts."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nats import micro
+from nats.micro.request import Request
+from nats.micro.service import EndpointStats
+from opentelemetry import context, trace
+from opentelemetry.trace import SpanKind, StatusCode
+
+from components.errors import InvariantBroken, MeshError
+from components.messaging.bus import Bus, nats_errors
+from components.telemetry.spans import trace_context, tracer
+from components.wire.codec import pack, unpack
+from components.wire.refused import refusal
+
+log = logging.getLogger(__name__)
+
+VERSION: Final = "0.1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One kind of call that an instance answers on `<subject>.<name>`."""
+
+    name: str
+    request: type[Any]
+    handler: Callable[[Any], Awaitable[object]]  # request message → answer message; a MeshError becomes Refused
+    span: str | None = None  # name of the span around the handler; None for bookkeeping calls
+
+
+class CallServer:
+    """Runs each call in a task of its own, so that a slow one holds up nobody."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], url: str) -> None:
+        self._url = url  # of NATS, for whoever reads of its failures
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
+
+    def stats(self, endpoint: EndpointStats) -> dict[str, int]:
+        """What `$SRV.STATS` says beside the count of calls."""
+        return {"errors": self._errors[endpoint.name], "in_flight": len(self._tasks)}
+
+    def receive(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
+        """The handler that nats.micro calls; it returns at once."""
+
+        async def start(request: Request) -> None:
+            task = asyncio.create_task(self._answer(endpoint, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        return start
+
+    async def drain(self) -> None:
+        """Wait for the calls in flight."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _answer(self, endpoint: Endpoint, request: Request) -> None:
+        token = context.attach(trace_context(request.headers))
+        try:
+            answer = await self._handled(endpoint, request)
+        except MeshError as exc:
+            self._errors[endpoint.name] += 1
+            log.info("call refused", extra={"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message})
+            answer = refusal(exc)
+        except Exception as exc:  # the edge of one request
+            self._errors[endpoint.name] += 1
+            log.exception("call failed", extra={"call": endpoint.name})
+            answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
+        finally:
+            context.detach(token)
+        if not request._msg.reply:
+            return
+        try:
+            with nats_errors(request._msg.reply, self._url):
+                await request.respond(pack(answer))
+        except MeshError as exc:
+            log.warning("answer lost", extra={"call": endpoint.name, "cause": exc.message})
+
+    async def _handled(self, endpoint: Endpoint, request: Request) -> object:
+        message = unpack(request.data, endpoint.request)
+        if endpoint.span is None:
+            return await endpoint.handler(message)
+        with tracer.start_as_current_span(endpoint.span, kind=SpanKind.SERVER) as span:
+            span.set_attribute("messaging.system", "nats")
+            try:
+                return await endpoint.handler(message)
+            except MeshError as exc:
+                span.set_status(trace.Status(StatusCode.ERROR, exc.message))
+                raise
+
+
+@asynccontextmanager
+async def serve_calls(
+    bus: Bus, role: str, subject: str, endpoints: Sequence[Endpoint], metadata: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """Answer calls while inside; leaving waits for those in flight.
+
+    Args:
+        bus: the connection.
+        role: name of the micro service; instances of one role share it.
+        subject: prefix of this instance; endpoint `x` listens on `<subject>.x`.
+        endpoints: what it answers.
+        metadata: shown by `$SRV.INFO`.
+    """
+    server = CallServer(endpoints, bus.url)
+    service = await micro.add_service(
+        bus.client,
+        name=f"kvmesh-{role}",
+        version=VERSION,
+        description=f"kvmesh {role} instance",
+        metadata={"subject": subject, **metadata},
+        stats_handler=server.stats,
+    )
+    group = service.add_group(name=subject)
+    for endpoint in endpoints:
+        await group.add_endpoint(name=endpoint.name, handler=server.receive(endpoint))
+    await bus.client.flush()
+    try:
+        yield
+    finally:
+        if bus.client.is_connected:
+            await service.stop()  # a new call is refused at once, instead of lost
+        await server.drain()

@@ -1,0 +1,193 @@
+"""Token streams: decode's outbox makes one frame per step and frontend, the frontend's inbox deals it out again.
+
+Items of a stream are numbered, because a NATS subscription past its limits drops messages in silence: a gap ends the stream
+with DecodeLost, and whoever reads it goes on elsewhere from the tokens it has.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+
+from nats.aio.msg import Msg
+
+from components.aio import Failure, background
+from components.errors import DecodeLost, MalformedMessage, MeshError
+from components.messaging.bus import Bus
+from components.wire.generate import StreamItem, TokenFrame, pack_frame, unpack_frame
+from components.wire.refused import raised, refusal
+
+log = logging.getLogger(__name__)
+
+
+class OutStream:
+    """One stream as its sender sees it."""
+
+    __slots__ = ("_next_seq", "reply_to", "stream_id")
+
+    def __init__(self, reply_to: str, stream_id: int) -> None:
+        self.reply_to = reply_to
+        self.stream_id = stream_id
+        self._next_seq = 0
+
+    def tokens(
+        self, token_ids: list[int], finish: str | None = None, num_cached_tokens: int = 0, sent_unix_ns: int = 0
+    ) -> StreamItem:
+        """The next item of this stream."""
+        return StreamItem(self.stream_id, self._seq(), token_ids, finish, None, num_cached_tokens, sent_unix_ns)
+
+    def error(self, error: MeshError) -> StreamItem:
+        """The last item of this stream: it ends here, and why."""
+        return StreamItem(self.stream_id, self._seq(), [], None, refusal(error))
+
+    def _seq(self) -> int:
+        self._next_seq += 1
+        return self._next_seq - 1
+
+
+class StreamOutbox:
+    """Collects items and sends them as frames: whatever gathers while one send is under way leaves with the next."""
+
+    def __init__(self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int]) -> None:
+        self._bus = bus
+        self._instance_id = instance_id
+        self._epoch = epoch
+        self._step = step
+        self._pending: dict[str, list[StreamItem]] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def put(self, stream: OutStream, item: StreamItem) -> None:
+        """Queue an item for the next frame to its frontend."""
+        self._pending.setdefault(stream.reply_to, []).append(item)
+        self._idle.clear()
+        self._wake.set()
+
+    async def flushed(self) -> None:
+        """Wait until everything queued was handed to NATS."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Send frames for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            pending, self._pending = self._pending, {}
+            for reply_to, items in pending.items():
+                frame = TokenFrame(self._instance_id, self._epoch(), self._step(), items)
+                try:
+                    await self._bus.publish_bytes(reply_to, pack_frame(frame))
+                except MeshError as exc:
+                    # The frontend sees the gap, or our silence, and moves its streams.
+                    log.warning("frame lost", extra={"reason": exc.message, "items": len(items)})
+            if not self._pending:
+                self._idle.set()
+
+
+@asynccontextmanager
+async def open_outbox(
+    bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int]
+) -> AsyncIterator[StreamOutbox]:
+    """An outbox whose frames leave while inside; leaving sends what is queued."""
+    outbox = StreamOutbox(bus, instance_id, epoch, step)
+    async with background(outbox.run(), "stream-outbox"):
+        try:
+            yield outbox
+        finally:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(outbox.flushed(), timeout=2)
+
+
+class InStream:
+    """One stream as its reader sees it."""
+
+    def __init__(self, stream_id: int, instance_id: str, epoch: str) -> None:
+        self.stream_id = stream_id
+        self.instance_id = instance_id
+        self.epoch = epoch
+        self._items: deque[StreamItem] = deque()
+        self._error: MeshError | None = None
+        self.failure = Failure()  # for whoever waits for something else about this stream
+        self._next_seq = 0
+        self._wake = asyncio.Event()
+
+    def put(self, item: StreamItem) -> None:
+        """An item arrived. A number seen before is a duplicate and dropped; a missing one ends the stream."""
+        if item.seq < self._next_seq:
+            return
+        if item.seq > self._next_seq:
+            self.fail(DecodeLost(f"items {self._next_seq} to {item.seq - 1} of the stream are missing"))
+            return
+        self._next_seq += 1
+        self._items.append(item)
+        self._wake.set()
+
+    def fail(self, error: MeshError) -> None:
+        """The stream ends here; items that arrived before are still read."""
+        self._error = self._error or error
+        self.failure.tell(error)
+        self._wake.set()
+
+    async def next(self) -> list[StreamItem]:
+        """Everything that has arrived, at least one item. Raises: what ended the stream, once all items are read."""
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        items = list(self._items)
+        self._items.clear()
+        error = items[-1].error
+        if error is not None:
+            items.pop()
+            self.fail(raised(error))
+            return items or await self.next()
+        return items
+
+
+class StreamInbox:
+    """All streams of one frontend; they share one NATS subject."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self._streams: dict[int, InStream] = {}
+        self._ids = count()
+
+    def open(self, instance_id: str, epoch: str) -> InStream:
+        """A stream to read from this instance; its id goes into the request."""
+        stream = InStream(next(self._ids), instance_id, epoch)
+        self._streams[stream.stream_id] = stream
+        return stream
+
+    def close(self, stream: InStream) -> None:
+        """Nobody reads it any more: late items are dropped."""
+        self._streams.pop(stream.stream_id, None)
+
+    def fail_instance(self, instance_id: str, error: MeshError) -> None:
+        """The instance is gone or silent: its streams end."""
+        for stream in self._streams.values():
+            if stream.instance_id == instance_id:
+                stream.fail(error)
+
+    async def receive(self, message: Msg) -> None:
+        """A frame arrived."""
+        try:
+            frame = unpack_frame(message.data)
+        except MalformedMessage as exc:
+            log.warning("frame refused", extra={"cause": exc.message})
+            return
+        for item in frame.items:
+            stream = self._streams.get(item.stream_id)
+            if stream is not None and stream.instance_id == frame.instance_id:
+                stream.put(item)
+
+
+@asynccontextmanager
+async def open_inbox(bus: Bus, subject: str) -> AsyncIterator[StreamInbox]:
+    """An inbox that receives while inside."""
+    inbox = StreamInbox(subject)
+    async with bus.subscription(subject, inbox.receive):
+        yield inbox

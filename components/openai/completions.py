@@ -1,0 +1,88 @@
+"""`/v1/completions`: request and answer."""
+
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, JsonValue, PlainValidator
+
+from components.errors import Rejected
+from components.openai.fields import INT32_MAX, FinishReason, GenerationFields, Usage, invalid, only
+
+MAX_PROMPTS: Final = 128
+
+
+def _prompts(value: JsonValue) -> list[str | list[int]]:
+    """Every form of `prompt` as a list of prompts, each text or token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise invalid("must be a string, a list of strings, token ids, or a list of lists of token ids")
+    if all(isinstance(item, str) for item in value):
+        prompts: list[str | list[int]] = [str(item) for item in value]
+    elif isinstance(value[0], list):
+        prompts = [_token_ids(item, f"[{i}]") for i, item in enumerate(value)]
+    else:
+        prompts = [_token_ids(value, "")]
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid(f"has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed")
+    return prompts
+
+
+def _token_ids(value: JsonValue, at: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise invalid("must be a list of token ids, not empty", at=at)
+    ids = [item for item in value if type(item) is int]  # a bool is an int to isinstance
+    if len(ids) != len(value) or min(ids) < 0 or max(ids) > INT32_MAX:
+        raise invalid("must hold token ids: whole numbers from 0 on", at=at)
+    return ids
+
+
+class CompletionRequest(GenerationFields):
+    """The body of a completion request."""
+
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    echo: bool | None = None
+    # not honoured yet
+    best_of: Annotated[JsonValue, only(1)] = None
+    logprobs: Annotated[JsonValue, only()] = None
+    suffix: Annotated[JsonValue, only("")] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens to generate for each prompt."""
+        return self.max_tokens
+
+
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises: Rejected, when one of a client's token ids is none of the model's."""
+    worst = max(token_ids, default=0)
+    if worst >= vocab_size:
+        raise Rejected(
+            f"Invalid '{param}': token id {worst} is outside the model's vocabulary of {vocab_size}.",
+            param=param,
+            code="invalid_value",
+        )
+
+
+class CompletionChoice(BaseModel):
+    """The continuation of one prompt."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason
+
+
+class Completion(BaseModel):
+    """The answer to a completion request that is not streamed."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: None = None

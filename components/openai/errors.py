@@ -1,0 +1,111 @@
+"""Every failure as the OpenAI API tells it: the one table from our errors to (HTTP status, type, code)."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from components import errors as e
+from components.errors import MeshError, Overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a client is told. Without `text` it is the error's own message, which then must be fit for a stranger."""
+
+    status: int
+    type: str
+    code: str | None
+    text: str | None = None
+
+
+_INVALID: Final = "invalid_request_error"
+_BUSY: Final = "service_unavailable_error"
+_SERVER: Final = "server_error"
+_NO_INSTANCE: Final = "No instance can serve this model at the moment. Try again shortly."
+_LOST: Final = "The instance working on this request was lost. Try again."
+_OURS: Final = "The server had an error while processing the request."
+
+TABLE: Final[dict[type[MeshError], Row]] = {
+    e.MeshError: Row(500, _SERVER, "internal_error", _OURS),
+    e.Rejected: Row(400, _INVALID, None),
+    e.PromptTooLong: Row(400, _INVALID, "context_length_exceeded"),
+    e.UnknownModel: Row(404, _INVALID, "model_not_found"),
+    e.MessageTooLarge: Row(413, _INVALID, "request_too_large", "The request is larger than the mesh carries."),
+    e.MalformedMessage: Row(500, _SERVER, "internal_error", _OURS),  # a peer's bytes, never the client's
+    e.IncompatibleLayout: Row(500, _SERVER, "internal_error", _OURS),
+    e.Overloaded: Row(503, _BUSY, "overloaded", "The server is overloaded. Try again shortly."),
+    e.NoDecodeInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
+    e.NoPrefillInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
+    e.NoBootstrapInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
+    e.QueueFull: Row(429, "rate_limit_error", "queue_full", "Too many requests are waiting. Try again shortly."),
+    e.PeerLost: Row(502, _SERVER, "instance_lost", _LOST),
+    e.PrefillLost: Row(502, _SERVER, "instance_lost", _LOST),
+    e.DecodeLost: Row(502, _SERVER, "instance_lost", _LOST),
+    e.TransferFailed: Row(502, _SERVER, "instance_lost", _LOST),
+    e.StaleInstance: Row(502, _SERVER, "instance_lost", _LOST),
+    e.BackendUnavailable: Row(503, _BUSY, "backend_unavailable", "The server is not ready. Try again shortly."),
+    e.DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "The request took longer than its time limit."),
+    e.Cancelled: Row(499, _INVALID, "request_cancelled", "The request was cancelled."),
+    e.InvariantBroken: Row(500, _SERVER, "internal_error", _OURS),
+    e.IllegalTransition: Row(500, _SERVER, "internal_error", _OURS),
+    e.PageLeak: Row(500, _SERVER, "internal_error", _OURS),
+}
+
+HTTP: Final[dict[int, tuple[str | None, str]]] = {  # what the web server refuses before a request is one of ours
+    400: (None, "The request is malformed."),
+    404: ("unknown_url", "There is nothing at this URL."),
+    405: ("method_not_allowed", "This URL does not take this method."),
+    413: ("request_too_large", "The request body is too large."),
+    415: ("unsupported_media_type", "Send the body as JSON, with 'Content-Type: application/json'."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """One failure, ready to send."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    def body(self) -> bytes:
+        """The JSON that a failed request is answered with, and that a broken stream carries as an event."""
+        inner = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": inner}, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def headers(self) -> Mapping[str, str]:
+        """Headers that belong to the status."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def from_mesh(error: MeshError, request_id: str) -> ApiError:
+    """How the client is told of `error`. A class of a newer peer that is not in the table is told as its nearest kin."""
+    row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+    message = row.text or error.message
+    if row.status >= 500:
+        message = f"{message} (request {request_id})"
+    param, code = error.fields.get("param"), error.fields.get("code", row.code)
+    retry = error.retry_after_s if isinstance(error, Overloaded) else 1.0 if row.status == 503 else None
+    return ApiError(row.status, message, row.type, _text(param), _text(code), retry)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def from_status(status: int, message: str | None = None) -> ApiError:
+    """A refusal by the web server: unknown URL, wrong method, wrong content type."""
+    code, text = HTTP.get(status, (None, _OURS if status >= 500 else HTTP[400][1]))
+    return ApiError(status, message or text, _SERVER if status >= 500 else _INVALID, None, code)
+
+
+def internal(request_id: str) -> ApiError:
+    """Anything else: our bug. The traceback is in the log under the request id, and only there."""
+    return ApiError(500, f"{_OURS} (request {request_id})", _SERVER, None, "internal_error")

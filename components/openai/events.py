@@ -1,0 +1,80 @@
+"""The server-sent events of one stream, as bytes: what never changes is serialised once, a token only quotes its text."""
+
+import json
+from dataclasses import dataclass
+from typing import Final, Self
+
+from components.openai.fields import Usage
+
+DONE: Final = b"data: [DONE]\n\n"
+
+_encode: Final = json.JSONEncoder(ensure_ascii=False).encode
+# line ends to Python's str.splitlines, by which some clients cut the stream, but not to JSON
+_LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+def quote(text: str) -> bytes:
+    """`text` as a JSON string that holds no line end of any kind."""
+    quoted = _encode(text)
+    return (quoted if quoted.isascii() else quoted.translate(_LINE_ENDS)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """One stream's events. Chat and completions differ in what stands around the text, and in nothing else."""
+
+    head: bytes  # up to the choice's index
+    before_text: bytes
+    after_text: bytes
+    empty: bytes  # a choice's payload without text, for the finish event
+    opening: bytes | None  # a choice's payload before any text
+    usage_head: bytes
+
+    @classmethod
+    def chat(cls, response_id: str, created: int, model: str, *, usage_follows: bool) -> Self:
+        """Events of `chat.completion.chunk`."""
+        head, usage_head = _heads(response_id, "chat.completion.chunk", created, model, usage_follows=usage_follows)
+        opening = b',"delta":{"role":"assistant","content":""}'
+        return cls(head, b',"delta":{"content":', b"}", b',"delta":{}', opening, usage_head)
+
+    @classmethod
+    def completion(cls, response_id: str, created: int, model: str, *, usage_follows: bool) -> Self:
+        """Events of `text_completion`."""
+        head, usage_head = _heads(response_id, "text_completion", created, model, usage_follows=usage_follows)
+        return cls(head, b',"text":', b"", b',"text":""', None, usage_head)
+
+    def open(self, index: int) -> bytes:
+        """What stands before a choice's first text: its role, in a chat."""
+        return b"" if self.opening is None else self._event(index, self.opening, b"null")
+
+    def text(self, index: int, text: str) -> bytes:
+        """More text of a choice."""
+        return b'%b%d%b%b%b,"logprobs":null,"finish_reason":null}]}\n\n' % (
+            self.head,
+            index,
+            self.before_text,
+            quote(text),
+            self.after_text,
+        )
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """The end of a choice."""
+        return self._event(index, self.empty, quote(reason))
+
+    def usage(self, usage: Usage) -> bytes:
+        """The usage chunk: it has no choices."""
+        return b'%b[],"usage":%b}\n\n' % (self.usage_head, usage.model_dump_json().encode())
+
+    def _event(self, index: int, payload: bytes, reason: bytes) -> bytes:
+        return b'%b%d%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (self.head, index, payload, reason)
+
+
+def _heads(response_id: str, kind: str, created: int, model: str, *, usage_follows: bool) -> tuple[bytes, bytes]:
+    common = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"system_fingerprint":null,' % (
+        quote(response_id),
+        quote(kind),
+        created,
+        quote(model),
+    )
+    usage = b'"usage":null,' if usage_follows else b""  # OpenAI: every chunk has the field once one will fill it
+    return common + usage + b'"choices":[{"index":', common + b'"choices":'

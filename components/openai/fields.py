@@ -1,0 +1,211 @@
+"""Fields that several endpoints share, and how a body becomes a request or a refusal that names the parameter at fault.
+
+A field that clients send out of habit but that we cannot honour yet is declared with its neutral values: those pass,
+anything else is refused. A field that is not declared at all is refused too. Nothing is ignored in silence.
+"""
+
+from typing import Annotated, Final, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    ValidationError,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from components.errors import Rejected
+
+MAX_STOPS: Final = 4
+MAX_STOP_CHARS: Final = 1024
+MAX_LOGIT_BIAS: Final = 1024
+MAX_BIAS: Final = 100
+INT32_MAX: Final = 2**31 - 1
+CODES: Final = {  # pydantic's error types to OpenAI's codes; whatever is not here has a bad value
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "unsupported": "unsupported_parameter",
+    "json_invalid": "invalid_json",
+}
+
+R = TypeVar("R", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Part of a request: no unknown field, no coercion, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
+
+
+def only(*neutral: JsonValue) -> AfterValidator:
+    """Accept null and these values; refuse the rest as not supported."""
+    shown = " or ".join(repr(value).lower() if isinstance(value, bool) else repr(value) for value in neutral)
+    hint = f"send {shown} or leave it out" if neutral else "leave it out"
+
+    def check(value: JsonValue) -> JsonValue:
+        if value is None or any(_same(value, allowed) for allowed in neutral):
+            return value
+        raise PydanticCustomError(
+            "unsupported", "has a value that this server does not support: {hint}", {"hint": hint}
+        )
+
+    return AfterValidator(check)
+
+
+def _same(value: JsonValue, allowed: JsonValue) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)  # in Python True == 1
+
+
+def invalid(message: str, at: str = "") -> PydanticCustomError:
+    """A bad value; `at` is the path below the field, such as `[0].type`."""
+    return PydanticCustomError("value_error", message.replace("{", "{{").replace("}", "}}"), {"at": at})
+
+
+def _stops(value: JsonValue) -> list[str]:
+    if value is None:
+        return []
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise invalid("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise invalid(f"has {len(stops)} strings, at most {MAX_STOPS} are allowed")
+    if not all(0 < len(str(stop)) <= MAX_STOP_CHARS for stop in stops):
+        raise invalid(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+    return [str(stop) for stop in stops]
+
+
+def _bias(value: JsonValue) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise invalid("must be an object of token ids and biases")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise invalid(f"has {len(value)} token ids, at most {MAX_LOGIT_BIAS} are allowed")
+    return {_token_id(token): _bias_of(token, bias) for token, bias in value.items()}
+
+
+def _token_id(key: str) -> int:
+    digits = key.isascii() and key.isdigit() and len(key) <= len(str(INT32_MAX))
+    if not digits or str(int(key)) != key or int(key) > INT32_MAX:  # "7" and "07" would be one token twice
+        raise invalid(f"must have token ids for keys, not {key[:32]!r}")
+    return int(key)
+
+
+def _bias_of(token: str, bias: JsonValue) -> float:
+    if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+        raise invalid(f"must be a number from -{MAX_BIAS} to {MAX_BIAS}", at=f".{token}")
+    return float(bias)
+
+
+LogitBias = Annotated[dict[int, float] | None, PlainValidator(_bias, json_schema_input_type=dict[str, float] | None)]
+Stops = Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
+
+
+class StreamOptions(Strict):
+    """What a stream carries beside its tokens."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[JsonValue, only(False)] = None
+    continuous_usage_stats: Annotated[JsonValue, only(False)] = None
+
+
+class GenerationFields(Strict):
+    """What every endpoint that generates takes. Null means the default, as in OpenAI's API."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stop: Stops = []
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias = None
+    # extensions, by the names that users of vLLM know
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # -1 and 0: all
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    # labels: accepted, of no effect
+    user: Annotated[str, Field(max_length=512)] | None = None
+    # not honoured yet
+    n: Annotated[JsonValue, only(1)] = None
+    priority: Annotated[JsonValue, only(0)] = None
+    skip_special_tokens: Annotated[JsonValue, only(True)] = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Usage(BaseModel):
+    """Tokens of one request, over all its choices."""
+
+    class PromptDetails(BaseModel):
+        """Of the prompt tokens, those found in the prefix cache."""
+
+        cached_tokens: int
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> "Usage":
+        """The three counts; the total follows."""
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=cls.PromptDetails(cached_tokens=cached),
+        )
+
+
+FinishReason = Literal["stop", "length"]
+
+
+def parse_body(cls: type[R], body: bytes) -> R:
+    """The request in `body`. Raises: Rejected, with the first fault and the parameter it is in."""
+    try:
+        request = cls.model_validate_json(body)
+    except ValidationError as exc:
+        raise _rejection(exc.errors(include_url=False, include_input=False)[0]) from None
+    if isinstance(request, GenerationFields) and request.stream_options is not None and not request.stream:
+        raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+    return request
+
+
+def _rejection(fault: ErrorDetails) -> Rejected:
+    kind, reason = fault["type"], fault["msg"]
+    code = CODES.get(kind, "invalid_value")
+    if kind == "json_invalid":
+        return Rejected(f"The request body is not valid JSON: {reason.removeprefix('Invalid JSON: ')}.", code=code)
+    param = _path(fault["loc"]) + str(fault.get("ctx", {}).get("at", ""))
+    if not param:
+        return Rejected("The request body must be a JSON object.", code=code)
+    shown = param if len(param) <= 128 else f"{param[:128]}…"
+    if kind == "extra_forbidden":
+        return Rejected(f"Unknown parameter: '{shown}'.", param=shown, code=code)
+    if kind == "missing":
+        return Rejected(f"Missing required parameter: '{shown}'.", param=shown, code=code)
+    if kind in {"unsupported", "value_error"}:  # ours: they go on where the parameter's name stops
+        return Rejected(f"'{shown}' {reason}.", param=shown, code=code)
+    reason = reason.replace(" after validation", "")
+    return Rejected(f"Invalid '{shown}': {reason}.", param=shown, code=code)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, the way OpenAI writes it."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")

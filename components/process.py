@@ -1,0 +1,111 @@
+"""What every service's process does around its work: a name, a record, a reason to stop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from secrets import token_hex
+from typing import Any, Final, Protocol
+
+import uvloop
+
+from components.settings import MeshSettings
+from components.wire.instances import InstanceRecord, KvEndpoint, Role
+
+log = logging.getLogger(__name__)
+
+GIVE_UP_S: Final = 2.0  # for saying so, and for writes in flight
+STARTED_UNIX_MS: Final = time.time_ns() // 1_000_000
+
+
+def new_instance_id() -> str:
+    """Random, and stable while the process lives."""
+    return token_hex(4)
+
+
+def subject_of(namespace: str, role: Role, instance_id: str) -> str:
+    """NATS subject prefix of an instance."""
+    return f"{namespace}.{role}.{instance_id}"
+
+
+def record_maker(
+    settings: MeshSettings,
+    role: Role,
+    instance_id: str,
+    *,
+    model: str | None = None,
+    max_context: int | None = None,
+    kv: KvEndpoint | None = None,
+    http: str | None = None,
+) -> Callable[[str], InstanceRecord]:
+    """Epoch → this process's record."""
+
+    def make(epoch: str) -> InstanceRecord:
+        return InstanceRecord(
+            instance_id=instance_id,
+            epoch=epoch,
+            role=role,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_unix_ms=STARTED_UNIX_MS,
+            subject=subject_of(settings.namespace, role, instance_id),
+            model=model,
+            max_context=max_context,
+            kv=kv,
+            http=http,
+        )
+
+    return make
+
+
+async def stop_signal() -> None:
+    """Wait for SIGTERM or SIGINT. The handlers go with the wait: a second signal, while draining, ends the process."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        await stopped.wait()
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+class Draining(Protocol):
+    """A service that can finish what it has and take nothing new."""
+
+    draining: bool
+
+    async def drained(self) -> None:
+        """Wait until nothing is left."""
+
+    def stop_all(self, cause: str) -> None:
+        """Give up what is left; the other sides go on elsewhere."""
+
+
+async def drain(service: Draining, timeout_s: float) -> None:
+    """Finish what is in flight, still registered so that nobody believes us dead; give the rest up after `timeout_s`."""
+    service.draining = True
+    log.info("draining", extra={"timeout_s": timeout_s})
+    try:
+        async with asyncio.timeout(timeout_s):
+            await service.drained()
+    except TimeoutError:
+        service.stop_all("this instance is leaving")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GIVE_UP_S):
+                await service.drained()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a service's `main` on uvloop; an interrupt is a clean stop."""
+    try:
+        uvloop.run(main)
+    except KeyboardInterrupt:
+        sys.exit(130)

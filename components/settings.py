@@ -1,0 +1,127 @@
+"""Settings of a service: environment first, command line over it, read once in `main` and passed down as values.
+
+`MESH_X` sets x for every service, `MESH_DECODE_X` for decode alone and wins over it; `--x` wins over both.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, PositiveFloat, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
+
+
+class MeshSettings(BaseSettings):
+    """What all services share. A service subclasses it with `env_prefix="MESH_<ROLE>_"` and adds its own fields."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="MESH_",
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        frozen=True,
+        cli_kebab_case=True,
+        cli_show_env_vars=True,
+    )
+
+    namespace: Annotated[
+        str, Field(pattern=r"^[a-z0-9-]+$", description="first part of every etcd key and NATS subject")
+    ] = "kvmesh"
+    etcd_url: Annotated[str, Field(description="etcd endpoints, comma-separated")] = "http://127.0.0.1:2379"
+    nats_url: Annotated[str, Field(description="NATS servers, comma-separated")] = "nats://127.0.0.1:4222"
+    model: Annotated[
+        str,
+        Field(
+            description="smollm2-135m, a local directory, a hub id, a config.json (random weights), mock or mock:<any of these>"
+        ),
+    ] = "smollm2-135m"
+    served_model_name: Annotated[str | None, Field(description="the name clients use; default: from --model")] = None
+    lease_ttl_s: Annotated[
+        float, Field(ge=2.0, description="an instance silent for this long leaves etcd, seconds")
+    ] = 10.0
+    transfer_timeout_s: Annotated[PositiveFloat, Field(description="longest life of one KV transfer, seconds")] = 60.0
+    room_cleanup_s: Annotated[
+        PositiveFloat, Field(description="interval of cleaning expired bootstrap rooms, seconds")
+    ] = 5.0
+    state_dir: Annotated[Path, Field(description="converted models and kept traces")] = Path("~/.cache/kvmesh")
+    otlp_endpoint: Annotated[str | None, Field(description="OTLP/HTTP collector, such as http://jaeger:4318")] = None
+    traces_per_s: Annotated[
+        float | None,
+        Field(
+            ge=0, description="requests traced a second, at most, ten seconds' worth at once; default: every request"
+        ),
+    ] = None
+    metrics_host: Annotated[str, Field(description="address of a worker's /metrics and /health")] = "127.0.0.1"
+    metrics_port: Annotated[int, Field(ge=0, le=65535, description="their port; 0: any free one, found in etcd")] = 0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+
+    @property
+    def home(self) -> Path:
+        """`state_dir`, expanded."""
+        return self.state_dir.expanduser()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The command line (added by pydantic), then `MESH_<ROLE>_`, then `MESH_`; no .env and no secrets directory."""
+        return init_settings, env_settings, EnvSettingsSource(settings_cls, env_prefix="MESH_")
+
+    @classmethod
+    def read(cls, argv: list[str] | None = None) -> Self:
+        """Settings of this process; exits with a line that names the fault when one is wrong."""
+        faults = misspelled(os.environ, cls)
+        if faults:
+            sys.exit("\n".join(faults))
+        try:
+            return CliApp.run(cls, cli_args=argv)
+        except ValidationError as exc:
+            sys.exit("\n".join(_fault(error) for error in exc.errors()))
+        except SettingsError as exc:
+            sys.exit(f"settings: {exc}")
+
+
+SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine"}  # names that may follow a bare MESH_
+
+
+def _fault(error: ErrorDetails) -> str:
+    return f"setting {'.'.join(map(str, error['loc']))}: {error['msg']}, got {error['input']!r}"
+
+
+def misspelled(environ: Mapping[str, str], settings: type[BaseSettings]) -> list[str]:
+    """A line for each `MESH_*` variable that would set nothing: pydantic ignores those in silence.
+
+    Variables with another role's prefix are that role's business.
+    """
+    own = str(settings.model_config["env_prefix"])
+    others = tuple(p for p in (f"MESH_{role.upper()}_" for role in ROLES) if p != own)
+    faults = []
+    for name in sorted(environ):
+        if not name.startswith("MESH_") or name.startswith(others):
+            continue
+        prefix = own if name.startswith(own) else "MESH_"
+        known: Mapping[str, Any] | frozenset[str] = SHARED if prefix == "MESH_" else settings.model_fields
+        field = name.removeprefix(prefix).split("__")[0].lower()
+        if field not in known:
+            hint = (
+                f"did you mean {own}{field.upper()}?" if field in settings.model_fields else "--help lists every name"
+            )
+            faults.append(f"unknown setting {name}: {hint}")
+    return faults

@@ -1,0 +1,177 @@
+"""The last traces, on this host's disk: every process appends its spans to one SQLite file, whatever collector is set.
+
+So `python -m services.inspect trace last` shows a request without Jaeger, and the request of a minute ago is still there.
+"""
+
+import json
+import logging
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, Final, TypeVar
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BUSY_S: Final = 5.0  # how long others may keep the file to themselves
+BUSY_RETRY_S: Final = 0.01
+KEPT_TRACES: Final = 1000
+TRIM_EVERY: Final = 50  # exports: trimming reads the whole index, so not each time
+FILE_NAME: Final = "traces.sqlite"
+
+_SCHEMA: Final = """
+create table if not exists spans (
+    trace_id text not null, span_id text not null, parent_id text, service text not null, name text not null,
+    start_ns integer not null, end_ns integer not null, status text not null, attributes text not null
+);
+create index if not exists spans_by_trace on spans (trace_id, start_ns);
+"""
+_TRIM: Final = """
+delete from spans where trace_id in (
+    select trace_id from spans group by trace_id order by min(start_ns) desc limit -1 offset ?)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One finished span as kept; times are wall-clock nanoseconds."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    service: str
+    name: str
+    start_ns: int
+    end_ns: int
+    status: str
+    attributes: dict[str, Any]
+
+
+class TraceStore:
+    """Reads the kept traces."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / FILE_NAME
+
+    def last_trace_ids(self, count: int = 20) -> list[str]:
+        """Ids of the newest traces, newest first."""
+        query = "select trace_id from spans group by trace_id order by min(start_ns) desc limit ?"
+        return [row[0] for row in self._rows(query, (count,))]
+
+    def trace(self, prefix: str) -> list[Span]:
+        """Spans of the one trace whose id, or whose request id, starts with `prefix`, by start time; empty if none does."""
+        found = self._rows("select trace_id from spans where trace_id like ? limit 1", (f"{prefix}%",)) or self._rows(
+            "select trace_id from spans where json_extract(attributes, '$.\"kvmesh.request_id\"') like ? limit 1",
+            (f"{prefix}%",),
+        )
+        if not found:
+            return []
+        rows = self._rows("select * from spans where trace_id = ? order by start_ns, end_ns desc", (found[0][0],))
+        return [Span(*row[:8], json.loads(row[8])) for row in rows]  # type: ignore[call-arg]
+
+    def _rows(self, query: str, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        if not self._path.exists():
+            return []
+        return _when_free(lambda: self._read(query, args))
+
+    def _read(self, query: str, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        connection = _connect(self._path)
+        try:
+            return connection.execute(query, args).fetchall()
+        finally:
+            connection.close()
+
+
+class TraceStoreExporter(SpanExporter):
+    """Appends spans from the batch processor's thread; a failed write costs those spans, never the request."""
+
+    def __init__(self, home: Path, service: str) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        self._path = home / FILE_NAME
+        self._service = service
+        self._connection: sqlite3.Connection | None = None
+        self._exports = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Write one batch, and now and then forget what is older than the last KEPT_TRACES traces."""
+        rows = [row for span in spans if (row := self._row(span)) is not None]
+        try:
+            _when_free(lambda: self._write(rows))
+        except sqlite3.Error as exc:
+            log.warning("spans not kept", extra={"cause": str(exc), "count": len(rows)})
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Close the file."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _write(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        try:
+            connection = self._open()
+            with connection:
+                connection.executemany("insert into spans values (?,?,?,?,?,?,?,?,?)", rows)
+                if (self._exports + 1) % TRIM_EVERY == 0:
+                    connection.execute(_TRIM, (KEPT_TRACES,))
+        except sqlite3.Error:
+            self.shutdown()  # the next write opens the file anew: it may be another one
+            raise
+        self._exports += 1
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self._connection = _connect(self._path)
+            self._connection.executescript(_SCHEMA)
+        return self._connection
+
+    def _row(self, span: ReadableSpan) -> tuple[Any, ...] | None:
+        context = span.get_span_context()
+        if context is None or span.start_time is None or span.end_time is None:
+            return None
+        return (
+            f"{context.trace_id:032x}",
+            f"{context.span_id:016x}",
+            None if span.parent is None else f"{span.parent.span_id:016x}",
+            self._service,
+            span.name,
+            span.start_time,
+            span.end_time,
+            span.status.status_code.name,
+            json.dumps(dict(span.attributes or {}), default=str),
+        )
+
+
+def _when_free(work: Callable[[], T]) -> T:
+    """Do `work` again while another process has the file to itself.
+
+    The connection's own time-out does not cover all of it: of several that make the file at once and turn it to WAL, all
+    but one are told "locked" without a wait.
+    """
+    until = monotonic() + BUSY_S
+    while True:
+        try:
+            return work()
+        except sqlite3.OperationalError as exc:
+            if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or monotonic() > until:
+                raise
+        sleep(BUSY_RETRY_S)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # Several processes write: WAL lets them do so beside a reader, and the timeout waits for the other's commit.
+    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
+    try:
+        connection.execute("pragma journal_mode=wal")
+        connection.execute("pragma synchronous=off")
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection

@@ -1,0 +1,153 @@
+"""What a worker counts, under the names that dashboards know from vLLM, and the page that shows it.
+
+The engine measures and the service records: `record` takes one step's figures, nothing here is called per token.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from components.http_server import serve_http
+
+STEP_BUCKETS: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+TRANSFER_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
+
+
+class StepFigures(Protocol):
+    """What one engine step tells; the engine's `StepStats` is one."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests queued."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Computed in this step."""
+
+    @property
+    def decode_tokens(self) -> int:
+        """Sampled in this step."""
+
+    @property
+    def free_pages(self) -> int:
+        """Of the pool."""
+
+    @property
+    def cached_pages(self) -> int:
+        """Unreferenced but reusable."""
+
+    @property
+    def total_pages(self) -> int:
+        """In the pool."""
+
+    @property
+    def step_s(self) -> float:
+        """Duration."""
+
+    @property
+    def prefix_queries(self) -> int:
+        """Prompt tokens looked up, since start."""
+
+    @property
+    def prefix_hits(self) -> int:
+        """Of those, found."""
+
+
+class WorkerMetrics:
+    """The metrics of one worker process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._running = self._gauge("num_requests_running", "Requests in the batch.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests queued for pages or budget.")
+        self._usage = self._gauge("kv_cache_usage_perc", "Share of KV pages that requests hold, 0 to 1.")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens computed here.")
+        self._generated = self._counter("generation_tokens", "Tokens sampled here.")
+        self._queries = self._gauge("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
+        self._hits = self._gauge("prefix_cache_hits_total", "Of those, found.")
+        self._steps = Histogram(
+            "engine_step_seconds", "Duration of an engine step.", buckets=STEP_BUCKETS, registry=self.registry
+        )
+        self._transfers = Histogram(
+            "kv_transfer_seconds",
+            "From prefill's first write to decode's last page.",
+            buckets=TRANSFER_BUCKETS,
+            registry=self.registry,
+        )
+        self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes that NIXL reports as moved.")
+        self._transfer_failures = self._counter("kv_transfer_failures", "Transfers that did not complete.")
+        self._recomputes = self._counter("prompt_recomputes", "Prompts computed here because their KV did not come.")
+
+    def record(self, figures: StepFigures) -> None:
+        """One engine step."""
+        self._running.set(figures.num_running)
+        self._waiting.set(figures.num_waiting)
+        self._usage.set(1 - (figures.free_pages + figures.cached_pages) / max(1, figures.total_pages))
+        self._prompt.inc(figures.prompt_tokens)
+        self._generated.inc(figures.decode_tokens)
+        self._queries.set(figures.prefix_queries)
+        self._hits.set(figures.prefix_hits)
+        if figures.prompt_tokens or figures.decode_tokens:
+            self._steps.observe(figures.step_s)
+
+    def transferred(self, num_bytes: int, duration_s: float) -> None:
+        """One transfer is complete."""
+        self._transfer_bytes.inc(num_bytes)
+        self._transfers.observe(duration_s)
+
+    def transfer_failed(self) -> None:
+        """One transfer will not complete."""
+        self._transfer_failures.inc()
+
+    def recomputed(self) -> None:
+        """One prompt is computed here after its transfer failed."""
+        self._recomputes.inc()
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, registry=self.registry)
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    host: str
+    port: int
+    drain_timeout_s: float = 1.0
+
+
+@asynccontextmanager
+async def serve_metrics(
+    registry: CollectorRegistry, host: str, port: int, healthy: Callable[[], bool]
+) -> AsyncIterator[str]:
+    """`/metrics` and `/health` while inside; yields the URL.
+
+    Args:
+        registry: what `/metrics` shows.
+        host: address to listen on.
+        port: 0 for any free one.
+        healthy: whether `/health` answers 200 or 503.
+    """
+    app = FastAPI(openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        well = healthy()
+        return JSONResponse({"status": "ok" if well else "unhealthy"}, 200 if well else 503)
+
+    async with serve_http(app, _Page(host, port)) as url:
+        yield url

@@ -1,0 +1,33 @@
+"""What a model's authors recommend where a client says nothing: `generation_config.json`, as vLLM does too."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """OpenAI's own defaults, unless the model has others."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def read_sampling_defaults(directory: Path) -> SamplingDefaults:
+    """The defaults in a model's directory. One that recommends nothing, or greedy decoding, has OpenAI's."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return SamplingDefaults()
+    config = json.loads(path.read_text())
+    if not config.get("do_sample"):
+        return SamplingDefaults()
+    return SamplingDefaults(
+        temperature=float(config.get("temperature") or 1.0),
+        top_p=float(config.get("top_p") or 1.0),
+        top_k=int(config.get("top_k") or 0),
+        min_p=float(config.get("min_p") or 0.0),
+        repetition_penalty=float(config.get("repetition_penalty") or 1.0),
+    )

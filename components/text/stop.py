@@ -1,0 +1,62 @@
+"""Stop strings across token boundaries: hold back exactly what could still become one, cut where one is complete."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """One generated text on its way through a set of stop strings.
+
+    The result does not depend on how the text is cut into pieces: the first stop string to be complete ends it, and of
+    several complete at the same character the longest counts.
+    """
+
+    __slots__ = ("_failure", "_held", "_matched", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted(stops, key=len, reverse=True)  # the longest first: it begins earliest
+        self._failure = [_failure_table(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # length of the longest prefix of each that ends the text so far
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """What of the text so far is safe to show, and whether a stop string is complete: then nothing may follow."""
+        unseen = len(self._held)
+        self._held += text
+        for position in range(unseen, len(self._held)):
+            length = self._step(self._held[position])
+            if length:
+                return self._held[: position + 1 - length], True
+        safe = len(self._held) - max(self._matched, default=0)
+        shown, self._held = self._held[:safe], self._held[safe:]
+        return shown, False
+
+    def flush(self) -> str:
+        """What was held back: the text is over, so it becomes no stop string any more."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str) -> int:
+        """Take one character; the length of the stop string it completes, or 0. Knuth, Morris and Pratt, 1977."""
+        for i, stop in enumerate(self._stops):
+            length = self._matched[i]
+            while length and stop[length] != char:
+                length = self._failure[i][length - 1]
+            if stop[length] == char:
+                length += 1
+            if length == len(stop):
+                return length
+            self._matched[i] = length
+        return 0
+
+
+def _failure_table(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    table = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[length] != stop[i]:
+            length = table[length - 1]
+        if stop[length] == stop[i]:
+            length += 1
+        table[i] = length
+    return table

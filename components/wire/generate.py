@@ -1,0 +1,132 @@
+"""frontend ↔ decode: one request in, its tokens back in frames.
+
+`GenerateRequest` goes to `<decode subject>.generate` and is answered by `GenerateAccepted` or `Refused` at once. Tokens
+then arrive on the subject in `reply_to`: one frame per engine step and frontend, with the new tokens of all its streams.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import msgpack
+from pydantic import ValidationError
+
+from components.errors import MalformedMessage
+from components.wire.codec import message, unpack_plain
+from components.wire.refused import Refused
+from components.wire.sampling import Sampling
+from components.wire.tokens import pack_tokens, unpack_tokens
+
+FRAME_VERSION: Final = 1
+
+
+@message("generate.v2")
+class GenerateRequest:
+    """frontend → decode. A stream that moves to another instance is sent again with the tokens it already has."""
+
+    request_id: str  # ours and random; the client's own id is a label, never a key
+    epoch: str  # of the decode instance addressed
+    model: str
+    stream_id: int  # unique within the frontend
+    reply_to: str  # NATS subject of the frontend's frames
+    token_ids: bytes  # int32[T]: the prompt, and after a move the tokens already generated
+    deadline_unix_ms: int  # wall clock: a monotonic time means nothing in another process
+    sampling: Sampling
+    cache_salt: str = ""
+    priority: int = 0  # lower goes first
+
+
+@message("generate-accepted.v1")
+class GenerateAccepted:
+    """decode → frontend: tokens will follow on `reply_to`."""
+
+    request_id: str
+
+
+@message("cancel.v1")
+class CancelStreams:
+    """frontend → decode, on `<decode subject>.cancel`: nobody reads these streams any more."""
+
+    reply_to: str
+    stream_ids: list[int]
+
+
+@message("cancelled.v1")
+class StreamsCancelled:
+    """decode → frontend: how many of them were still running."""
+
+    count: int
+
+
+class StreamItem(NamedTuple):
+    """What one frame says of one stream. Made once a token: a frozen dataclass takes four times as long to make."""
+
+    stream_id: int
+    seq: int  # counts items of this stream from 0: a gap is a lost frame
+    token_ids: list[int]
+    finish: str | None = None  # "stop" or "length", with the last tokens
+    error: Refused | None = None  # the stream is over, and why
+    num_cached_tokens: int = 0  # meaningful in the item with the first token
+    sent_unix_ns: int = 0  # set with the first token only, for the trace
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFrame:
+    """One message per engine step and frontend."""
+
+    instance_id: str
+    epoch: str
+    step: int  # the engine's step counter
+    items: list[StreamItem]
+
+
+def pack_frame(frame: TokenFrame) -> bytes:
+    """The one hot message: a plain msgpack array, checked by hand on the other side instead of by a schema."""
+    items = [
+        (
+            i.stream_id,
+            i.seq,
+            pack_tokens(i.token_ids),
+            i.finish,
+            None if i.error is None else (i.error.error, i.error.message, i.error.fields),
+            i.num_cached_tokens,
+            i.sent_unix_ns,
+        )
+        for i in frame.items
+    ]
+    packed: bytes = msgpack.packb((FRAME_VERSION, frame.instance_id, frame.epoch, frame.step, items), use_bin_type=True)
+    return packed
+
+
+def unpack_frame(data: bytes) -> TokenFrame:
+    """The frame in `data`. Raises: MalformedMessage."""
+    value = unpack_plain(data)
+    if not (isinstance(value, list) and len(value) == 5 and value[0] == FRAME_VERSION):
+        raise MalformedMessage("not a token frame of version 1")
+    _, instance_id, epoch, step, items = value
+    if not (isinstance(instance_id, str) and isinstance(epoch, str) and isinstance(step, int)):
+        raise MalformedMessage("token frame: bad header")
+    if not isinstance(items, list):
+        raise MalformedMessage("token frame: items must be an array")
+    return TokenFrame(instance_id, epoch, step, [_item(i) for i in items])
+
+
+def _item(value: Any) -> StreamItem:
+    if not (isinstance(value, list) and len(value) == 7):
+        raise MalformedMessage("token frame: an item is an array of 7")
+    stream_id, seq, tokens, finish, error, cached, sent = value
+    # spelled out: this runs once a token, and a generator costs as much as all the rest
+    numbers = isinstance(stream_id, int) and isinstance(seq, int) and isinstance(cached, int) and isinstance(sent, int)
+    if not (numbers and isinstance(tokens, bytes) and (finish is None or isinstance(finish, str))):
+        raise MalformedMessage("token frame: bad item")
+    return StreamItem(stream_id, seq, unpack_tokens(tokens), finish, _error(error), cached, sent)
+
+
+def _error(value: Any) -> Refused | None:
+    if value is None:
+        return None
+    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], dict)):
+        raise MalformedMessage("token frame: bad error")
+    try:
+        return Refused(error=value[0], message=value[1], fields=value[2])
+    except ValidationError as exc:
+        raise MalformedMessage("token frame: bad error") from exc

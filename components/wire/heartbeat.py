@@ -1,0 +1,25 @@
+"""Every worker says twice a second that it lives, what it carries and how far its engine has counted.
+
+On `<subject>.heartbeat`. A lease tells of a lost process after its TTL; a heartbeat tells of a hung one within 2 s.
+"""
+
+from components.wire.codec import message
+
+
+@message("heartbeat.v1")
+class Heartbeat:
+    """worker → everyone who subscribes."""
+
+    instance_id: str
+    epoch: str
+    step: int  # standing still while `busy` is a hung engine
+    busy: bool
+    draining: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    num_reserved: int = 0  # requests whose KV has not arrived
+    num_held: int = 0  # requests that are over, whose pages a transfer might still touch
+    free_pages: int = 0
+    cached_pages: int = 0
+    held_pages: int = 0
+    total_pages: int = 0

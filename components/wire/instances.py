@@ -1,0 +1,62 @@
+"""What an instance says of itself in etcd, as JSON so that `etcdctl get --prefix` can be read by a person.
+
+Key: `<namespace>/instances/<role>/<instance_id>`, attached to the instance's lease.
+"""
+
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from components.errors import MalformedMessage
+from components.kv_transfer.layout import KvLayout
+from components.wire.codec import part
+
+Role = Literal["frontend", "decode", "prefill", "bootstrap"]
+
+
+@part
+class KvEndpoint:
+    """Where an instance's KV pages are and how NIXL reaches them: all that the other side sets up once per pair."""
+
+    backend: str  # "nixl"
+    agent: str  # NIXL agent name, unique per process
+    agent_metadata: str  # base64 of NIXL's own blob
+    base_address: int
+    num_pages: int
+    device: str  # "cpu" or "cuda:0"
+    aux_address: int
+    aux_slots: int
+    layout: KvLayout
+
+
+@part
+class InstanceRecord:
+    """One registered process. A new epoch is a new registration: messages quoting an old one are refused as stale."""
+
+    instance_id: str  # stable while the process lives
+    epoch: str  # random, new with every registration
+    role: Role
+    host: str
+    pid: int
+    started_unix_ms: int
+    subject: str  # NATS subject prefix of this instance: `<namespace>.<role>.<instance_id>`
+    model: str | None = None  # the name clients use
+    max_context: int | None = None  # tokens, prompt and output together
+    kv: KvEndpoint | None = None
+    http: str | None = None  # URL of a frontend or of a metrics page
+
+
+_adapter = TypeAdapter(InstanceRecord)
+
+
+def dump_record(record: InstanceRecord) -> bytes:
+    """JSON of `record`."""
+    return _adapter.dump_json(record)
+
+
+def load_record(data: bytes) -> InstanceRecord:
+    """The record in `data`. Raises: MalformedMessage."""
+    try:
+        return _adapter.validate_json(data)
+    except ValidationError as exc:
+        raise MalformedMessage(f"instance record: {exc.errors(include_url=False)[0]['msg']}") from exc

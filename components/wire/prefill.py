@@ -1,0 +1,42 @@
+"""decode ↔ prefill: a prompt to compute, and the end of a transfer."""
+
+from components.wire.codec import message
+from components.wire.sampling import Sampling
+
+
+@message("prefill.v2")
+class PrefillRequest:
+    """decode → prefill, on `<prefill subject>.prefill`; answered by PrefillAccepted or Refused."""
+
+    request_id: str
+    epoch: str  # of the prefill instance addressed
+    decode_id: str
+    decode_epoch: str
+    token_ids: bytes  # int32[T], the whole prompt
+    deadline_unix_ms: int
+    sampling: Sampling  # as decode got it: the first token is drawn here
+    cache_salt: str = ""
+    priority: int = 0  # lower goes first
+
+
+@message("prefill-accepted.v1")
+class PrefillAccepted:
+    """prefill → decode: the prompt is being computed; put your pages into this room."""
+
+    room: str  # `<bootstrap instance>/<number>`
+    stamp: int  # uint63 that the aux buffer will carry when everything has landed
+
+
+@message("quiesce.v1")
+class Quiesce:
+    """decode → prefill, on `<prefill subject>.quiesce`: stop this request, answer when no write of it is in flight."""
+
+    request_id: str
+    cause: str
+
+
+@message("quiet.v1")
+class Quiet:
+    """prefill → decode: no write of this request is in flight and none will be posted; its pages may be used again."""
+
+    request_id: str

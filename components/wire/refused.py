@@ -1,0 +1,45 @@
+"""An error on its way to another process: any call may be answered by it."""
+
+import math
+from dataclasses import field
+
+from components.errors import BY_NAME, InvariantBroken, MeshError, Overloaded
+from components.wire.codec import message
+
+
+@message("refused.v1")
+class Refused:
+    """The answer of a call that failed; `error` is a class name of `components.errors`."""
+
+    error: str
+    message: str
+    fields: dict[str, str | int | float | None] = field(default_factory=dict)
+
+
+def refusal(error: MeshError) -> Refused:
+    """What to answer for `error`."""
+    fields = {name: _plain(value) for name, value in error.fields.items()}
+    return Refused(error=type(error).__name__, message=error.message, fields=fields)
+
+
+def raised(refused: Refused) -> MeshError:
+    """The error that the other side raised; a class this process does not know becomes InvariantBroken."""
+    cls = BY_NAME.get(refused.error)
+    if cls is None:
+        return InvariantBroken(f"{refused.error}: {refused.message}")
+    fields = dict(refused.fields)
+    if issubclass(cls, Overloaded):
+        return cls(refused.message, retry_after_s=_seconds(fields.pop("retry_after_s", None)), **fields)
+    return cls(refused.message, **fields)
+
+
+def _plain(value: object) -> str | int | float | None:
+    """A fact as it can travel: an error must not fail to be told because of what it carries."""
+    if value is None or type(value) in (str, float) or (type(value) is int and -(2**63) <= value < 2**63):
+        return value  # type: ignore[return-value]
+    return str(value)
+
+
+def _seconds(value: str | int | float | None) -> float:
+    """A peer's wait; one that is no number of seconds counts as one second."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 1.0

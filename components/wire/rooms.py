@@ -1,0 +1,77 @@
+"""prefill, decode ↔ bootstrap: a bootstrap room pairs one prefill and one decode for one KV transfer.
+
+All go to the replica that opened the room (`<bootstrap subject>.<verb>`): a room lives in that process's memory.
+"""
+
+from components.wire.codec import message
+
+
+@message("room-open.v1")
+class OpenRoom:
+    """prefill → bootstrap `.open`; answered by RoomOpened."""
+
+    request_id: str
+    prefill_id: str
+    prefill_epoch: str
+    decode_id: str
+    decode_epoch: str
+    deadline_unix_ms: int
+
+
+@message("room-opened.v1")
+class RoomOpened:
+    """bootstrap → prefill."""
+
+    room: str
+    stamp: int  # uint63, random
+
+
+@message("room-offer.v1")
+class OfferPages:
+    """decode → bootstrap `.offer`: the destination. Delivered to prefill as PagesOffered; answered by RoomOk."""
+
+    room: str
+    decode_id: str
+    decode_epoch: str
+    pages: list[int]  # of the whole prompt, in order
+    num_cached_pages: int  # leading pages that decode already holds: nothing is sent for them
+    aux_slot: int
+
+
+@message("room-pages.v1")
+class PagesOffered:
+    """bootstrap → prefill, on `<prefill subject>.pages`."""
+
+    request_id: str
+    room: str
+    decode_id: str
+    decode_epoch: str
+    pages: list[int]
+    num_cached_pages: int
+    aux_slot: int
+
+
+@message("room-close.v1")
+class CloseRoom:
+    """prefill → bootstrap `.close`: everything was delivered, or never will be: then `error` and `cause` are set."""
+
+    room: str
+    error: str | None = None  # class name of `components.errors`
+    cause: str = ""
+
+
+@message("room-failed.v1")
+class RoomFailed:
+    """bootstrap → the other side, on `<subject>.room_failed`: this transfer will not complete."""
+
+    request_id: str
+    room: str
+    error: str
+    cause: str
+
+
+@message("room-ok.v1")
+class RoomOk:
+    """bootstrap → caller: done."""
+
+    room: str

@@ -1,0 +1,50 @@
+"""How tokens are to be drawn: the part that a request carries from the frontend to decode and on to prefill, unchanged."""
+
+import sys
+from array import array
+from collections.abc import Mapping
+
+from components.errors import MalformedMessage
+from components.wire.codec import part
+from components.wire.tokens import pack_tokens, unpack_tokens
+
+
+@part
+class Sampling:
+    """`engine.ports.SamplingParams` says what the fields mean, `engine.sampling.check` what they may be."""
+
+    max_tokens: int  # still to generate
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias_ids: bytes = b""  # int32[K]
+    logit_bias_values: bytes = b""  # float32[K], little-endian as the ids
+    min_tokens: int = 0  # of the whole answer, what was generated before a move included
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: bytes = b""  # int32[S]
+    num_generated: int = 0  # of the request's token ids, the last ones that belong to the answer: it was moved
+
+
+def pack_bias(bias: Mapping[int, float]) -> tuple[bytes, bytes]:
+    """`logit_bias_ids` and `logit_bias_values`."""
+    values = array("f", bias.values())
+    if sys.byteorder == "big":
+        values.byteswap()
+    return pack_tokens(list(bias)), values.tobytes()
+
+
+def unpack_bias(sampling: Sampling) -> list[tuple[int, float]]:
+    """Pairs of token id and what to add. Raises: MalformedMessage, when there are not as many values as ids."""
+    ids = unpack_tokens(sampling.logit_bias_ids)
+    if len(sampling.logit_bias_values) != 4 * len(ids):
+        raise MalformedMessage(f"{len(ids)} biased token ids and {len(sampling.logit_bias_values)} bytes of values")
+    values = array("f")
+    values.frombytes(sampling.logit_bias_values)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return list(zip(ids, values.tolist(), strict=True))

@@ -1,0 +1,63 @@
+import asyncio
+
+import grpc
+import pytest
+
+from components.discovery.etcd import Backoff, endpoints, etcd_errors
+from components.discovery.etcd_stubs import etcd3
+from components.discovery.registry import join_registry
+from components.errors import BackendUnavailable
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://127.0.0.1:2379", [("127.0.0.1", 2379)]),
+        ("http://etcd", [("etcd", 2379)]),
+        ("etcd:1", [("etcd", 1)]),
+        ("etcd", [("etcd", 2379)]),
+        ("http://a:1, http://b:2/,c:3", [("a", 1), ("b", 2), ("c", 3)]),
+        ("http://[::1]:2379", [("::1", 2379)]),
+    ],
+)
+def test_endpoints_are_read_from_one_comma_separated_list(url: str, expected: list[tuple[str, int]]) -> None:
+    assert endpoints(url) == expected
+
+
+@pytest.mark.parametrize("bad", ["", "http://", "http://:2379", "a:port", "a:99999", "http://[::1"])
+def test_a_bad_endpoint_is_named(bad: str) -> None:
+    with pytest.raises(ValueError, match=r"etcd endpoint .* is not http://host:port") as raised:
+        endpoints(f"http://good:1,{bad}")
+    assert repr(bad) in str(raised.value)
+
+
+def test_a_bad_address_fails_at_once_instead_of_in_a_thread() -> None:
+    """The mirror's thread once died of it, and the process waited for its first range for ever."""
+
+    async def test() -> None:
+        async with asyncio.timeout(2), join_registry("http://etcd:port", "ns", 2):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="etcd:port"):
+        asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(etcd3.exceptions.ConnectionFailedError(), "connection"), (grpc.RpcError(), "RpcError")],
+)
+def test_whatever_etcd_raises_says_address_cause_and_what_to_start(error: Exception, cause: str) -> None:
+    said = rf"etcd at http://e:1 cannot be reached \(.*{cause}.*\): start it"
+    with pytest.raises(BackendUnavailable, match=said), etcd_errors("http://e:1"):
+        raise error
+
+
+def test_waits_double_to_a_limit_and_start_over_after_success() -> None:
+    backoff = Backoff(first_s=1, last_s=5)
+    assert backoff.since is None
+    assert [backoff.failed() for _ in range(5)] == [1, 2, 4, 5, 5]
+    since = backoff.since
+    assert since is not None
+    backoff.reset()
+    assert backoff.since is None
+    assert backoff.failed() == 1

@@ -1,0 +1,48 @@
+from components.discovery.book import InstanceBook
+from components.wire.instances import InstanceRecord
+from tests.components.discovery.records import record
+
+
+def listened() -> tuple[InstanceBook, list[tuple[str | None, str | None]]]:
+    """A book, and (epoch before, epoch after) of every change it tells."""
+    book, heard = InstanceBook(), []
+
+    def listen(was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        heard.append((was and was.epoch, now and now.epoch))
+
+    book.subscribe(listen)
+    return book, heard
+
+
+def test_a_join_a_new_epoch_and_a_leave_are_told_once_each() -> None:
+    book, heard = listened()
+    for epoch in ("1", "1", "2"):
+        book.put("k", record(epoch=epoch))
+    book.remove("k")
+    book.remove("k")
+    assert heard == [(None, "1"), ("1", "2"), ("2", None)]
+
+
+def test_a_fresh_range_tells_the_difference_alone() -> None:
+    book, heard = listened()
+    book.replace_all({"a": record("a", "1"), "b": record("b", "2"), "c": record("c", "3")})
+    heard.clear()
+    book.replace_all({"b": record("b", "2"), "c": record("c", "4"), "d": record("d", "5")})
+    assert sorted(heard, key=str) == sorted([("1", None), ("3", "4"), (None, "5")], key=str)
+
+
+def test_instances_are_found_by_role_and_model_in_one_order_everywhere() -> None:
+    book, _ = listened()
+    for name in "cab":
+        book.put(name, record(name, model=name))
+    book.put("p", record("p", role="prefill", model="a"))
+    assert [r.instance_id for r in book.of_role("decode")] == ["a", "b", "c"]
+    assert [r.instance_id for r in book.of_role("decode", "a")] == ["a"]
+
+
+def test_an_instance_is_found_in_the_epoch_asked_for() -> None:
+    book, _ = listened()
+    book.put("k", record("one", "2"))
+    assert book.find("one") == book.find("one", "2") == record("one", "2")
+    assert book.find("one", "1") is None
+    assert book.find("two") is None

@@ -1,0 +1,91 @@
+"""A transfer backend inside this process: writes are noted, and end when the test lets them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from components.errors import MeshError
+from components.kv_transfer.aux import AuxBuffer, AuxRecord
+from components.kv_transfer.backend import WriteStats
+from components.kv_transfer.layout import KvLayout, check_compatible
+from components.wire.instances import KvEndpoint
+
+LAYOUT = KvLayout(model="m", dtype="float32", page_size=4, layers=1, kv_heads=1, head_dim=2)
+
+
+def endpoint(
+    agent: str = "decode-d", num_pages: int = 100, aux_slots: int = 8, layout: KvLayout = LAYOUT
+) -> KvEndpoint:
+    return KvEndpoint(
+        backend="fake",
+        agent=agent,
+        agent_metadata="",
+        base_address=0,
+        num_pages=num_pages,
+        device="cpu",
+        aux_address=0,
+        aux_slots=aux_slots,
+        layout=layout,
+    )
+
+
+@dataclass
+class FakeTransfer:
+    """See `KvTransfer`. `gate`, when cleared, holds writes in flight; `peer` is the other end's FakeTransfer."""
+
+    endpoint: KvEndpoint = field(default_factory=endpoint)
+    aux: AuxBuffer = field(default_factory=lambda: AuxBuffer(8))
+    peer: "FakeTransfer | None" = None
+    failure: MeshError | None = None  # how writes end
+    writes: list[tuple[list[int], list[int]]] = field(default_factory=list)  # pages (ours, the peer's), as posted
+    in_flight: int = 0
+    connected: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+    expected: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def connect(self, peer: KvEndpoint) -> None:
+        check_compatible(LAYOUT, peer.layout)
+        self.connected.append(peer.agent)
+
+    async def disconnect(self, agent: str) -> None:
+        self.forgotten.append(agent)
+
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+        assert agent in self.connected
+        assert len(source) == len(target) > 0
+        self.writes.append((list(source), list(target)))
+        await self._flight()
+        return WriteStats(len(source) * LAYOUT.page_bytes, 1, 1)
+
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+        record = self.aux.read(source_slot)
+        await self._flight()
+        if self.peer is not None:
+            self.peer.land(notification, target_slot, record)
+        return WriteStats(64, 1, 1)
+
+    def land(self, notification: str, slot: int, record: AuxRecord) -> None:
+        """What a peer's last write does here."""
+        self.aux.write(slot, record)
+        future = self.expected.pop(notification, None)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def expect(self, notification: str) -> asyncio.Future[None]:
+        future = asyncio.get_running_loop().create_future()
+        self.expected[notification] = future
+        future.add_done_callback(lambda _: self.expected.pop(notification, None))
+        return future
+
+    async def _flight(self) -> None:
+        self.in_flight += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.in_flight -= 1
+        if self.failure is not None:
+            raise self.failure

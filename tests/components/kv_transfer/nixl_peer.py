@@ -1,0 +1,73 @@
+"""Another process with pages of its own: `python -m tests.components.kv_transfer.nixl_peer <agent>`, spoken to in lines.
+
+Writes its endpoint as JSON first. Then, for each line of its input: `expect <text>` announces a notification and answers
+when it has come with what stands in the pages at that very moment; `pages` answers with the same at once.
+"""
+
+import asyncio
+import hashlib
+import json
+import sys
+from collections.abc import Awaitable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from components.kv_transfer.layout import KvLayout
+from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
+
+LAYOUT = KvLayout(model="m", dtype="float32", page_size=16, layers=2, kv_heads=2, head_dim=64)
+NUM_PAGES = 64
+
+
+@dataclass
+class Pages:
+    """A page pool in plain memory."""
+
+    layout: KvLayout = LAYOUT
+    num_pages: int = NUM_PAGES
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.memory = np.zeros((self.num_pages, self.layout.page_bytes), dtype=np.uint8)
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    def fill(self, seed: int) -> None:
+        self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.shape, dtype=np.uint8)
+
+    def hashes(self) -> list[str]:
+        return [hashlib.blake2b(page.tobytes(), digest_size=8).hexdigest() for page in self.memory]
+
+
+def state(pages: Pages, transfer: NixlTransfer) -> str:
+    return json.dumps({"pages": pages.hashes(), "aux": [asdict(transfer.aux.read(slot)) for slot in range(4)]})
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+async def main(agent: str) -> None:
+    pages = Pages()
+    waiting = set()
+
+    async def answer(landed: Awaitable[None]) -> None:
+        await landed
+        say(state(pages, transfer))
+
+    async with open_nixl(pages, agent) as transfer:
+        say(json.dumps(asdict(transfer.endpoint)))
+        while line := (await asyncio.to_thread(sys.stdin.readline)).split():
+            if line[0] == "expect":
+                waiting.add(asyncio.ensure_future(answer(transfer.expect(line[1]))))
+                say("expecting")
+            else:
+                say(state(pages, transfer))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,234 @@
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from pydantic import TypeAdapter
+
+from components.errors import IncompatibleLayout, TransferFailed
+from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
+from components.wire.instances import KvEndpoint
+from services.local.process import tethered
+from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages
+
+pytestmark = pytest.mark.anyio
+
+REPO: Final = Path(__file__).resolve().parents[3]
+FAILS_WITHIN_S: Final = 20.0
+
+
+class Peer:
+    """The other process."""
+
+    def __init__(self, agent: str) -> None:
+        self.popen = subprocess.Popen(
+            [*tethered(), sys.executable, "-m", "tests.components.kv_transfer.nixl_peer", agent],
+            cwd=REPO,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @cached_property
+    def endpoint(self) -> KvEndpoint:
+        """Read when first asked for, so that several peers start side by side."""
+        return TypeAdapter(KvEndpoint).validate_json(self.read())
+
+    def read(self) -> str:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline()
+
+    def say(self, line: str) -> Any:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(line + "\n")
+        self.popen.stdin.flush()
+        return self.read()
+
+    def mapped(self) -> set[Path]:
+        """Files in shared memory that it maps and that have a name."""
+        lines = Path(f"/proc/{self.popen.pid}/maps").read_text().splitlines()
+        return {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait(10)
+
+
+@pytest.fixture(scope="module")
+def start_peer() -> Iterator[Callable[[str], Peer]]:
+    peers: list[Peer] = []
+
+    def start(agent: str) -> Peer:
+        peers.append(Peer(agent))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.kill()
+        assert peer.popen.stdin is not None
+        assert peer.popen.stdout is not None
+        peer.popen.stdout.close()
+        try:
+            peer.popen.stdin.close()
+        except BrokenPipeError:
+            continue
+
+
+@pytest.fixture(scope="module")
+def shared_peer(start_peer: Callable[[str], Peer]) -> Peer:
+    """For the tests that do not kill it."""
+    return start_peer("decode-shared")
+
+
+@pytest.fixture
+def pages() -> Pages:
+    mine = Pages()
+    mine.fill(seed=1)
+    return mine
+
+
+@pytest.fixture
+async def transfer(pages: Pages) -> AsyncIterator[NixlTransfer]:
+    async with open_nixl(pages, f"prefill-{random.getrandbits(32):x}") as opened:
+        yield opened
+
+
+async def test_permuted_pages_land_bit_exact_and_the_notification_comes_after_them(
+    transfer: NixlTransfer, pages: Pages, shared_peer: Peer
+) -> None:
+    draw = random.Random(7)
+    await transfer.connect(shared_peer.endpoint)
+    before = json.loads(shared_peer.say("pages"))["pages"]
+    for turn in range(5):
+        source, target = draw.sample(range(NUM_PAGES), 24), draw.sample(range(NUM_PAGES), 24)
+        pages.fill(seed=100 + turn)
+        room = f"boot/{draw.getrandbits(40):x}"
+        assert shared_peer.say(f"expect {room}") == "expecting\n"
+        assert shared_peer.say(f"expect {room}0") == "expecting\n"  # matched exactly, never by prefix
+        stats = await transfer.write_pages(shared_peer.endpoint.agent, source, target)
+        assert stats.num_bytes == 24 * LAYOUT.page_bytes
+        slot = transfer.aux.take()
+        record = AuxRecord(turn + 1, 24, 42, 3)
+        transfer.aux.write(slot, record)
+        await transfer.write_aux(shared_peer.endpoint.agent, slot, 2, room)
+        landed = json.loads(shared_peer.read())
+        mine = pages.hashes()
+        assert [landed["pages"][t] for t in target] == [mine[s] for s in source]
+        untouched = set(range(NUM_PAGES)) - set(target)
+        assert all(landed["pages"][p] == before[p] for p in untouched)
+        assert landed["aux"][2]["stamp"] == turn + 1
+        before = landed["pages"]
+
+
+async def test_neighbours_on_both_sides_merge_into_one_descriptor(transfer: NixlTransfer, shared_peer: Peer) -> None:
+    agent = shared_peer.endpoint.agent
+    shared_peer.say("expect never-sent")
+    await transfer.connect(shared_peer.endpoint)
+    assert (await transfer.write_pages(agent, range(16), range(32, 48))).num_descriptors == 1
+    assert (await transfer.write_pages(agent, [0, 1, 4, 5], [7, 8, 9, 10])).num_descriptors == 2
+    assert (await transfer.write_pages(agent, [0, 2, 4], [1, 3, 5])).num_descriptors == 3
+
+
+async def test_many_writes_at_once_are_each_told_of_their_end(
+    transfer: NixlTransfer, pages: Pages, shared_peer: Peer
+) -> None:
+    agent = shared_peer.endpoint.agent
+    shared_peer.say("expect never-sent")
+    await asyncio.gather(*(transfer.connect(shared_peer.endpoint) for _ in range(5)))
+    await asyncio.gather(*(transfer.write_pages(agent, [p], [NUM_PAGES - 1 - p]) for p in range(NUM_PAGES)))
+    assert json.loads(shared_peer.say("pages"))["pages"] == pages.hashes()[::-1]
+
+
+async def test_another_layout_is_refused_before_a_connection(transfer: NixlTransfer, shared_peer: Peer) -> None:
+    other = replace(shared_peer.endpoint, layout=replace(LAYOUT, model="n", layers=3))
+    with pytest.raises(IncompatibleLayout, match="model: m here, n there, layers: 2 here, 3 there"):
+        await transfer.connect(other)
+    with pytest.raises(TransferFailed, match="no connection"):
+        await transfer.write_pages(other.agent, [0], [0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"agent_metadata": "AAAA"}, {"agent_metadata": "no base64"}, {"agent": "somebody-else"}, {"base_address": -1}],
+)
+async def test_an_endpoint_that_lies_is_a_failed_transfer_and_the_thread_lives(
+    transfer: NixlTransfer, shared_peer: Peer, change: dict[str, Any]
+) -> None:
+    with pytest.raises(TransferFailed):
+        await transfer.connect(replace(shared_peer.endpoint, **change))
+    shared_peer.say("expect never-sent")
+    await transfer.connect(shared_peer.endpoint)
+    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
+
+
+async def test_pages_out_of_range_are_a_failed_transfer(transfer: NixlTransfer, shared_peer: Peer) -> None:
+    await transfer.connect(shared_peer.endpoint)
+    for source, target in (([NUM_PAGES], [0]), ([0], [NUM_PAGES]), ([0, 1], [0])):
+        with pytest.raises(TransferFailed):
+            await transfer.write_pages(shared_peer.endpoint.agent, source, target)
+
+
+async def test_what_nobody_expects_any_more_is_not_waited_for(transfer: NixlTransfer) -> None:
+    expected = transfer.expect("boot/1")
+    assert transfer._patience() is not None
+    expected.cancel()
+    await asyncio.sleep(0)
+    assert transfer._patience() is None
+
+
+async def test_a_dead_peer_fails_its_writes_leaves_nothing_behind_and_a_restarted_one_is_served(
+    transfer: NixlTransfer, pages: Pages, start_peer: Callable[[str], Peer]
+) -> None:
+    first, again = start_peer("decode-first"), start_peer("decode-again")
+    await transfer.connect(first.endpoint)
+    first.say("expect never-sent")
+    await transfer.write_pages("decode-first", [0], [0])
+    mapped = first.mapped()
+    first.kill()
+    for _ in range(2):
+        with pytest.raises(TransferFailed):
+            await asyncio.wait_for(transfer.write_pages("decode-first", range(32), range(32)), FAILS_WITHIN_S)
+    await transfer.disconnect("decode-first")
+    await transfer.disconnect("decode-first")
+    with pytest.raises(TransferFailed, match="no connection"):
+        await transfer.write_pages("decode-first", [0], [0])
+    assert not [file for file in mapped if file.exists()]
+    await transfer.connect(again.endpoint)
+    again.say("expect room")
+    await transfer.write_pages("decode-again", range(NUM_PAGES), range(NUM_PAGES))
+    await transfer.write_aux("decode-again", 0, 0, "room")
+    assert json.loads(again.read())["pages"] == pages.hashes()
+
+
+async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
+    transfer: NixlTransfer, start_peer: Callable[[str], Peer]
+) -> None:
+    """A stopped process answers nothing and never will: forgetting it is what ends the write."""
+    killed, stopped = start_peer("decode-killed"), start_peer("decode-stopped")
+    for peer in (killed, stopped):
+        await transfer.connect(peer.endpoint)
+        peer.popen.send_signal(signal.SIGSTOP)
+    writes = [
+        asyncio.create_task(transfer.write_pages(p.endpoint.agent, range(64), range(64))) for p in (killed, stopped)
+    ]
+    await asyncio.wait(writes, timeout=0.2)
+    assert not any(write.done() for write in writes)
+    killed.kill()
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(writes[0], FAILS_WITHIN_S)
+    assert not writes[1].done()
+    await transfer.disconnect("decode-stopped")
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(writes[1], FAILS_WITHIN_S)
+    await transfer._ask(lambda: None)  # the poll that settled it is over
+    assert not transfer._writes
+    assert not transfer._failed

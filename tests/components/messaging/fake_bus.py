@@ -1,0 +1,72 @@
+"""A bus inside this process: messages are packed and unpacked as on the wire, and handlers answer by subject."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from components.errors import DeadlineExceeded, MeshError, PeerLost
+from components.messaging.service import Endpoint
+from components.wire import codec
+from components.wire.codec import pack, unpack
+from components.wire.refused import Refused, raised, refusal
+
+
+class FakeBus:
+    """See `components.messaging.bus.Bus`."""
+
+    def __init__(self) -> None:
+        self.url = "fake"
+        self.handlers: dict[str, Callable[[Any], Awaitable[object]]] = {}
+        self.sent: list[tuple[str, Any]] = []  # every message, called or published
+        self.frames: list[tuple[str, bytes]] = []
+        self.broken: MeshError | None = None  # raised instead of sending
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def serve(self, subject: str, endpoints: list[Endpoint]) -> None:
+        """Let these endpoints answer."""
+        for endpoint in endpoints:
+            self.handlers[f"{subject}.{endpoint.name}"] = endpoint.handler
+
+    def of(self, cls: type[Any]) -> list[Any]:
+        """The messages of a class that were sent."""
+        return [message for _, message in self.sent if isinstance(message, cls)]
+
+    async def call(self, subject: str, request: object, *replies: type[Any], timeout_s: float) -> Any:
+        handler = self._send(subject, request)
+        await asyncio.sleep(0)
+        if handler is None:
+            raise PeerLost(f"nobody listens on {subject}")
+        try:
+            answer = await asyncio.wait_for(self._answer(handler, request), timeout_s)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"no answer on {subject} in time") from exc
+        received = unpack(pack(answer), *replies, Refused)
+        if isinstance(received, Refused):
+            raise raised(received)
+        return received
+
+    async def publish(self, subject: str, message: object) -> None:
+        handler = self._send(subject, message)
+        if handler is not None:
+            task = asyncio.ensure_future(self._answer(handler, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def publish_bytes(self, subject: str, data: bytes) -> None:
+        if self.broken is not None:
+            raise self.broken
+        await asyncio.sleep(0)
+        self.frames.append((subject, data))
+
+    def _send(self, subject: str, message: object) -> Callable[[Any], Awaitable[object]] | None:
+        if self.broken is not None:
+            raise self.broken
+        assert type(message) in codec._tags
+        self.sent.append((subject, message))
+        return self.handlers.get(subject)
+
+    async def _answer(self, handler: Callable[[Any], Awaitable[object]], request: object) -> object:
+        try:
+            return await handler(unpack(pack(request), type(request)))
+        except MeshError as exc:
+            return refusal(exc)

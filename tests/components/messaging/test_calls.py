@@ -1,0 +1,320 @@
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+from components.errors import (
+    BackendUnavailable,
+    DeadlineExceeded,
+    InvariantBroken,
+    MalformedMessage,
+    MessageTooLarge,
+    PeerLost,
+    QueueFull,
+)
+from components.messaging.bus import HEADERS_BYTES, Bus, connect_bus
+from components.messaging.service import Endpoint, serve_calls
+from components.wire.generate import CancelStreams, GenerateRequest, StreamsCancelled
+from components.wire.rooms import CloseRoom, RoomOk
+from components.wire.sampling import Sampling
+from services.local.process import kill
+from services.local.servers import NATS, running
+
+pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
+
+Handler = Callable[[Any], Any]
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    async with connect_bus(nats_url, "test") as connected:
+        yield connected
+
+
+@asynccontextmanager
+async def served(bus: Bus, namespace: str, handler: Handler, **others: Handler) -> AsyncIterator[str]:
+    """`handler` answers `close`; yields the subject."""
+    subject = f"{namespace}.bootstrap.one"
+    endpoints = [Endpoint("close", CloseRoom, handler), *(Endpoint(n, CloseRoom, h) for n, h in others.items())]
+    async with serve_calls(bus, "bootstrap", subject, endpoints, {"instance_id": "one"}):
+        yield subject
+
+
+async def ok(request: CloseRoom) -> RoomOk:
+    return RoomOk(room=request.room)
+
+
+async def ask(bus: Bus, subject: str, room: str = "r", timeout_s: float = 5.0) -> RoomOk:
+    return await bus.call(f"{subject}.close", CloseRoom(room=room), RoomOk, timeout_s=timeout_s)
+
+
+async def test_a_call_is_answered(bus: Bus, namespace: str) -> None:
+    async with served(bus, namespace, ok) as subject:
+        answers = await asyncio.gather(*(ask(bus, subject, str(i)) for i in range(50)))
+    assert [a.room for a in answers] == [str(i) for i in range(50)]
+
+
+async def test_a_refusal_arrives_as_the_error_it_was(bus: Bus, namespace: str) -> None:
+    async def full(_: CloseRoom) -> RoomOk:
+        raise QueueFull("no room", retry_after_s=0.5, rooms=7)
+
+    async with served(bus, namespace, full) as subject:
+        with pytest.raises(QueueFull, match="no room") as raised:
+            await ask(bus, subject)
+    assert raised.value.fields == {"retry_after_s": 0.5, "rooms": 7}
+
+
+async def test_nobody_there_is_known_at_once(bus: Bus, namespace: str) -> None:
+    asked = time.monotonic()
+    with pytest.raises(PeerLost, match="nobody listens"):
+        await ask(bus, f"{namespace}.bootstrap.gone", timeout_s=30)
+    assert time.monotonic() - asked < 5
+
+
+async def test_a_call_gives_up_at_its_deadline(bus: Bus, namespace: str) -> None:
+    release = asyncio.Event()
+
+    async def slow(request: CloseRoom) -> RoomOk:
+        await release.wait()
+        return RoomOk(room=request.room)
+
+    async with served(bus, namespace, slow) as subject:
+        with pytest.raises(DeadlineExceeded, match="no answer"):
+            await ask(bus, subject, timeout_s=0.05)
+        release.set()
+
+
+async def test_a_slow_handler_holds_up_nobody(bus: Bus, namespace: str) -> None:
+    release = asyncio.Event()
+
+    async def slow(request: CloseRoom) -> RoomOk:
+        if request.room == "slow":
+            await release.wait()
+        return RoomOk(room=request.room)
+
+    async with served(bus, namespace, slow) as subject:
+        waiting = asyncio.create_task(ask(bus, subject, "slow"))
+        await asyncio.gather(*(ask(bus, subject, "quick") for _ in range(10)))
+        assert not waiting.done()
+        release.set()
+        assert (await waiting).room == "slow"
+
+
+@pytest.mark.parametrize("missing", [0, HEADERS_BYTES // 2])
+async def test_a_message_too_large_is_refused_at_the_sender_and_the_connection_lives(
+    bus: Bus, namespace: str, missing: int
+) -> None:
+    """Headers count at the server, which drops the whole connection for one byte too many."""
+    data = b"\0" * (bus.client.max_payload - missing)
+    request = GenerateRequest(
+        request_id="r",
+        epoch="e",
+        model="m",
+        stream_id=1,
+        reply_to="x",
+        token_ids=data[: len(data) - 180],
+        deadline_unix_ms=0,
+        sampling=Sampling(max_tokens=1),
+    )
+    async with served(bus, namespace, ok) as subject:
+        span = TracerProvider().get_tracer("test").start_span("x")
+        with trace.use_span(span), pytest.raises(MessageTooLarge, match="exceeds"):
+            await bus.call(f"{subject}.close", request, RoomOk, timeout_s=5)
+        with pytest.raises(MessageTooLarge):
+            await bus.publish_bytes(subject, b"\0" * (bus.client.max_payload + 1))
+        assert (await ask(bus, subject)).room == "r"
+    assert bus.client.stats["reconnects"] == 0
+
+
+async def test_a_malformed_request_is_answered_and_the_service_lives(bus: Bus, namespace: str) -> None:
+    async with served(bus, namespace, ok) as subject:
+        for garbage in (b"", b"\xc1", b"\x80" * 100):
+            answer = await bus.client.request(f"{subject}.close", garbage, timeout=5)
+            assert b"MalformedMessage" in answer.data
+        with pytest.raises(MalformedMessage, match="where room-close"):
+            await bus.call(f"{subject}.close", RoomOk(room="r"), RoomOk, timeout_s=5)
+        assert (await ask(bus, subject)).room == "r"
+
+
+async def test_an_answer_of_another_conversation_is_malformed(bus: Bus, namespace: str) -> None:
+    async def wrong(_: CloseRoom) -> StreamsCancelled:
+        return StreamsCancelled(count=1)
+
+    async with served(bus, namespace, wrong) as subject:
+        with pytest.raises(MalformedMessage, match="where room-ok"):
+            await ask(bus, subject)
+
+
+async def test_a_bug_in_a_handler_costs_one_call(bus: Bus, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(request: CloseRoom) -> RoomOk:
+        if request.room == "bad":
+            raise ZeroDivisionError("secret")
+        return RoomOk(room=request.room)
+
+    async with served(bus, namespace, broken) as subject:
+        with pytest.raises(InvariantBroken, match="close failed: ZeroDivisionError") as raised:
+            await ask(bus, subject, "bad")
+        assert "secret" not in str(raised.value)
+        assert (await ask(bus, subject)).room == "r"
+    assert "ZeroDivisionError: secret" in caplog.text
+
+
+async def test_an_answer_that_cannot_be_sent_costs_one_call(
+    bus: Bus, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def too_much(_: CloseRoom) -> RoomOk:
+        return RoomOk(room="x" * (bus.client.max_payload + 1))
+
+    async with served(bus, namespace, too_much, other=ok) as subject:
+        with pytest.raises(DeadlineExceeded):
+            await ask(bus, subject, timeout_s=0.2)
+        await bus.call(f"{subject}.other", CloseRoom(room="r"), RoomOk, timeout_s=5)
+    assert "answer lost" in caplog.messages
+
+
+async def test_a_message_published_to_an_endpoint_is_handled_and_answered_by_nobody(bus: Bus, namespace: str) -> None:
+    handled = asyncio.Event()
+
+    async def note(request: CloseRoom) -> RoomOk:
+        handled.set()
+        return RoomOk(room=request.room)
+
+    async with served(bus, namespace, note) as subject:
+        await bus.publish(f"{subject}.close", CloseRoom(room="r"))
+        await asyncio.wait_for(handled.wait(), 5)
+
+
+async def test_a_service_lists_itself_and_counts_its_calls(bus: Bus, namespace: str) -> None:
+    async def refuse(_: CloseRoom) -> RoomOk:
+        raise QueueFull("full")
+
+    async def asked(verb: str) -> dict[str, Any]:
+        """The answer of our instance; other tests' services share the server."""
+        found: list[dict[str, Any]] = []
+        inbox = bus.client.new_inbox()
+        subscription = await bus.client.subscribe(inbox)
+        await bus.client.publish(f"$SRV.{verb}.kvmesh-bootstrap", reply=inbox)
+        while not found:
+            answer = json.loads((await subscription.next_msg(timeout=5)).data)
+            found += [answer] if answer["metadata"].get("subject") == f"{namespace}.bootstrap.one" else []
+        await subscription.unsubscribe()
+        return found[0]
+
+    async with served(bus, namespace, ok, refuse=refuse) as subject:
+        for _ in range(3):
+            await ask(bus, subject)
+        with pytest.raises(QueueFull):
+            await bus.call(f"{subject}.refuse", CloseRoom(room="r"), RoomOk, timeout_s=5)
+        ping, info, stats = await asked("PING"), await asked("INFO"), await asked("STATS")
+    assert ping["name"] == info["name"] == stats["name"] == "kvmesh-bootstrap"
+    assert info["metadata"]["instance_id"] == "one"
+    assert {e["subject"] for e in info["endpoints"]} == {f"{subject}.close", f"{subject}.refuse"}
+    counted = {e["name"]: (e["num_requests"], e["data"]["errors"]) for e in stats["endpoints"]}
+    assert counted == {"close": (3, 0), "refuse": (1, 1)}
+
+
+async def test_leaving_finishes_calls_in_flight_and_refuses_new_ones_at_once(nats_url: str, namespace: str) -> None:
+    entered, release = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: CloseRoom) -> RoomOk:
+        entered.set()
+        await release.wait()
+        return RoomOk(room=request.room)
+
+    async with connect_bus(nats_url, "server") as server, connect_bus(nats_url, "client") as client:
+        async with asyncio.TaskGroup() as group:
+            serving = served(server, namespace, slow)
+            subject = await serving.__aenter__()
+            waiting = group.create_task(ask(client, subject, "slow"))
+            await asyncio.wait_for(entered.wait(), 5)
+            leaving = group.create_task(serving.__aexit__(None, None, None))  # type: ignore[arg-type]
+            while True:
+                try:
+                    await ask(client, subject, timeout_s=0.1)
+                except PeerLost:
+                    break
+                except DeadlineExceeded:
+                    continue
+            assert not leaving.done()
+            release.set()
+        assert waiting.result().room == "slow"
+
+
+async def test_the_trace_goes_on_behind_a_call(bus: Bus, namespace: str) -> None:
+    inside: list[trace.SpanContext] = []
+
+    async def look(request: CloseRoom) -> RoomOk:
+        inside.append(trace.get_current_span().get_span_context())
+        return RoomOk(room=request.room)
+
+    async with served(bus, namespace, look) as subject:
+        span = TracerProvider().get_tracer("test").start_span("caller")
+        with trace.use_span(span, end_on_exit=True):
+            await ask(bus, subject)
+        await ask(bus, subject)
+    assert inside[0].trace_id == span.get_span_context().trace_id
+    assert inside[0].span_id == span.get_span_context().span_id
+    assert not inside[1].is_valid
+
+
+@pytest.mark.parametrize("subject", ["", "two words", "line\r\nbreak"])
+async def test_a_bad_subject_is_an_error_of_ours_and_the_connection_lives(
+    bus: Bus, namespace: str, subject: str
+) -> None:
+    with pytest.raises(BackendUnavailable):
+        await bus.publish_bytes(subject, b"x")
+    async with served(bus, namespace, ok) as good:
+        await ask(bus, good)
+    assert bus.client.stats["reconnects"] == 0
+
+
+async def test_a_bus_waits_for_nats_and_comes_back_after_its_restart(
+    tmp_path: Path, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "components")
+    received: list[bytes] = []
+
+    async def receive(message: Any) -> None:
+        received.append(message.data)
+
+    async with running(NATS, tmp_path) as server:
+        assert server.process is not None
+        await kill(server.process)
+        connecting = asyncio.create_task(_enter(connect_bus(server.url, "waits")))
+        async with asyncio.timeout(10):
+            while "NATS cannot be reached, trying again" not in caplog.messages:
+                await asyncio.sleep(0.01)
+        [said] = [r for r in caplog.records if r.levelno == logging.ERROR]
+        assert f"NATS at {server.url} cannot be reached" in said.reason  # type: ignore[attr-defined]
+        assert not connecting.done()
+        await server.restart()
+        context, bus = await asyncio.wait_for(connecting, 10)
+        async with served(bus, namespace, ok) as subject, bus.subscription(f"{namespace}.news", receive):
+            await ask(bus, subject)
+            await kill(server.process)
+            with pytest.raises((BackendUnavailable, DeadlineExceeded, PeerLost)):
+                await ask(bus, subject, timeout_s=0.3)
+            await server.restart()
+            async with asyncio.timeout(15):
+                while True:
+                    try:
+                        assert (await ask(bus, subject, timeout_s=0.5)).room == "r"
+                        break
+                    except (BackendUnavailable, DeadlineExceeded, PeerLost):
+                        continue
+                await bus.publish(f"{namespace}.news", CancelStreams(reply_to="x", stream_ids=[]))
+                while not received:
+                    await asyncio.sleep(0.01)
+        await context.__aexit__(None, None, None)
+
+
+async def _enter(context: Any) -> tuple[Any, Bus]:
+    return context, await context.__aenter__()

@@ -1,0 +1,184 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from components.discovery.book import InstanceBook
+from components.messaging.bus import connect_bus
+from components.messaging.heartbeats import (
+    HUNG_AFTER_S,
+    SILENT_AFTER_S,
+    Liveness,
+    heartbeat_of,
+    send_heartbeats,
+    watch_heartbeats,
+)
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord
+from engine.ports import StepStats
+from tests.components.discovery.records import record
+
+
+class Watched:
+    """Two decode instances under a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.book = InstanceBook()
+        self.book.put("a", record("a", "1", model="m"))
+        self.liveness = Liveness(self.book, "decode", lambda: self.now)
+        self.book.put("b", record("b", "1", model="m"))
+        self.lost: list[tuple[str, str, str]] = []
+        self.liveness.on_lost(lambda r, why: self.lost.append((r.instance_id, r.epoch, why)))
+
+    def beat(
+        self, name: str = "a", step: int = 0, epoch: str = "1", *, busy: bool = False, drain: bool = False
+    ) -> None:
+        self.liveness.heard(Heartbeat(instance_id=name, epoch=epoch, step=step, busy=busy, draining=drain))
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.liveness.check()
+
+    @property
+    def usable(self) -> list[str]:
+        return [r.instance_id for r in self.liveness.usable()]
+
+
+def test_an_instance_is_usable_from_its_registration_on() -> None:
+    watched = Watched()
+    assert watched.usable == ["a", "b"]
+    assert [r.instance_id for r in watched.liveness.usable("m")] == ["a", "b"]
+    assert watched.liveness.usable("other") == []
+    assert watched.liveness.last_heartbeat("a") is None
+
+
+def test_a_silent_instance_is_lost_once_and_comes_back_with_its_next_beat() -> None:
+    watched = Watched()
+    watched.after(SILENT_AFTER_S)
+    assert watched.usable == ["a", "b"]
+    watched.beat("b")
+    watched.after(0.1)
+    watched.after(0.1)
+    assert [(name, why.split(" for")[0]) for name, _, why in watched.lost] == [("a", "silent")]
+    assert watched.usable == ["b"]
+    watched.beat("a")
+    assert watched.usable == ["a", "b"]
+    watched.after(SILENT_AFTER_S + 1)
+    assert [name for name, _, _ in watched.lost] == ["a", "a", "b"]
+
+
+def test_a_hung_engine_is_lost_until_it_moves() -> None:
+    watched = Watched()
+    for _ in range(int(HUNG_AFTER_S)):
+        watched.beat("a", step=7, busy=True)
+        watched.beat("b", step=7)
+        watched.after(1)
+    assert not watched.lost
+    watched.beat("a", step=7, busy=True)
+    watched.beat("b", step=7)
+    watched.after(1.5)
+    assert [(name, why.split(" for")[0]) for name, _, why in watched.lost] == [("a", "its engine stands still")]
+    watched.beat("a", step=7, busy=True)
+    assert watched.usable == ["b"], "a beat alone does not bring it back"
+    watched.beat("a", step=8, busy=True)
+    assert watched.usable == ["a", "b"]
+
+
+def test_an_idle_engine_may_stand_still_and_then_take_its_time() -> None:
+    watched = Watched()
+    for _ in range(100):
+        watched.beat("a", step=7)
+        watched.beat("b")
+        watched.after(1)
+    watched.beat("a", step=7, busy=True)
+    watched.after(1)
+    assert not watched.lost
+
+
+def test_a_draining_instance_takes_no_new_work_and_is_not_lost() -> None:
+    watched = Watched()
+    watched.beat("a", drain=True)
+    assert watched.usable == ["b"]
+    assert not watched.lost
+    last = watched.liveness.last_heartbeat("a")
+    assert last is not None
+    assert last.draining
+
+
+def test_leaving_etcd_and_a_new_epoch_are_losses_of_the_old_one() -> None:
+    watched = Watched()
+    watched.beat("a", drain=True)
+    watched.book.put("a", record("a", "2"))
+    watched.book.remove("b")
+    assert watched.lost == [("a", "1", "registered anew"), ("b", "1", "left etcd")]
+    assert watched.usable == ["a"], "the new epoch starts afresh, its draining forgotten"
+    watched.beat("a", epoch="1", drain=True)
+    assert watched.usable == ["a"], "a beat of the old epoch says nothing"
+
+
+def test_an_instance_lost_to_silence_is_not_lost_again_when_it_leaves_etcd() -> None:
+    watched = Watched()
+    watched.after(SILENT_AFTER_S + 1)
+    watched.lost.clear()
+    watched.book.remove("a")
+    watched.book.remove("b")
+    assert not watched.lost
+    assert not watched.liveness._pulses
+
+
+def test_strangers_and_other_roles_are_nobody() -> None:
+    watched = Watched()
+    watched.book.put("p", record("p", role="prefill"))
+    watched.beat("p")
+    watched.beat("unknown")
+    assert watched.usable == ["a", "b"]
+
+
+def test_a_process_that_was_held_up_itself_starts_the_count_afresh() -> None:
+    watched = Watched()
+    watched.now += 60
+    watched.liveness.forgive()
+    watched.liveness.check()
+    assert not watched.lost
+    watched.after(SILENT_AFTER_S + 0.1)
+    assert len(watched.lost) == 2
+
+
+def test_a_heartbeat_says_what_the_engine_measured() -> None:
+    stats = StepStats(step=5, num_waiting=2, num_reserved=1, free_pages=3, total_pages=9)
+    beat = heartbeat_of("i", "e", stats, draining=True)
+    assert beat == Heartbeat(
+        instance_id="i",
+        epoch="e",
+        step=5,
+        busy=True,
+        draining=True,
+        num_waiting=2,
+        num_reserved=1,
+        free_pages=3,
+        total_pages=9,
+    )
+    assert not heartbeat_of("i", "e", replace(stats, num_waiting=0), draining=False).busy
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, namespace: str) -> None:
+    book = InstanceBook()
+    mine = record("one", "1", subject=f"{namespace}.decode.one")
+    book.put("k", mine)
+    lost: list[InstanceRecord] = []
+    async with connect_bus(nats_url, "test") as bus, watch_heartbeats(bus, namespace, "decode", book) as liveness:
+        liveness.on_lost(lambda r, _: lost.append(r))
+        async with asyncio.timeout(10):
+            async with send_heartbeats(
+                bus, mine.subject, lambda: heartbeat_of("one", "1", StepStats(), draining=False)
+            ):
+                await bus.publish_bytes(f"{mine.subject}.heartbeat", b"garbage")
+                while liveness.last_heartbeat("one") is None:
+                    await asyncio.sleep(0.01)
+            assert liveness.usable() == [mine]
+            while not lost:
+                await asyncio.sleep(0.05)
+    assert lost == [mine]

@@ -1,0 +1,210 @@
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from components.errors import BackendUnavailable, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
+from components.messaging.bus import connect_bus
+from components.messaging.streams import InStream, OutStream, StreamInbox, StreamOutbox, open_inbox, open_outbox
+from components.wire.generate import TokenFrame, pack_frame, unpack_frame
+from tests.components.messaging.fake_bus import FakeBus
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass
+class Message:
+    data: bytes
+
+
+def frame(*items: Any, instance_id: str = "d") -> Any:
+    return Message(pack_frame(TokenFrame(instance_id, "e", 1, list(items))))
+
+
+@dataclass
+class Ends:
+    """One stream: its sender's and its reader's side."""
+
+    inbox: StreamInbox = field(default_factory=lambda: StreamInbox("ns.frontend.f.tokens"))
+
+    def __post_init__(self) -> None:
+        self.reader: InStream = self.inbox.open("d", "e")
+        self.sender = OutStream(self.inbox.subject, self.reader.stream_id)
+
+    async def read(self) -> list[int]:
+        return [token for item in await self.reader.next() for token in item.token_ids]
+
+
+async def test_a_reader_gets_everything_that_has_arrived_in_order() -> None:
+    ends = Ends()
+    await ends.inbox.receive(frame(ends.sender.tokens([1])))
+    await ends.inbox.receive(frame(ends.sender.tokens([2, 3]), ends.sender.tokens([4], "length")))
+    items = await ends.reader.next()
+    assert [i.token_ids for i in items] == [[1], [2, 3], [4]]
+    assert [i.finish for i in items] == [None, None, "length"]
+
+
+async def test_a_reader_waits_for_the_next_item() -> None:
+    ends = Ends()
+    reading = asyncio.create_task(ends.read())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    await ends.inbox.receive(frame(ends.sender.tokens([7])))
+    assert await reading == [7]
+
+
+async def test_a_gap_ends_the_stream_after_what_came_before_it() -> None:
+    ends = Ends()
+    one, _, three, four = (ends.sender.tokens([i]) for i in range(4))
+    for item in (one, three, four):
+        await ends.inbox.receive(frame(item))
+    assert await ends.read() == [0]
+    for _ in range(2):
+        with pytest.raises(DecodeLost, match="items 1 to 1 of the stream are missing"):
+            await ends.reader.next()
+
+
+async def test_a_gap_wakes_a_reader() -> None:
+    ends = Ends()
+    reading = asyncio.create_task(ends.read())
+    await asyncio.sleep(0)
+    ends.sender.tokens([0])
+    await ends.inbox.receive(frame(ends.sender.tokens([1])))
+    with pytest.raises(DecodeLost):
+        await reading
+
+
+async def test_a_duplicate_is_dropped() -> None:
+    ends = Ends()
+    one, two = ends.sender.tokens([1]), ends.sender.tokens([2])
+    for item in (one, one, two, one, two):
+        await ends.inbox.receive(frame(item))
+    assert await ends.read() == [1, 2]
+
+
+async def test_an_error_item_ends_the_stream_with_that_error_after_its_tokens() -> None:
+    ends = Ends()
+    await ends.inbox.receive(frame(ends.sender.tokens([1]), ends.sender.error(QueueFull("full", retry_after_s=3))))
+    assert await ends.read() == [1]
+    with pytest.raises(QueueFull, match="full") as raised:
+        await ends.reader.next()
+    assert raised.value.retry_after_s == 3
+    alone = Ends()
+    await alone.inbox.receive(frame(alone.sender.error(InvariantBroken("bug"))))
+    with pytest.raises(InvariantBroken):
+        await alone.reader.next()
+
+
+async def test_frames_of_another_instance_and_of_closed_streams_are_ignored() -> None:
+    ends = Ends()
+    await ends.inbox.receive(frame(ends.sender.tokens([1]), instance_id="stranger"))
+    await ends.inbox.receive(frame(OutStream("x", 999).tokens([1])))
+    await ends.inbox.receive(Message(b"garbage"))  # type: ignore[arg-type]
+    again = OutStream(ends.inbox.subject, ends.reader.stream_id)
+    await ends.inbox.receive(frame(again.tokens([2])))
+    assert await ends.read() == [2]
+    ends.inbox.close(ends.reader)
+    ends.inbox.close(ends.reader)
+    await ends.inbox.receive(frame(again.tokens([3])))
+    assert not ends.reader._items
+    assert not ends.inbox._streams
+
+
+async def test_a_lost_instance_ends_its_streams_alone_and_whoever_waits_for_something_else_hears_too() -> None:
+    inbox = StreamInbox("s")
+    lost, other = inbox.open("gone", "e"), inbox.open("here", "e")
+    waiting = asyncio.create_task(lost.failure.unless(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    inbox.fail_instance("gone", DecodeLost("silent"))
+    inbox.fail_instance("gone", DecodeLost("told twice"))
+    with pytest.raises(DecodeLost, match="silent"):
+        await lost.next()
+    with pytest.raises(DecodeLost, match="silent"):
+        await waiting
+    assert other._error is None
+
+
+@pytest.fixture
+async def outbox() -> AsyncIterator[tuple[StreamOutbox, FakeBus]]:
+    bus = FakeBus()
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as opened:  # type: ignore[arg-type]
+        yield opened, bus
+
+
+async def test_items_of_one_moment_leave_as_one_frame_a_frontend(outbox: tuple[StreamOutbox, FakeBus]) -> None:
+    box, bus = outbox
+    streams = [OutStream("front-a", 1), OutStream("front-a", 2), OutStream("front-b", 1)]
+    for stream in streams:
+        box.put(stream, stream.tokens([stream.stream_id]))
+    await box.flushed()
+    frames = {subject: unpack_frame(data) for subject, data in bus.frames}
+    assert len(bus.frames) == 2
+    assert [i.stream_id for i in frames["front-a"].items] == [1, 2]
+    assert (frames["front-b"].instance_id, frames["front-b"].epoch, frames["front-b"].step) == ("d", "e", 5)
+
+
+async def test_items_that_come_while_a_frame_leaves_follow_in_the_next(outbox: tuple[StreamOutbox, FakeBus]) -> None:
+    box, bus = outbox
+    stream = OutStream("front", 1)
+    for number in range(20):
+        box.put(stream, stream.tokens([number]))
+        await asyncio.sleep(0)
+    await box.flushed()
+    items = [item for _, data in bus.frames for item in unpack_frame(data).items]
+    assert [i.seq for i in items] == [i.token_ids[0] for i in items] == list(range(20))
+
+
+@pytest.mark.parametrize("error", [BackendUnavailable("away"), MessageTooLarge("huge")])
+async def test_a_frame_that_cannot_leave_is_seen_as_a_gap_and_the_outbox_lives(
+    outbox: tuple[StreamOutbox, FakeBus], error: BackendUnavailable | MessageTooLarge
+) -> None:
+    box, bus = outbox
+    inbox = StreamInbox("front")
+    reader = inbox.open("d", "e")
+    stream = OutStream("front", reader.stream_id)
+    bus.broken = error
+    box.put(stream, stream.tokens([1]))
+    await box.flushed()
+    bus.broken = None
+    box.put(stream, stream.tokens([2]))
+    await box.flushed()
+    await inbox.receive(Message(bus.frames[0][1]))  # type: ignore[arg-type]
+    with pytest.raises(DecodeLost, match="items 0 to 0"):
+        await reader.next()
+
+
+async def test_closing_an_outbox_sends_what_is_queued() -> None:
+    bus = FakeBus()
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:  # type: ignore[arg-type]
+        stream = OutStream("front", 1)
+        box.put(stream, stream.tokens([1], "stop"))
+    assert len(bus.frames) == 1
+
+
+@pytest.mark.mesh
+async def test_streams_cross_nats_in_order_side_by_side(nats_url: str, namespace: str) -> None:
+    async with (
+        connect_bus(nats_url, "frontend") as front,
+        connect_bus(nats_url, "decode") as back,
+        open_inbox(front, f"{namespace}.frontend.f.tokens") as inbox,
+        open_outbox(back, "d", lambda: "e", lambda: 5) as box,
+    ):
+        readers = [inbox.open("d", "e") for _ in range(20)]
+        senders = [OutStream(inbox.subject, r.stream_id) for r in readers]
+        for number in range(30):
+            for sender in senders:
+                box.put(sender, sender.tokens([number], "length" if number == 29 else None))
+            await asyncio.sleep(0)
+
+        async def read(stream: InStream) -> list[int]:
+            tokens: list[int] = []
+            while True:
+                items = await stream.next()
+                tokens += [t for i in items for t in i.token_ids]
+                if items[-1].finish:
+                    return tokens
+
+        async with asyncio.timeout(10):
+            assert await asyncio.gather(*map(read, readers)) == [list(range(30))] * 20

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+
+from components import errors as mesh_errors
+from components.errors import BY_NAME, MeshError, NoDecodeInstance, QueueFull, Rejected
+from components.openai.errors import TABLE, ApiError, from_mesh, from_status, internal
+
+
+def test_every_class_of_our_errors_has_a_row() -> None:
+    assert set(TABLE) == set(BY_NAME.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "code"),
+    [
+        ("Rejected", 400, None),
+        ("PromptTooLong", 400, "context_length_exceeded"),
+        ("UnknownModel", 404, "model_not_found"),
+        ("MessageTooLarge", 413, "request_too_large"),
+        ("QueueFull", 429, "queue_full"),
+        ("Cancelled", 499, "request_cancelled"),
+        ("InvariantBroken", 500, "internal_error"),
+        ("PeerLost", 502, "instance_lost"),
+        ("NoDecodeInstance", 503, "no_instance"),
+        ("BackendUnavailable", 503, "backend_unavailable"),
+        ("DeadlineExceeded", 504, "deadline_exceeded"),
+    ],
+)
+def test_what_a_client_is_told(name: str, status: int, code: str | None) -> None:
+    told = from_mesh(BY_NAME[name]("because"), "req1")
+    assert (told.status, told.code) == (status, code)
+
+
+@pytest.mark.parametrize("cls", [cls for cls in TABLE if not issubclass(cls, Rejected)])
+def test_a_fault_of_ours_tells_nothing_of_the_inside(cls: type[MeshError]) -> None:
+    told = from_mesh(cls("nats://10.0.0.7:4222 refused"), "req1")
+    assert "10.0.0.7" not in told.body().decode()
+    assert told.status < 500 or "req1" in told.message
+
+
+def test_a_rejection_names_its_parameter() -> None:
+    body = json.loads(from_mesh(Rejected("no", param="messages"), "req1").body())
+    assert body == {"error": {"message": "no", "type": "invalid_request_error", "param": "messages", "code": None}}
+
+
+def test_overload_says_when_to_come_back() -> None:
+    assert from_mesh(QueueFull("full", retry_after_s=2.2), "r").headers() == {"retry-after": "3"}
+    assert from_mesh(NoDecodeInstance("none", retry_after_s=0.1), "r").headers() == {"retry-after": "1"}
+    assert from_mesh(mesh_errors.PeerLost("gone"), "r").headers() == {}
+
+
+def test_a_class_of_a_newer_version_is_told_as_its_nearest_kin() -> None:
+    class NewKindOfLoss(mesh_errors.PrefillLost):
+        pass
+
+    assert from_mesh(NewKindOfLoss("x"), "r").status == 502
+
+
+@pytest.mark.parametrize("told", [from_status(404), from_status(418), from_status(500), internal("r")])
+def test_every_error_has_the_four_fields(told: ApiError) -> None:
+    assert set(json.loads(told.body())["error"]) == {"message", "type", "param", "code"}

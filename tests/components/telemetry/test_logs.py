@@ -1,0 +1,64 @@
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from components.telemetry.logs import configure_logs, log_progress
+
+log = logging.getLogger("components.test")
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    levels = {n: logging.getLogger(n).level for n in list(root.manager.loggerDict)}
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name, was in levels.items():
+        logging.getLogger(name).setLevel(was)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_a_line_is_one_object_with_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", "json")
+    log.info("ready", extra={"instance": "i"})
+    log_progress("load", 1, 3)
+    one, two = lines(capsys)
+    assert {"event": "ready", "instance": "i", "level": "info", "logger": "components.test"}.items() <= one.items()
+    assert isinstance(one["ts"], str)
+    assert {"event": "progress", "task": "load", "done": 1, "total": 3}.items() <= two.items()
+
+
+def test_a_traceback_does_not_show_what_the_variables_held(capsys: pytest.CaptureFixture[str]) -> None:
+    """They hold prompts."""
+    configure_logs("info", "json")
+    try:
+        prompt = "my secret"
+        raise ZeroDivisionError(len(prompt))
+    except ZeroDivisionError:
+        log.exception("request failed")
+    [line] = lines(capsys)
+    assert "ZeroDivisionError" in json.dumps(line["exception"])
+    assert "my secret" not in json.dumps(line)
+
+
+def test_quieter_levels_and_noisy_libraries_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", "json")
+    log.debug("state")
+    logging.getLogger("httpx").info("GET /")
+    logging.getLogger("nats").info("chatter")
+    assert lines(capsys) == []
+
+
+def test_a_person_reads_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("debug", "console")
+    log.debug("state", extra={"was": "open"})
+    text = capsys.readouterr().err
+    assert "state" in text
+    assert "was=open" in text

@@ -1,0 +1,133 @@
+import multiprocessing
+import sqlite3
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.trace import Status, StatusCode, Tracer
+
+from components.telemetry.trace_store import FILE_NAME, KEPT_TRACES, TRIM_EVERY, TraceStore, TraceStoreExporter
+
+FILES = 20  # made anew, as at the first start of a mesh
+
+Keeper = tuple[Tracer, TraceStoreExporter]
+
+
+def keeper(home: Path, service: str = "test") -> Keeper:
+    exporter = TraceStoreExporter(home, service)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return provider.get_tracer("test"), exporter
+
+
+def keep(tracer: Tracer, name: str, start_ns: int, request_id: str | None = None) -> str:
+    """Keep a trace of one span; returns its id."""
+    attributes = {} if request_id is None else {"kvmesh.request_id": request_id}
+    span = tracer.start_span(name, start_time=start_ns, attributes=attributes)
+    span.end(start_ns + 5)
+    return f"{span.get_span_context().trace_id:032x}"
+
+
+def test_a_trace_is_read_as_it_was_made(tmp_path: Path) -> None:
+    tracer, exporter = keeper(tmp_path / "new" / "home", "decode-1")
+    with tracer.start_as_current_span("root", start_time=10, end_on_exit=False) as root:
+        root.set_status(Status(StatusCode.ERROR, "why"))
+        child = tracer.start_span("child", start_time=12, attributes={"kvmesh.pages": 3})
+        child.end(14)
+        root.end(20)
+    exporter.shutdown()
+    store = TraceStore(tmp_path / "new" / "home")
+    [trace_id] = store.last_trace_ids()
+    one, two = store.trace(trace_id)
+    assert (one.name, one.service, one.status, one.parent_id, one.start_ns, one.end_ns) == (
+        "root",
+        "decode-1",
+        "ERROR",
+        None,
+        10,
+        20,
+    )
+    assert (two.name, two.parent_id, two.attributes) == ("child", one.span_id, {"kvmesh.pages": 3})
+
+
+def test_a_trace_is_found_by_the_beginning_of_its_id_or_its_request_id(tmp_path: Path) -> None:
+    tracer, exporter = keeper(tmp_path)
+    first = keep(tracer, "a", 1, "feed1234")
+    second = keep(tracer, "b", 2)
+    exporter.shutdown()
+    store = TraceStore(tmp_path)
+    assert store.last_trace_ids() == [second, first]
+    assert store.last_trace_ids(1) == [second]
+    assert [s.name for s in store.trace(first[:12])] == ["a"]
+    assert [s.name for s in store.trace("feed1")] == ["a"]
+    assert store.trace("nothing begins so") == []
+
+
+def _write(home: Path, number: int, barrier: Barrier) -> None:
+    for file in range(FILES):
+        tracer, exporter = keeper(home / str(file), f"process-{number}")
+        barrier.wait()
+        for turn in range(10):
+            keep(tracer, f"{number}-{turn}", turn)
+        exporter.shutdown()
+
+
+def test_several_processes_make_and_write_one_file_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Who lost the race to turn a new file to WAL was told "locked" at once, and lost its first span; now it waits."""
+    context = multiprocessing.get_context("spawn")  # a fork would inherit the locks of other tests' threads
+    barrier = context.Barrier(3)
+    processes = [context.Process(target=_write, args=(tmp_path, n, barrier)) for n in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    for file in range(FILES):
+        connection = sqlite3.connect(tmp_path / str(file) / FILE_NAME)
+        rows = connection.execute("select service, count(*) from spans group by service").fetchall()
+        connection.close()
+        assert rows == [(f"process-{n}", 10) for n in range(3)]
+
+
+def test_only_the_newest_traces_are_kept(tmp_path: Path) -> None:
+    exporter = TraceStoreExporter(tmp_path, "test")
+    provider = TracerProvider(shutdown_on_exit=False)
+    tracer = provider.get_tracer("test")
+    spans = []
+    for start in range(KEPT_TRACES + 100):
+        span = tracer.start_span(f"n{start}", start_time=start + 1)
+        span.end(start + 2)
+        spans.append(span)
+    exporter.export(spans)  # type: ignore[arg-type]
+    for _ in range(TRIM_EVERY):
+        exporter.export([])
+    exporter.shutdown()
+    store = TraceStore(tmp_path)
+    kept = store.last_trace_ids(2 * KEPT_TRACES)
+    assert len(kept) == KEPT_TRACES
+    assert [store.trace(kept[i])[0].name for i in (0, -1)] == [f"n{KEPT_TRACES + 99}", "n100"]
+
+
+def test_where_nothing_was_kept_there_is_nothing_to_read_and_no_file_is_made(tmp_path: Path) -> None:
+    store = TraceStore(tmp_path)
+    assert store.last_trace_ids() == []
+    assert store.trace("a") == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_file_costs_the_spans_and_not_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
+    exporter = TraceStoreExporter(tmp_path, "test")
+    assert exporter.export([]) is SpanExportResult.FAILURE
+    assert "spans not kept" in caplog.messages
+    (tmp_path / FILE_NAME).unlink()
+    assert exporter.export([]) is SpanExportResult.SUCCESS
+    exporter.shutdown()
+
+
+def test_a_broken_file_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
+    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
+        TraceStore(tmp_path).last_trace_ids()

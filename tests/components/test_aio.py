@@ -1,0 +1,219 @@
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from components.aio import Failure, background, ended, first, raises
+
+
+class Broken(Exception):
+    pass
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run to the end; a task left behind or an exception that nobody saw fails the test."""
+
+    async def checked() -> None:
+        complaints: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about["message"]))
+        async with asyncio.timeout(5):
+            await test()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not complaints
+
+    asyncio.run(checked())
+
+
+async def breaks(after: int = 0) -> None:
+    for _ in range(after):
+        await asyncio.sleep(0)
+    raise Broken
+
+
+async def stubborn(seen: list[str], finish: asyncio.Event) -> None:
+    """Takes its time after being cancelled, as a write does."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        try:
+            await ended(asyncio.ensure_future(finish.wait()))
+        finally:
+            seen.append("over")
+
+
+def test_the_first_reason_counts_and_the_others_are_over() -> None:
+    async def test() -> None:
+        seen: list[str] = []
+        finish = asyncio.Event()
+        finish.set()
+        await first(asyncio.sleep(0.001), stubborn(seen, finish))
+        assert seen == ["over"]
+        with pytest.raises(Broken):
+            await first(asyncio.Event().wait(), breaks(), breaks())
+
+    in_loop(test)
+
+
+def test_an_error_brought_is_an_error_raised() -> None:
+    async def brings() -> BaseException:
+        return Broken()
+
+    async def test() -> None:
+        with pytest.raises(Broken):
+            await first(raises(brings()), asyncio.Event().wait())
+
+    in_loop(test)
+
+
+def test_background_work_is_over_when_the_body_is() -> None:
+    async def test() -> None:
+        seen: list[str] = []
+        finish = asyncio.Event()
+        finish.set()
+        async with background(stubborn(seen, finish), "work"):
+            await asyncio.sleep(0)
+        assert seen == ["over"]
+        async with background(asyncio.sleep(0), "ends by itself"):
+            await asyncio.sleep(0.001)
+
+    in_loop(test)
+
+
+def test_background_work_that_dies_takes_the_body_with_it() -> None:
+    """A dead outbox or heartbeat once went unnoticed until the process left: it looked alive and did nothing."""
+
+    async def test() -> None:
+        with pytest.raises(Broken):
+            async with background(breaks(), "work"):
+                await asyncio.Event().wait()
+
+    in_loop(test)
+
+
+def test_the_bodys_own_error_comes_out_of_background_work_as_it_was() -> None:
+    async def test() -> None:
+        async def body(error: BaseException, cause: Exception | None = None) -> None:
+            async with background(asyncio.Event().wait(), "work"):  # type: ignore[arg-type]
+                raise error from cause
+
+        with pytest.raises(ValueError, match="mine") as raised:
+            await body(ValueError("mine"), Broken())
+        assert isinstance(raised.value.__cause__, Broken)
+        with pytest.raises(asyncio.CancelledError):
+            await body(asyncio.CancelledError())
+
+    in_loop(test)
+
+
+def test_work_that_is_not_in_vain_brings_its_result() -> None:
+    async def test() -> None:
+        failure = Failure()
+        assert await failure.unless(asyncio.sleep(0, "result")) == "result"
+        with pytest.raises(Broken):
+            await failure.unless(breaks(3))
+
+    in_loop(test)
+
+
+def test_work_in_vain_is_cancelled_and_the_first_telling_is_raised() -> None:
+    async def test() -> None:
+        seen: list[str] = []
+        finish = asyncio.Event()
+        failure = Failure()
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.001, failure.tell, Broken("first"))
+        loop.call_later(0.001, failure.tell, Broken("second"))
+        loop.call_later(0.005, finish.set)
+        with pytest.raises(Broken, match="first"):
+            await failure.unless(stubborn(seen, finish))
+        assert seen == ["over"]
+
+    in_loop(test)
+
+
+def test_a_telling_before_the_work_keeps_it_from_beginning() -> None:
+    async def test() -> None:
+        began: list[str] = []
+
+        async def begins() -> None:
+            began.append("yes")
+
+        failure = Failure()
+        failure.tell(Broken())
+        with pytest.raises(Broken):
+            await failure.unless(begins())
+        assert not began
+
+    in_loop(test)
+
+
+def test_a_failure_that_nobody_waits_for_is_fine() -> None:
+    async def test() -> None:
+        Failure().tell(Broken())
+
+    in_loop(test)
+
+
+def test_a_deadline_that_passes_while_work_in_vain_ends_still_waits_for_its_end() -> None:
+    """A write in flight is such work: the pages were given back while NIXL still read them."""
+
+    async def test() -> None:
+        seen: list[str] = []
+        finish = asyncio.Event()
+        failure = Failure()
+        waiting = asyncio.create_task(failure.unless(stubborn(seen, finish)))
+        await asyncio.sleep(0.001)
+        failure.tell(Broken())
+        await asyncio.sleep(0.001)
+        waiting.cancel()
+        await asyncio.sleep(0.001)
+        assert not waiting.done()
+        finish.set()
+        await asyncio.wait((waiting,))
+        assert waiting.cancelled()
+        assert seen == ["over"]
+
+    in_loop(test)
+
+
+def test_work_that_forgets_a_cancellation_is_told_again() -> None:
+    """`asyncio.wait_for` of Python 3.11 forgets it when the answer comes in the same moment; the work then never ended."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        failure, answer = Failure(), loop.create_future()
+
+        async def works() -> None:
+            try:
+                await answer
+            except asyncio.CancelledError:
+                await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(failure.unless(works()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        failure.tell(Broken())
+        with pytest.raises(Broken):
+            await waiting
+
+    in_loop(test)
+
+
+def test_waiting_for_an_end_outlasts_every_cancellation_and_passes_one_on() -> None:
+    async def test() -> None:
+        finish = asyncio.Event()
+        work = asyncio.create_task(finish.wait())
+        waiting = asyncio.create_task(ended(work))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            waiting.cancel()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        finish.set()
+        await asyncio.wait((waiting,))
+        assert waiting.cancelled()
+        await ended(asyncio.create_task(breaks()))
+
+    in_loop(test)

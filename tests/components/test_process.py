@@ -1,0 +1,77 @@
+import asyncio
+import logging
+import os
+import signal
+
+import pytest
+
+from components.process import drain, new_instance_id, record_maker, run, stop_signal
+from components.settings import MeshSettings
+
+
+class Service:
+    """Drains when told to, or when given up."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.empty = asyncio.Event()
+        self.given_up: list[str] = []
+        self.obeys = True
+
+    async def drained(self) -> None:
+        await self.empty.wait()
+
+    def stop_all(self, cause: str) -> None:
+        self.given_up.append(cause)
+        if self.obeys:
+            self.empty.set()
+
+
+def test_a_leaving_service_takes_nothing_new_and_finishes_what_it_has() -> None:
+    async def test() -> None:
+        service = Service()
+        leaving = asyncio.create_task(drain(service, 5))
+        await asyncio.sleep(0)
+        assert service.draining
+        assert not leaving.done()
+        service.empty.set()
+        await leaving
+        assert not service.given_up
+
+    asyncio.run(test())
+
+
+def test_what_does_not_finish_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.process.GIVE_UP_S", 0.01)
+
+    async def test(*, obeys: bool) -> None:
+        service = Service()
+        service.obeys = obeys
+        await asyncio.wait_for(drain(service, 0.01), 5)
+        assert service.given_up == ["this instance is leaving"]
+
+    asyncio.run(test(obeys=True))
+    asyncio.run(test(obeys=False))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_clean_stop(number: signal.Signals) -> None:
+    left: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), number)
+        await asyncio.wait_for(stop_signal(), 5)
+        left.append("cleanly")
+
+    run(main())
+    assert left == ["cleanly"]
+
+
+def test_a_record_keeps_its_instance_and_takes_each_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    me = new_instance_id()
+    make = record_maker(MeshSettings(namespace="ns"), "prefill", me, model="m")
+    one, two = make("1"), make("2")
+    assert (one.epoch, two.epoch) == ("1", "2")
+    assert one.subject == two.subject == f"ns.prefill.{me}"
+    assert one.pid == os.getpid()
