@@ -1,0 +1,72 @@
+"""What a backend of attention is given and must give; how transformers' models are made to call it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from engine.model.errors import UnsupportedModel
+
+IMPLEMENTATION: Final = "kvmesh"  # what `from_pretrained(attn_implementation=...)` is told
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Which tokens of which requests make up a step; R requests, their T tokens one after the other.
+
+    Requests with one token come first, by ascending context: a backend may treat each such span as one batch.
+    """
+
+    query_lens: Sequence[int]  # [R] tokens computed in this step
+    context_lens: Sequence[int]  # [R] tokens whose KV stands after it, these included
+    block_tables: Sequence[Sequence[int]]  # [R] pages of each request, at least enough for its context
+
+
+class StepAttention(Protocol):
+    """A backend, ready for one step. It is handed through the model's forward and is of no use afterwards."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Write this layer's new keys and values into their slots, then attend.
+
+        Args:
+            layer: index of the decoder layer.
+            query: [1, heads, T, head_dim].
+            key: [1, kv_heads, T, head_dim], of the new tokens alone.
+            value: shaped as key.
+            scaling: factor on the scores.
+        Returns: [1, T, heads, head_dim].
+        """
+
+
+class AttentionBackend(Protocol):
+    """Attention over the page pool; made once for an engine."""
+
+    def plan(self, shape: StepShape) -> StepAttention:
+        """Turn a step's block tables into index tensors, once for all layers."""
+
+
+def attend_paged(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    step_attention: StepAttention,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' attention modules call. The step travels as an argument of the forward.
+
+    Raises: UnsupportedModel, for attention that is more than causal softmax; loading runs one token to find out.
+    """
+    if attention_mask is not None or any(options.get(name) for name in ("sliding_window", "softcap")):
+        raise UnsupportedModel(f"{type(module).__name__} asks for more than plain causal attention")
+    return step_attention.attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attend_paged)

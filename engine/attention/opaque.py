@@ -1,0 +1,70 @@
+"""Attention as one operator that a compiler does not look into: `torch.ops.kvmesh.attend`.
+
+A compiled forward is made once and run for every step, so the step cannot travel through it as an argument. The runner
+names it for its own thread with `attending`; engines on other threads do not see it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from engine.attention.backend import StepAttention
+
+
+@dataclass(frozen=True, slots=True)
+class _Current:
+    step: StepAttention
+    num_tokens: int  # of the step; what the forward has beyond them is padding
+
+
+_current: ContextVar[_Current] = ContextVar("kvmesh_attention")
+
+
+@contextmanager
+def attending(step: StepAttention, num_tokens: int) -> Iterator[None]:
+    """Have `kvmesh::attend` on this thread attend with `step`, to the first `num_tokens` tokens it is given."""
+    token = _current.set(_Current(step, num_tokens))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class OpaqueAttention:
+    """A `StepAttention` that leaves an operator in the graph, and the step to `attending`."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `StepAttention.attend`."""
+        attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, scaling)
+        return attended
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    """Padding is neither written nor attended to: its rows are zero."""
+    current = _current.get()
+    length, num_tokens = query.shape[2], current.num_tokens
+    if length == num_tokens:
+        return current.step.attend(layer, query, key, value, scaling).contiguous()
+    out = _like_output(query, key, value, layer, scaling).zero_()
+    query, key, value = (tensor[:, :, :num_tokens] for tensor in (query, key, value))
+    out[:, :num_tokens] = current.step.attend(layer, query, key, value, scaling)
+    return out
+
+
+def _like_output(
+    query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor, _layer: int, _scaling: float
+) -> torch.Tensor:
+    """[1, T, heads, head_dim], contents undefined: all that a compiler learns about the operator."""
+    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+_LIBRARY: Final = torch.library.Library("kvmesh", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("attend(Tensor query, Tensor key, Tensor value, int layer, float scaling) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("kvmesh::attend", _like_output, lib=_LIBRARY)

@@ -1,0 +1,81 @@
+"""A model's name to an engine that answers: the parts put together."""
+
+from pathlib import Path
+
+import torch
+
+from engine.attention.backend import AttentionBackend, StepAttention, StepShape
+from engine.attention.cpu import CpuAttention
+from engine.compilation.forward import EagerForward, Forward
+from engine.compilation.packages import choose_forward
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.kv.count import count_pages
+from engine.kv.storage import allocate_storage
+from engine.model.errors import UnsupportedModel
+from engine.model.load import LoadedModel, load_model
+from engine.model.progress import Progress, silent
+from engine.ports import KvRegion
+from engine.runner import TorchRunner
+
+
+def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
+    """Load `model` and give it a page pool. To be called on the thread that will step the engine.
+
+    Raises: ModelUnavailable or UnsupportedModel, naming the model.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    loaded = load_model(model, config, state_dir, progress)
+    return assemble(loaded, config, choose_forward(model, loaded, config, state_dir, progress))
+
+
+def assemble(loaded: LoadedModel, config: EngineConfig, forward: Forward | None = None) -> EngineCore:
+    """An engine over `loaded`, with a page pool of its own; eager, unless told how else. Raises: UnsupportedModel."""
+    num_pages = count_pages(config, loaded.layout)
+    storage = allocate_storage(loaded.layout, num_pages, loaded.device)
+    attention = CpuAttention(storage, loaded.layout, loaded.query_group)
+    _try_one_token(loaded, attention)
+    pool_tokens = num_pages * config.page_size
+    return EngineCore(
+        runner=TorchRunner(loaded.device, forward or EagerForward(loaded.module), attention, storage),
+        config=config,
+        region=KvRegion(storage.data_ptr(), num_pages, loaded.layout, str(storage.device)),
+        max_context=min(loaded.max_positions, pool_tokens, config.max_context or pool_tokens),
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+
+
+class _Witness:
+    """A `StepAttention` that notes which layers came to it."""
+
+    def __init__(self, step: StepAttention) -> None:
+        self.layers: list[int] = []
+        self._step = step
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Note and pass on."""
+        self.layers.append(layer)
+        return self._step.attend(layer, query, key, value, scaling)
+
+
+@torch.inference_mode()
+def _try_one_token(loaded: LoadedModel, attention: AttentionBackend) -> None:
+    """Run one token through page 0, which nobody has yet.
+
+    Raises: UnsupportedModel, when shapes are not ours or a layer attends without us: it would be silently wrong.
+    """
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=loaded.device)
+    witness = _Witness(attention.plan(StepShape(query_lens=[1], context_lens=[1], block_tables=[[0]])))
+    try:
+        loaded.module(input_ids=zero, position_ids=zero, use_cache=False, step_attention=witness)
+    except (RuntimeError, TypeError, AttributeError) as exc:
+        raise UnsupportedModel(f"{loaded.layout.model} does not run on paged attention: {exc}") from exc
+    if witness.layers != list(range(loaded.layout.layers)):
+        raise UnsupportedModel(
+            f"{loaded.layout.model} does not run on paged attention: of {loaded.layout.layers} layers, "
+            f"those that use it are {witness.layers}"
+        )

@@ -1,0 +1,79 @@
+"""The model's forward as a runner calls it: eager, or from a package compiled ahead of time."""
+
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from engine.attention.backend import StepAttention
+from engine.attention.opaque import OpaqueAttention, attending
+
+# A dimension that may be 1 is compiled for 1 and again for the rest. With two at least, one graph does for all.
+MIN_TOKENS: Final = 2
+
+
+class Forward(Protocol):
+    """One step through the model."""
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        """Logits [K, vocab] of the tokens at `keep` [K]; `token_ids` and `positions` are int64 [T]."""
+
+
+class EagerForward:
+    """transformers' module, operator by operator."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        output = self._module(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            step_attention=step,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class Exported(torch.nn.Module):
+    """The forward as it is exported: tensors in, one tensor out, attention an operator."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._eager = EagerForward(module)
+        self.module = module  # so that export finds the parameters
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Logits of the tokens at `keep`."""
+        return self._eager(token_ids, positions, keep, OpaqueAttention())
+
+
+class PackagedForward:
+    """A package that `engine.compilation.build` made, loaded: no tracing, no guards, weights packed.
+
+    Steps of more than `max_tokens` tokens are not for it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._run = torch._inductor.aoti_load_package(str(path))
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        with attending(step, len(token_ids)):
+            logits: torch.Tensor = self._run(_padded(token_ids), _padded(positions), _padded(keep))
+        return logits[: len(keep)]
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """With zeros, to what the graph takes at least: token 0 at position 0, whose KV `attending` drops."""
+    missing = MIN_TOKENS - len(values)
+    return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values

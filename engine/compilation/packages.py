@@ -1,0 +1,168 @@
+"""Which package belongs to a model on this machine, and how it comes to be there."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+import torch
+import transformers
+
+from engine.attention.backend import StepAttention
+from engine.compilation.build import Order
+from engine.compilation.forward import EagerForward, Forward, PackagedForward
+from engine.config import EngineConfig
+from engine.model.load import LoadedModel
+from engine.model.progress import Progress
+
+log = logging.getLogger(__name__)
+
+FORMAT: Final = 1  # to be raised when the code that is exported changes
+MIN_PARAMETERS: Final = 50_000_000  # smaller ones are not worth a minute of compiling
+MAX_PARAMETERS: Final = 2_000_000_000  # a package holds the weights again, on disk and in memory
+KEPT_PACKAGES: Final = 4
+
+
+class CompilationFailed(Exception):
+    """The model cannot be compiled; the message ends what the compiling process said."""
+
+
+class CompiledWhenReady:
+    """Eager, until a package is there.
+
+    A package from an earlier start is used at once. Otherwise a child process at the lowest priority makes one, and
+    the step after it is loaded runs from it.
+    """
+
+    def __init__(self, loaded: LoadedModel, order: Order) -> None:
+        self._forward: Forward = EagerForward(loaded.module)
+        self._order = order
+        self._loaded: Forward | None = None  # written by the thread that makes it
+        self._thread = threading.Thread(target=self._prepare, name="compile", daemon=True)
+
+    def start(self, timeout_s: float) -> None:
+        """Load the package if it is there, else have it made; wait `timeout_s` for that at most."""
+        if Path(self._order.package).exists():
+            self._prepare()
+            return
+        log.info("compiling the model, meanwhile it runs eagerly", extra={"package": self._order.package})
+        self._thread.start()
+        if timeout_s > 0:
+            self._thread.join(timeout_s)
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        if self._loaded is not None:
+            self._forward, self._loaded = self._loaded, None
+        return self._forward(token_ids, positions, keep, step)
+
+    def _prepare(self) -> None:
+        try:
+            _make(self._order)
+            self._loaded = PackagedForward(Path(self._order.package))
+            log.info("the model runs compiled from here on", extra={"package": self._order.package})
+        except Exception as exc:  # noqa: BLE001 - whatever a compiler or a damaged file raises: eager always works
+            log.warning("the model runs eagerly: compiling it failed", extra={"reason": str(exc)})
+
+
+def choose_forward(
+    model: str, loaded: LoadedModel, config: EngineConfig, state_dir: Path, progress: Progress
+) -> Forward:
+    """How `loaded` is going to run, as `config.compile` asks for it. To be called once for an engine."""
+    reason = _why_eager(loaded, config)
+    if reason is not None:
+        if config.compile != "off":
+            log.info("the model runs eagerly", extra={"reason": reason})
+        return EagerForward(loaded.module)
+    order = Order(model, str(state_dir), str(_package_path(loaded, config, state_dir)), config)
+    forward = CompiledWhenReady(loaded, order)
+    progress("Compiling the model", 0, 1)
+    forward.start(config.compile_timeout_s if config.compile == "wait" else 0.0)
+    progress("Compiling the model", 1, 1)
+    return forward
+
+
+def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
+    """None: compiling it is possible and pays."""
+    parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
+    compiler = os.environ.get("CXX", "g++")
+    if config.compile == "off":
+        return "compile is off"
+    if loaded.device.type != "cpu":
+        return f"packages are for cpu, the model is on {loaded.device.type}"
+    if config.compile == "auto" and not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
+        return f"compiling pays from {MIN_PARAMETERS:,} to {MAX_PARAMETERS:,} parameters, it has {parameters:,}"
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler: install {compiler} or set CXX"
+    return None
+
+
+def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) -> Path:
+    """A name that changes with everything that is compiled in: weights, versions, threads and kind of processor."""
+    facts = {
+        "format": FORMAT,
+        "model": loaded.layout.model,
+        "dtype": loaded.layout.dtype,
+        "threads": torch.get_num_threads(),
+        "max_step_tokens": config.max_step_tokens,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": _processor(),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return state_dir.expanduser() / "compile" / f"{digest[:16]}.pt2"
+
+
+def _processor() -> str:
+    """What generated code may use: the instruction sets, where the system lists them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+
+
+def _make(order: Order) -> None:
+    """Have the package made, unless it is there; of several processes that want it, one makes it.
+
+    Raises: OSError; CompilationFailed.
+    """
+    package = Path(order.package)
+    package.parent.mkdir(parents=True, exist_ok=True)
+    with package.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not package.exists():
+            _run_child(order, package.parent / "inductor")
+            _forget_old(package.parent)
+        package.touch()  # used last
+
+
+def _run_child(order: Order, cache_dir: Path) -> None:
+    command = [sys.executable, "-m", "engine.compilation.build", order.dump()]
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir)}
+    # its standard input is ours to hold open: when this process ends, so does the child
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stderr is not None
+        said = child.stderr.read().decode(errors="replace").strip()
+    if child.returncode != 0:
+        raise CompilationFailed(
+            said.splitlines()[-1] if said else f"the compiling process ended with {child.returncode}"
+        )
+
+
+def _forget_old(directory: Path) -> None:
+    """Keep the packages used last: each is as large as its model."""
+    packages = sorted(directory.glob("*.pt2"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in packages[KEPT_PACKAGES:]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,67 @@
+"""The engine's settings: plain fields, so that a service nests them as `MESH_DECODE_ENGINE__PAGE_SIZE`."""
+
+from typing import Annotated, Final, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from engine.mock.config import MockConfig
+
+PAGE_SIZES: Final = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class EngineConfig:
+    """How one engine is set up; read once, never written back. Raises: ValueError, naming the field."""
+
+    page_size: Annotated[int, Field(description="tokens in a KV page: 16, 32, 64 or 128")] = 16
+    num_pages: Annotated[int | None, Field(description="KV pages; default: as many as kv-memory-gb holds")] = None
+    kv_memory_gb: Annotated[float, Field(description="memory for KV pages, 10^9 bytes")] = 1.0
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], Field(description="of weights and KV; auto: bfloat16")
+    ] = "auto"
+    device: Annotated[str, Field(description="as torch names it; auto: the first CUDA device, else cpu")] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"], Field(description="dummy: random weights, the same in every process")
+    ] = "auto"
+    max_running: Annotated[int, Field(description="requests with a place in the batch, reserved ones included")] = 64
+    max_step_tokens: Annotated[int, Field(description="token budget of a step, hence the longest prompt chunk")] = 512
+    reserve_tokens: Annotated[
+        int, Field(description="tokens to be generated for which admission keeps pages free, at most, per request")
+    ] = 512
+    threads: Annotated[int | None, Field(description="CPU threads; default: torch decides")] = None
+    max_context: Annotated[
+        int | None, Field(description="tokens of prompt and answer; default: what model and pages allow")
+    ] = None
+    kv_events: Annotated[bool, Field(description="tell which blocks the prefix cache gains and loses")] = False
+    mock: Annotated[MockConfig, Field(description="of `--model mock`")] = MockConfig()
+    compile: Annotated[
+        Literal["auto", "wait", "off"],
+        Field(
+            description="auto: run eagerly until a compiled model is ready, where it pays; wait: be ready first; off"
+        ),
+    ] = "auto"
+    compile_timeout_s: Annotated[float, Field(description="how long compile=wait waits, then runs eagerly")] = 300.0
+
+    def __post_init__(self) -> None:
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size is {self.page_size}; it must be one of {', '.join(map(str, PAGE_SIZES))}")
+        for name in (
+            "num_pages",
+            "kv_memory_gb",
+            "max_running",
+            "max_step_tokens",
+            "threads",
+            "max_context",
+            "compile_timeout_s",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        if self.reserve_tokens < 0:
+            raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
+        if self.max_step_tokens <= self.max_running:
+            raise ValueError(
+                f"max_step_tokens ({self.max_step_tokens}) must exceed max_running ({self.max_running}): "
+                "a full batch of decodes would leave no token for prompts"
+            )

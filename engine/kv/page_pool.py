@@ -1,0 +1,98 @@
+"""The page pool: who holds which page, what is reusable, what is free. Ids only; the bytes live in `storage`."""
+
+from collections.abc import Sequence
+
+from components.errors import PageLeak
+from engine.kv.free_runs import FreeRuns
+from engine.kv.prefix_cache import PrefixCache
+
+
+class PagePool:
+    """Every page is in one of three places: *free*, *cached* (unreferenced, but named in the prefix cache), *held*."""
+
+    def __init__(self, num_pages: int, prefix: PrefixCache) -> None:
+        self.num_pages = num_pages
+        self._prefix = prefix
+        self._free = FreeRuns(num_pages)
+        self._cached: dict[int, None] = {}  # in the order in which they were let go: the first is evicted first
+        self._holders = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages with nothing of use in them."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that nobody holds and that a prompt may still find."""
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that at least one request holds."""
+        return self.num_pages - self.num_free - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could give."""
+        return self.num_free + self.num_cached
+
+    def num_cached_among(self, pages: Sequence[int]) -> int:
+        """How many of `pages` would stop being available, were they shared now."""
+        return sum(1 for page in pages if page in self._cached)
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Hold `count` pages, at most `num_available`: neighbours of each other and of `after` where there are any."""
+        for _ in range(count - len(self._free)):
+            self._evict()
+        pages = self._free.take(count, after)
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Hold pages found in the prefix cache, beside whoever holds them already."""
+        for page in pages:
+            self._cached.pop(page, None)
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Let go of pages held once by the caller. Raises: PageLeak, when one is held by nobody.
+
+        The last is let go first, so that eviction takes a chain from its end and what stays can still be matched.
+        """
+        for page in reversed(pages):
+            if self._holders[page] <= 0:
+                raise PageLeak(f"page {page} was released but nobody holds it", page=page)
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._prefix:
+                self._cached[page] = None
+            else:
+                self._free.give(page)
+
+    def check(self) -> None:
+        """Raises: PageLeak, unless free + cached + held = pool and no page is in two places."""
+        free = self._free.pages()
+        held = [page for page, holders in enumerate(self._holders) if holders]
+        everywhere = sorted([*free, *self._cached, *held])
+        if everywhere != list(range(self.num_pages)) or len(free) != self.num_free:
+            raise PageLeak(
+                f"{len(free)} free + {len(self._cached)} cached + {len(held)} held pages are not "
+                f"each of the {self.num_pages} pages once",
+                free=len(free),
+                cached=len(self._cached),
+                held=len(held),
+                total=self.num_pages,
+            )
+        unnamed = [page for page in self._cached if page not in self._prefix]
+        named = [page for page in free if page in self._prefix]
+        if unnamed or named:
+            raise PageLeak(f"cached pages without a name: {unnamed}; free pages with one: {named}")
+
+    def _evict(self) -> None:
+        page = next(iter(self._cached))
+        del self._cached[page]
+        self._prefix.forget(page)
+        self._free.give(page)

@@ -1,0 +1,217 @@
+"""The engine on a thread of its own, and asyncio beside it: calls go in through a queue, outputs come back in batches."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeVar
+
+from components.errors import InvariantBroken
+from engine.choose import build_engine
+from engine.config import EngineConfig
+from engine.model.progress import Progress, silent
+from engine.ports import Engine, StepOutput, StepStats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BLOCKED_TICK_S: Final = 0.25  # how often a step is counted while requests wait for pages that others hold
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function to run between two steps, and the future that gets what it returns or raises."""
+
+    run: Callable[[Engine], Any]
+    future: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A call that ran."""
+
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
+
+
+@asynccontextmanager
+async def start_engine(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent
+) -> AsyncIterator["EngineLoop"]:
+    """Load `model` on the engine's thread, then run it there until the context is left.
+
+    `progress` is called on the event loop's thread. Raises: what loading raises, such as ModelUnavailable.
+    """
+    loop = asyncio.get_running_loop()
+
+    def report(task: str, done: int, total: int) -> None:
+        _tell(loop, progress, task, done, total)
+
+    async with run_engine(lambda: build_engine(model, config, state_dir, report)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def run_engine(build: Callable[[], Engine]) -> AsyncIterator["EngineLoop"]:
+    """Build an engine on a new thread and run it there until the context is left; its last step is waited for."""
+    running = EngineLoop(build)
+    await running.start()
+    try:
+        yield running
+    finally:
+        await running.stop()
+
+
+class EngineLoop:
+    """One engine, one thread. Everything public here belongs to the event loop's thread.
+
+    The thread sleeps in its queue while the engine has no work, and steps as long as it has.
+    """
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self.stats = StepStats()  # of the latest step
+        self._build = build
+        self._loop = asyncio.get_running_loop()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()  # None: stop
+        self._ready: asyncio.Future[Engine] = self._loop.create_future()
+        self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
+        self._callbacks: list[Callable[[StepOutput], None]] = []
+        self._engine: Engine | None = None
+        # daemon: a process that is told to exit while a model loads does not wait for it
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    @property
+    def engine(self) -> Engine:
+        """For kv_region, max_context and peek_prefix; everything else goes through `post`."""
+        assert self._engine is not None, "the engine is not loaded yet"
+        return self._engine
+
+    def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """Run `call(engine)` on the engine's thread between two steps; what it raises, the future raises.
+
+        Who awaits the future itself resumes before callbacks get the output of a step that came after the call: the
+        first token that `deliver` returns is not overtaken by the second.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self._ended.done():
+            future.set_exception(_dead(self._ended.result()))
+        else:
+            self._calls.put(Call(call, future))
+        return future
+
+    def on_output(self, callback: Callable[[StepOutput], None]) -> None:
+        """Have `callback` called with the output of every step from now on, in order, also where it is empty."""
+        self._callbacks.append(callback)
+
+    async def failed(self) -> BaseException:
+        """Wait until the engine's thread dies of an error, and return it. A dead engine must not look alive."""
+        error = await asyncio.shield(self._ended)
+        return error or _dead(None)
+
+    async def start(self) -> None:
+        """Start the thread; returns when the engine is built."""
+        self._thread.start()
+        try:
+            self._engine = await self._ready
+        except asyncio.CancelledError:
+            self._calls.put(None)  # nobody will: the thread ends when it has loaded
+            raise
+
+    async def stop(self) -> None:
+        """Let the current step end, then the thread."""
+        self._calls.put(None)
+        await asyncio.shield(self._ended)
+        self._thread.join()
+
+    def _main(self) -> None:
+        """The engine's thread."""
+        error: BaseException | None = None
+        try:
+            engine = self._build()
+            _tell(self._loop, self._receive, engine.step())  # nothing to do yet: the size of the pool
+            _tell(self._loop, _resolve, self._ready, engine)
+            self._run(engine)
+        except Exception as exc:  # the process's edge: whatever it was, the service learns of it
+            log.exception("engine died")
+            error = exc
+        _tell(self._loop, self._end, error)
+
+    def _run(self, engine: Engine) -> None:
+        waiting = 0
+        while True:
+            calls, stopping = self._wait(busy=engine.has_work(), blocked=waiting > 0)
+            if calls:  # answered before the step: a first token should not wait for it
+                _tell(self._loop, _settle, [_call(call, engine) for call in calls])
+            if stopping:
+                return
+            output = engine.step()
+            waiting = output.stats.num_waiting
+            # one turn of the loop later, so that whoever awaits a call that ran before this step resumes first
+            _tell(self._loop, self._loop.call_soon, self._receive, output)
+
+    def _wait(self, *, busy: bool, blocked: bool) -> tuple[list[Call], bool]:
+        """Calls that have come in, after sleeping for the first one if there is nothing to do; whether to stop."""
+        calls: list[Call] = []
+        try:
+            timeout = BLOCKED_TICK_S if blocked else None
+            call = self._calls.get_nowait() if busy else self._calls.get(timeout=timeout)
+            while call is not None:
+                calls.append(call)
+                call = self._calls.get_nowait()
+        except Empty:
+            return calls, False
+        return calls, True
+
+    def _receive(self, output: StepOutput) -> None:
+        """One step's output, on the event loop's thread."""
+        self.stats = output.stats
+        for callback in self._callbacks:
+            callback(output)
+
+    def _end(self, error: BaseException | None) -> None:
+        """The thread is over, on the event loop's thread: nobody waits for it any longer."""
+        _resolve(self._ended, error)
+        if not self._ready.done():
+            self._ready.set_exception(error or _dead(None))
+        while not self._calls.empty():
+            call = self._calls.get_nowait()
+            if call is not None and not call.future.done():
+                call.future.set_exception(_dead(error))
+
+
+def _call(call: Call, engine: Engine) -> Done:
+    try:
+        return Done(call.future, result=call.run(engine))
+    except Exception as exc:  # noqa: BLE001 - the request's edge: its caller gets it through the future
+        return Done(call.future, error=exc)
+
+
+def _settle(finished: Sequence[Done]) -> None:
+    for done in finished:
+        if done.future.done():  # its caller was cancelled
+            continue
+        if done.error is not None:
+            done.future.set_exception(done.error)
+        else:
+            done.future.set_result(done.result)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Call on the event loop's thread; a loop that was closed while the model loaded has nobody to tell."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback, *args)
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _dead(error: BaseException | None) -> InvariantBroken:
+    return InvariantBroken(f"the engine is not running: {error or 'it was stopped'}")

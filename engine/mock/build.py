@@ -1,0 +1,58 @@
+"""`mock` or `mock:<model>` to an engine that answers: no torch, no weights, everything else as it is with a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from components.kv_transfer.layout import KvLayout
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.kv.count import count_pages
+from engine.mock.memory import MarkedPages
+from engine.mock.runner import MockRunner
+from engine.mock.text import LETTERS, MOCK
+from engine.model.progress import Progress, silent
+from engine.model.resolve import CONFIG_FILE, model_dir, served_name
+
+
+def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
+    """An engine with the vocabulary, context and KV shape of the model that `model` names.
+
+    Raises: ModelUnavailable.
+    """
+    described = json.loads((model_dir(model, state_dir, progress) / CONFIG_FILE).read_text())
+    described = described.get("text_config", described)  # of a model that also sees
+    layout = _layout(described, served_name(model), config)
+    num_pages = count_pages(config, layout)
+    pages = MarkedPages(layout, num_pages)
+    vocab_size = int(described["vocab_size"])
+    eos_token_ids = _eos_token_ids(described)
+    alphabet = LETTERS if model == MOCK else [i for i in range(vocab_size) if i not in eos_token_ids]
+    pool_tokens = num_pages * config.page_size
+    positions = int(described.get("max_position_embeddings", pool_tokens))
+    return EngineCore(
+        runner=MockRunner(pages, config.mock, alphabet, min(eos_token_ids, default=None)),
+        config=config,
+        region=pages.region,
+        max_context=min(positions, pool_tokens, config.max_context or pool_tokens),
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLayout:
+    heads = int(described["num_attention_heads"])
+    mock = config.mock
+    return KvLayout(
+        model=name,  # a mock by its name: no KV of the model itself is taken for ours
+        dtype="bfloat16" if config.dtype == "auto" else config.dtype,
+        page_size=config.page_size,
+        layers=mock.layers or int(described["num_hidden_layers"]),
+        kv_heads=mock.kv_heads or int(described.get("num_key_value_heads") or heads),
+        head_dim=mock.head_dim or int(described.get("head_dim") or described["hidden_size"] // heads),
+    )
+
+
+def _eos_token_ids(described: dict[str, Any]) -> frozenset[int]:
+    ids = described.get("eos_token_id")
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

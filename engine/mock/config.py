@@ -1,0 +1,39 @@
+"""The mock engine's settings, such as `MESH_ENGINE__MOCK__SPEEDUP`, and the cost model that they make."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+Seconds = Annotated[float, Field(ge=0)]
+Size = Annotated[int | None, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class MockConfig:
+    """What a step would take on a device, and the shape of its KV. The defaults are SmolLM2-135M's on two CPU cores."""
+
+    speedup: Annotated[float, Field(gt=0, description="time runs so much faster; inf: no step waits at all")] = 1.0
+    step_s: Annotated[Seconds, Field(description="any step, whatever is in it")] = 0.0104
+    decode_s: Annotated[Seconds, Field(description="each request that decodes in it")] = 0.0009
+    context_token_s: Annotated[Seconds, Field(description="each token that these attend to")] = 4e-7
+    prompt_token_s: Annotated[Seconds, Field(description="each prompt token computed")] = 0.0005
+    answer_tokens: Annotated[
+        int, Field(ge=0, description="mean length of answers that may end by themselves; 0: none does")
+    ] = 128
+    layers: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
+    kv_heads: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
+    head_dim: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
+
+    def duration_s(self, prompt_tokens: int, decodes: int, context_tokens: int) -> float:
+        """How long a step takes, 0 for one that has nothing to do.
+
+        Args:
+            prompt_tokens: computed in the step.
+            decodes: requests that get their next token in it.
+            context_tokens: tokens that these have before it, all together.
+        """
+        if not prompt_tokens and not decodes:
+            return 0.0
+        work_s = prompt_tokens * self.prompt_token_s + decodes * self.decode_s + context_tokens * self.context_token_s
+        return (self.step_s + work_s) / self.speedup

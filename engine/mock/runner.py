@@ -1,0 +1,64 @@
+"""A step without a device: marks instead of KV, tokens drawn from the marks, and the time that it would have taken."""
+
+import time
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final
+from zlib import crc32
+
+from engine.mock.config import MockConfig
+from engine.mock.memory import MarkedPages
+from engine.ports import SamplingParams
+from engine.scheduler.scheduler import Chunk
+
+SEED: Final = Struct("<Q")
+MIX: Final = 0x9E3779B1  # 2^32 over the golden ratio: neighbouring checksums become distant tokens
+
+
+class MockRunner:
+    """Draws the token at a position from all tokens before it, as the pages hold them, and from the seed.
+
+    So it is the same on every worker, after a move and after a retraction, and another one where KV of another prompt was
+    moved. A temperature of 0 makes the seed irrelevant, as everywhere.
+    """
+
+    def __init__(
+        self, pages: MarkedPages, config: MockConfig, alphabet: Sequence[int], eos_token_id: int | None
+    ) -> None:
+        self._pages = pages
+        self._config = config
+        self._alphabet = alphabet
+        self._eos_token_id = eos_token_id
+
+    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Mark the tokens of `chunks` and draw one for each that `samples`. Raises: StepFailed."""
+        started = time.perf_counter()
+        token_ids: list[int | None] = []
+        prompt_tokens = decodes = context_tokens = 0
+        for chunk in chunks:
+            request = chunk.request
+            start, end = request.num_computed, request.num_computed + chunk.length
+            checksum = self._pages.compute(request.pages, request.tokens, start, end)
+            token_ids.append(self._draw(checksum, request.sampling) if chunk.samples else None)
+            if chunk.length == 1:
+                decodes += 1
+                context_tokens += end
+            else:
+                prompt_tokens += chunk.length
+        left_s = self._config.duration_s(prompt_tokens, decodes, context_tokens) - (time.perf_counter() - started)
+        if left_s > 0:
+            time.sleep(left_s)
+        return token_ids
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page's marks."""
+        self._pages.copy(source, target)
+
+    def _draw(self, checksum: int, sampling: SamplingParams) -> int:
+        if sampling.temperature > 0:
+            checksum = crc32(SEED.pack(sampling.seed % 2**64), checksum)
+        drawn = (checksum * MIX) % 2**32
+        length = self._config.answer_tokens
+        if self._eos_token_id is not None and length and not sampling.ignore_eos and drawn % length == 0:
+            return self._eos_token_id
+        return self._alphabet[(drawn >> 8) % len(self._alphabet)]

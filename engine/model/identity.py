@@ -1,0 +1,43 @@
+"""What was loaded, in one short string: prefill and decode exchange KV only when theirs are equal."""
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Final
+
+from engine.model.resolve import CONFIG_FILE
+
+SAMPLES: Final = 16  # pieces of each weight file that are read
+SAMPLE_BYTES: Final = 4096
+INCIDENTAL: Final = ("transformers_version", "_name_or_path", "architectures")  # differ where the weights do not
+
+
+def weights_identity(name: str, directory: Path) -> str:
+    """`name@hash` over configuration, tensor table, size and samples of each safetensors file.
+
+    Whole files would take seconds a process; two fine-tunes of one base differ in the samples.
+    """
+    digest = _config_digest(directory)
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            digest.update(file.read(header_bytes))
+            for i in range(SAMPLES):
+                file.seek(8 + header_bytes + (size - 8 - header_bytes) * i // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return f"{name}@{digest.hexdigest()[:12]}"
+
+
+def random_identity(name: str, directory: Path, seed: int, device: str) -> str:
+    """`name@random<seed>-<device>-<hash>`: equal seeds draw equal weights on equal devices only."""
+    return f"{name}@random{seed}-{device}-{_config_digest(directory).hexdigest()[:12]}"
+
+
+def _config_digest(directory: Path) -> "hashlib._Hash":
+    config = json.loads((directory / CONFIG_FILE).read_text())
+    for key in INCIDENTAL:
+        config.pop(key, None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode())

@@ -1,0 +1,159 @@
+"""Weights into memory: transformers' model with our attention, and what the engine must know about it."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from components.kv_transfer.layout import KvLayout
+from engine.attention.backend import IMPLEMENTATION
+from engine.config import EngineConfig
+from engine.kv.storage import TORCH_DTYPES
+from engine.model.errors import ModelUnavailable
+from engine.model.identity import random_identity, weights_identity
+from engine.model.progress import Progress
+from engine.model.resolve import is_random, model_dir, served_name
+from engine.model.support import check_config, check_model
+
+RANDOM_SEED: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and the facts of its configuration that the engine needs."""
+
+    module: Any  # transformers' model, in eval mode, on `device`
+    layout: KvLayout
+    device: torch.device
+    vocab_size: int
+    query_group: int  # query heads that share a key head
+    max_positions: int
+    eos_token_ids: frozenset[int]
+
+
+def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> LoadedModel:
+    """Find, check and load `model`. Raises: ModelUnavailable, UnsupportedModel, each naming the model."""
+    directory = model_dir(model, state_dir, progress)
+    name = served_name(model)
+    device = torch.device(_pick_device(config.device))
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    model_config = _read_config(directory)
+    check_config(name, model_config)
+    if is_random(model) or config.load_format == "dummy":
+        progress("Making random weights", 0, 1)
+        identity = random_identity(name, directory, RANDOM_SEED, device.type)
+        module = _random_model(model_config, TORCH_DTYPES[dtype], device)
+        progress("Making random weights", 1, 1)
+    else:
+        identity = weights_identity(name, directory)
+        module = _trained_model(directory, TORCH_DTYPES[dtype], device, progress)
+    check_model(name, module)
+    text = model_config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    layout = KvLayout(
+        model=identity,
+        dtype=dtype,
+        page_size=config.page_size,
+        layers=text.num_hidden_layers,
+        kv_heads=kv_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
+    return LoadedModel(
+        module=module.eval(),
+        layout=layout,
+        device=device,
+        vocab_size=text.vocab_size,
+        query_group=heads // kv_heads,
+        max_positions=text.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(directory, text),
+    )
+
+
+def _pick_device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _read_config(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ModelUnavailable(f"the configuration in {directory} cannot be read: {exc}") from exc
+
+
+def _trained_model(directory: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Any:
+    if not any(directory.glob("*.safetensors")):
+        raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
+    with _reported_bars("Loading weights", progress):
+        module = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        )
+    return module.to(device)
+
+
+def _random_model(model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The same weights in every process, without touching the caller's random state."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(RANDOM_SEED)
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+
+
+def _eos_token_ids(directory: Path, text_config: Any) -> frozenset[int]:
+    """From generation_config.json where there is one, else from config.json; one id, several or none."""
+    if (directory / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(directory).eos_token_id
+    else:
+        found = getattr(text_config, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])
+
+
+@contextmanager
+def _reported_bars(task: str, progress: Progress) -> Iterator[None]:
+    """Send transformers' own progress bars to `progress` instead of the terminal."""
+
+    def make(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Bar":
+        return _Bar(task, progress, args[0] if args else (), kwargs.get("total"))
+
+    previous = transformers_logging.set_tqdm_hook(make)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+
+
+class _Bar:
+    """As much of tqdm's face as transformers uses while loading."""
+
+    def __init__(self, task: str, progress: Progress, iterable: Iterable[Any], total: int | None) -> None:
+        self._task = task
+        self._progress = progress
+        self._items = list(iterable)
+        self._total = len(self._items) or total or 0
+        self._done = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            yield item
+            self.update()
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def update(self, n: int = 1) -> None:
+        self._done += n
+        self._progress(self._task, self._done, self._total)
+
+    def close(self) -> None:
+        """There is nothing to take off the terminal."""

@@ -1,0 +1,103 @@
+"""From the name of a model to a directory on this machine, without torch: the frontend wants only the tokenizer."""
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from engine.mock.text import MOCK, inner_model, mock_dir
+from engine.model.errors import ModelUnavailable
+from engine.model.progress import Progress, silent
+from engine.model.wheel import WHEEL_MODELS, converted_dir
+
+CONFIG_FILE: Final = "config.json"
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def served_name(model: str) -> str:
+    """The name under which clients ask for `model`: a directory's own name, any other model's as given."""
+    if (inner := inner_model(model)) is not None:
+        return f"{MOCK}:{served_name(inner)}"
+    path = _local_dir(model)
+    return path.resolve().name if path else model
+
+
+def is_random(model: str) -> bool:
+    """Whether `model` asks for random weights by naming a config.json instead of its directory."""
+    return model not in WHEEL_MODELS and Path(model).name == CONFIG_FILE
+
+
+def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
+    """Directory with config.json, weights and tokenizer of `model`; converts or downloads it first where needed.
+
+    Args:
+        model: a built-in name, a directory, the config.json in one (random weights), a hub id, `mock`, or any of
+            these after `mock:`.
+        state_dir: built-in models are converted once into its `models/`; several processes may ask at once.
+        progress: called while there is work to do.
+    Raises: ModelUnavailable, saying what to do.
+    """
+    if (inner := inner_model(model)) is not None:
+        return model_dir(inner, state_dir, progress)
+    if model == MOCK:
+        return mock_dir(state_dir.expanduser() / "models")
+    if model in WHEEL_MODELS:
+        return converted_dir(model, state_dir.expanduser() / "models", progress)
+    path = _local_dir(model)
+    if path is not None:
+        if not (path / CONFIG_FILE).is_file():
+            raise ModelUnavailable(f"{path} has no {CONFIG_FILE}: it is not a Hugging Face model directory")
+        return path
+    if model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(model):
+        raise ModelUnavailable(
+            f"no model {model!r}: give one of {', '.join(WHEEL_MODELS)}, a directory that exists, "
+            f"a {CONFIG_FILE} (random weights), a hub id such as org/name, or mock"
+        )
+    return _fetch(model, progress)
+
+
+def _local_dir(model: str) -> Path | None:
+    if not model or model == MOCK or model in WHEEL_MODELS:
+        return None
+    path = Path(model).expanduser()
+    if path.is_file() and path.name == CONFIG_FILE:
+        return path.parent
+    return path if path.is_dir() else None
+
+
+def _fetch(model: str, progress: Progress) -> Path:
+    """The hub's snapshot of `model`, from the local cache when nothing changed."""
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """Passes the hub's count of files or bytes on, and draws nothing."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)  # a keyword of the hub's own bar
+            super().__init__(*args, **{**kwargs, "disable": False, "file": _Nowhere()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            progress(f"Fetching {model}", int(self.n), int(self.total or 0))
+            return shown
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, tqdm_class=Bar))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+        raise ModelUnavailable(
+            f"{model} could not be fetched from the hub ({type(exc).__name__}: {exc}). "
+            "Check the name and the connection, or give a local directory"
+        ) from exc
+
+
+class _Nowhere:
+    """A file that drops what is written to it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""

@@ -1,0 +1,262 @@
+"""What goes into the engine and what comes out: plain values, no socket, no task. The mock engine speaks the same.
+
+A request is submitted for one of three phases. Its pages are *exposed* while another process may read or write them
+(PREFILL from the first chunk, DECODE from the reservation until `deliver`): exposed pages outlive the request, whatever
+becomes of it, until `release` says that no transfer touches them any more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from components.errors import MeshError
+from components.kv_transfer.layout import KvLayout
+
+if TYPE_CHECKING:  # the mock engine starts without numpy
+    import numpy as np
+    import numpy.typing as npt
+
+
+class Phase(StrEnum):
+    """Which part of a request an engine is asked to do."""
+
+    FULL = auto()  # prompt and generation
+    PREFILL = auto()  # prompt and first token; the pages stay for a transfer until `release`
+    DECODE = auto()  # reserve pages for the prompt, wait for `deliver`, then generate
+
+
+class FinishReason(StrEnum):
+    """Why a request stopped, in OpenAI's words."""
+
+    STOP = auto()
+    LENGTH = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. The draw at position p depends on (seed, p) alone, never on the batch.
+
+    In this order: the penalties change the model's logits, `logit_bias` is added, tokens that are not allowed are
+    masked, the rest is divided by the temperature, and min_p, top_k and top_p cut what is left, each what the one
+    before it left. `engine.sampling.check` has the bounds.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 means greedy
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0  # of the most probable token's probability
+    presence_penalty: float = 0.0  # once for each token generated so far
+    frequency_penalty: float = 0.0  # for each time it was generated
+    repetition_penalty: float = 1.0  # of tokens in the prompt or generated; divides positive logits
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add), no id twice
+    min_tokens: int = 0  # until then no token is drawn that would end the text
+    logprobs: int | None = None  # alternatives to report with each token; 0: the chosen one alone
+    prompt_logprobs: int | None = None  # the same for the prompt, which is then computed whole, cached or not
+    n: int = 1  # branches that share the prompt; each has a seed derived from `seed`, branch 0 `seed` itself
+
+
+class TokenMask(Protocol):
+    """What a request's next token may be: structured output, seen from the engine, which knows no grammar.
+
+    It belongs to one branch of one request and is called on the engine's thread. It must not raise: a request whose
+    text went off its grammar allows the token that ends it.
+    """
+
+    def fill(self, allowed: "npt.NDArray[np.int32]") -> None:
+        """Write every word of `allowed` [ceil(vocab / 32)]: bit i % 32 of word i // 32 is set when token i may come.
+
+        At least one must be. An end-of-sequence token is nothing special here: it comes only where its bit is set.
+        """
+
+    def accept(self, token_id: int) -> None:
+        """The token that was drawn, or the first one, when another process drew it."""
+
+    def fork(self) -> "TokenMask":
+        """One of its own for another branch that has got as far."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log-probability and the alternatives, natural logarithms, as OpenAI reports them.
+
+    They are the log-softmax of the model's own logits, before penalties, bias, mask, temperature and cuts.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most probable tokens, in that order
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request as the engine sees it; `request_id` is unique within the engine."""
+
+    request_id: str
+    token_ids: Sequence[int]  # the whole prompt, at least one token
+    sampling: SamplingParams
+    phase: Phase = Phase.FULL
+    cache_salt: str = ""  # prefixes are shared among equal salts only
+    num_generated: int = 0  # of token_ids, the last ones that are the answer's already: a stream that has moved
+    mask: TokenMask | None = None  # has seen those
+    priority: int = 0  # as in vLLM: lower goes first
+
+
+class TokenOutput(NamedTuple):
+    """Tokens that one step made for one branch of a request; `finish` is set on the branch's last.
+
+    A tuple, because there is one for each request in each step, and a frozen dataclass takes four times as long to make.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; meaningful with branch 0's first token
+    branch: int = 0
+    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # of the prompt's tokens from the second on; with the first token
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A DECODE request has its pages: KV may be written into `pages[num_cached_pages:]`; those before are right already."""
+
+    request_id: str
+    pages: list[int]
+    num_cached_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A PREFILL request has progressed: the KV of `num_computed` prompt tokens stands in `pages`."""
+
+    request_id: str
+    pages: list[int]  # of the whole prompt, in order
+    num_computed: int
+    num_cached_tokens: int
+    first_token: int | None = None  # set with the last chunk
+    finish: FinishReason | None = None  # set when the first token is also the last
+    logprobs: TokenLogprobs | None = None  # of the first token
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request cannot go on, nor any of its branches; its unexposed pages are free again."""
+
+    request_id: str
+    error: MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """The prefix cache holds one more block. Its parent may be missing: it was evicted while a request held this one."""
+
+    block: bytes  # block hash
+    parent: bytes  # hash of the block before it; of a first block, the seed of model, adapter and salt
+    num_tokens: int  # of this block alone
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """The prefix cache no longer holds a block."""
+
+    block: bytes
+
+
+CacheEvent = BlockStored | BlockRemoved
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step did, for metrics, heartbeats and the log line; the engine measures, the service records."""
+
+    step: int = 0  # counts up for ever: a counter that stands still while work waits is a hung engine
+    num_running: int = 0
+    num_waiting: int = 0  # queued for pages or budget
+    num_reserved: int = 0  # DECODE requests whose KV has not arrived
+    num_held: int = 0  # requests that are over but whose pages are still exposed
+    prompt_tokens: int = 0  # computed in this step
+    decode_tokens: int = 0  # sampled in this step
+    free_pages: int = 0
+    cached_pages: int = 0  # unreferenced but reusable
+    held_pages: int = 0
+    total_pages: int = 0
+    step_s: float = 0.0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, since start
+    prefix_hits: int = 0  # of those, found
+    retractions: int = 0  # since start
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Everything one step has to tell, in one value."""
+
+    tokens: list[TokenOutput] = field(default_factory=list)
+    reserved: list[Reserved] = field(default_factory=list)
+    computed: list[Computed] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    cache_events: list[CacheEvent] = field(default_factory=list)  # in order; empty unless `kv_events` is set
+    stats: StepStats = field(default_factory=StepStats)
+
+
+@dataclass(frozen=True, slots=True)
+class KvRegion:
+    """The page pool as NIXL registers it: `num_pages` pages of `layout.page_bytes` bytes from `address` on."""
+
+    address: int
+    num_pages: int
+    layout: KvLayout
+    device: str  # "cpu" or "cuda:0"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole pool."""
+        return self.num_pages * self.layout.page_bytes
+
+
+class Engine(Protocol):
+    """The engine's face. All but `peek_prefix` are called from the one thread that owns it."""
+
+    @property
+    def kv_region(self) -> KvRegion:
+        """Where the pages are."""
+
+    @property
+    def max_context(self) -> int:
+        """Prompt plus generated tokens that one request may have."""
+
+    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> int:
+        """Prompt tokens that the prefix cache holds right now. A hint, callable from any thread."""
+
+    def cached_blocks(self) -> list[BlockStored]:
+        """All that the events so far add up to, those not yet told included; empty unless `kv_events` is set."""
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request. Raises: PromptTooLong, if it could never fit; Rejected, naming the parameter and its bounds."""
+
+    def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
+        """A reserved request's KV has landed: it joins the batch. Returns its first token, to be sent at once."""
+
+    def recompute(self, request_id: str) -> None:
+        """A DECODE request's KV will not come: compute the prompt here, in other pages than any exposed ones.
+
+        It may be queued for pages still. Unknown ids, and requests that were delivered, are ignored.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """Stop working on a request; exposed pages wait for `release`. Unknown ids are ignored: it may be over."""
+
+    def release(self, request_id: str) -> None:
+        """No transfer touches the exposed pages of this request any more: give them back. Unknown ids are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    def step(self) -> StepOutput:
+        """Run one step: admit, compute one batch, sample."""

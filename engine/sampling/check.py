@@ -1,0 +1,79 @@
+"""Which sampling parameters the engine takes; ranges as OpenAI and vLLM have them, sizes bounded."""
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import Final
+
+from components.errors import Rejected
+from engine.ports import SamplingParams
+
+MAX_LOGIT_BIAS: Final = 1024
+MAX_LOGPROBS: Final = 20  # OpenAI's bound on top_logprobs
+MAX_STOP_TOKENS: Final = 128
+MAX_BRANCHES: Final = 128
+INT32_MAX: Final = 2**31 - 1
+RANGES: Final[dict[str, tuple[float, float]]] = {  # both ends included
+    "max_tokens": (1, INT32_MAX),
+    "min_tokens": (0, INT32_MAX),
+    "temperature": (0, 100),
+    "top_k": (-1, INT32_MAX),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 10),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_BRANCHES),
+}
+MAX_BIAS: Final = 100
+
+
+def check_sampling(
+    params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], num_generated: int = 0
+) -> None:
+    """Raises: Rejected, naming the parameter at fault and its bounds."""
+    for name, (low, high) in RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not low <= value <= high:  # NaN is in no range
+            raise Rejected(f"{name} is {value}; it must be between {low} and {high}", param=name)
+    if not 0 < params.top_p <= 1:
+        raise Rejected(f"top_p is {params.top_p}; it must be above 0 and at most 1", param="top_p")
+    if params.min_tokens > params.max_tokens + num_generated:
+        raise Rejected(
+            f"min_tokens is {params.min_tokens}; it must not exceed max_tokens, which is "
+            f"{params.max_tokens + num_generated}",
+            param="min_tokens",
+        )
+    _check_bias(params, vocab_size)
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise Rejected(
+            f"stop_token_ids has {len(params.stop_token_ids)} ids, at most {MAX_STOP_TOKENS} are allowed",
+            param="stop_token_ids",
+        )
+    check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    if params.min_tokens and len(eos_token_ids.union(params.stop_token_ids)) >= vocab_size:
+        raise Rejected("min_tokens leaves no token to draw: each would end the text", param="min_tokens")
+
+
+def _check_bias(params: SamplingParams, vocab_size: int) -> None:
+    bias = params.logit_bias
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise Rejected(
+            f"logit_bias has {len(bias)} token ids, at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias"
+        )
+    check_token_ids((token for token, _ in bias), vocab_size, "logit_bias")
+    if len({token for token, _ in bias}) < len(bias):
+        raise Rejected("logit_bias names a token id twice", param="logit_bias")
+    for token, value in bias:
+        if not (isfinite(value) and -MAX_BIAS <= value <= MAX_BIAS):
+            raise Rejected(
+                f"logit_bias of token id {token} is {value}; it must be between -{MAX_BIAS} and {MAX_BIAS}",
+                param="logit_bias",
+            )
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+    """Raises: Rejected, when one of them is none of the model's."""
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise Rejected(f"{param}: token id {wrong} is not in the vocabulary of {vocab_size}", param=param)

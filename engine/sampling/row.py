@@ -1,0 +1,61 @@
+"""One request as the sampler sees it, draw after draw: what stays the same is worked out once."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.ports import SamplingParams, TokenLogprobs, TokenMask
+
+if TYPE_CHECKING:  # the mock engine starts without numpy
+    from engine.sampling.seen import SeenTokens
+
+
+class Row:
+    """The parameters of one request, its tokens, and what its draws leave behind."""
+
+    __slots__ = (
+        "adjusts",
+        "end_ids",
+        "eos_ids",
+        "logprobs",
+        "mask",
+        "params",
+        "penalised",
+        "plain",
+        "prompt_logprobs",
+        "seen",
+        "start",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        num_prompt_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        mask: TokenMask | None = None,
+    ) -> None:
+        """Look at `tokens`, a list that others extend: the first `num_prompt_tokens` are the prompt."""
+        self.params = params
+        self.tokens = tokens
+        self.mask = mask
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self.end_ids = sorted(ends)  # with one of these the text would end
+        self.eos_ids = sorted(eos_token_ids)
+        self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        self.adjusts = bool(self.penalised or params.logit_bias or params.min_tokens or mask is not None)
+        self.plain = not self.adjusts and params.temperature == 0 and params.logprobs is None  # argmax is all it needs
+        self.logprobs: TokenLogprobs | None = None  # of the latest draw
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
+        self.start = num_prompt_tokens  # index of the first generated token
+        self.seen: SeenTokens | None = None  # what penalties apply to; the sampler keeps it
+
+    @property
+    def position(self) -> int:
+        """Index that the next token will have in its sequence."""
+        return len(self.tokens)
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether `min_tokens` are still to come."""
+        return len(self.tokens) - self.start < self.params.min_tokens

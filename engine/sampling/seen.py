@@ -1,0 +1,55 @@
+"""Which tokens a text has, and how often: what penalties need."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sampling.row import Row
+
+NONE_SEEN: Final = 64  # first capacity of the tables of seen tokens
+
+
+class SeenTokens:
+    """The distinct tokens of a text with their counts, grown as the text grows: a draw pays for what is new."""
+
+    def __init__(self, prompt: Sequence[int], start: int) -> None:
+        """Tokens of the prompt are seen, but generated 0 times; what is generated stands from `start` on."""
+        self._counted = start
+        distinct = np.unique(np.asarray(prompt, dtype=np.int64))
+        self._index = {token: i for i, token in enumerate(distinct.tolist())}
+        capacity = max(NONE_SEEN, 2 * len(distinct))
+        self._ids: npt.NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
+        self._counts: npt.NDArray[np.float32] = np.zeros(capacity, dtype=np.float32)
+        self._ids[: len(distinct)] = distinct
+
+    def update(self, text: Sequence[int]) -> None:
+        """Count what has come to `text`, prompt and answer, since the last time."""
+        for token in text[self._counted :]:
+            i = self._index.setdefault(token, len(self._index))
+            if i == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[i] = token
+            self._counts[i] += 1
+        self._counted = len(text)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Distinct token ids [K]."""
+        return self._ids[: len(self._index)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """How often each of `ids` was generated."""
+        return self._counts[: len(self._index)]
+
+
+def seen_by(row: Row) -> SeenTokens:
+    """What the penalties of `row` apply to, up to date."""
+    if row.seen is None:
+        prompt = row.tokens[: row.start] if row.params.repetition_penalty != 1 else ()
+        row.seen = SeenTokens(prompt, row.start)
+    row.seen.update(row.tokens)
+    return row.seen

@@ -1,0 +1,113 @@
+"""The pages of requests: what admission must leave free, block tables, and which pages others may find."""
+
+from collections.abc import Iterable
+
+from components.routing.block_hash import next_block_hash
+from components.wire.tokens import pack_tokens
+from engine.kv.events import CacheEvents
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_cache import PrefixCache
+from engine.ports import Phase
+from engine.scheduler.request import Request
+
+
+class RequestMemory:
+    """Gives pages to requests and takes them back; the only caller of `PagePool` besides its tests."""
+
+    def __init__(self, num_pages: int, page_size: int, reserve_tokens: int, events: CacheEvents | None = None) -> None:
+        self.prefix = PrefixCache(events)
+        self.pool = PagePool(num_pages, self.prefix)
+        self.page_size = page_size
+        self.prefix_queries = 0  # prompt tokens looked up, since start
+        self.prefix_hits = 0  # of those, found
+        self._reserve_tokens = reserve_tokens
+
+    def fits(self, request: Request, others: Iterable[Request]) -> bool:
+        """Whether `request` may have its pages now: with its reserve, beside what `others` may still need.
+
+        The rule is SGLang's for its decode queue. It never asks for more than the request could use, so a request
+        that fits the empty pool is admitted at the latest when it is alone.
+        """
+        found = self._match(request)
+        wanted = self._pages_with_reserve(request) - len(found)
+        promised = sum(self._pages_with_reserve(other) - len(other.pages) for other in others)
+        return wanted + promised <= self.pool.num_available - self.pool.num_cached_among(found)
+
+    def admit(self, request: Request) -> None:
+        """Give `request` a block table for all its tokens; what the prefix cache holds counts as computed."""
+        found = self._match(request)
+        self.pool.share(found)
+        missing = self._pages_for(len(request.tokens)) - len(found)
+        request.pages = found + self.pool.allocate(missing, after=found[-1] if found else None)
+        request.num_published = len(found)
+        request.num_computed = len(found) * self.page_size
+        if len(request.tokens) == request.prompt_len:  # else it comes back from a retraction and was counted
+            request.num_cached_tokens = request.num_computed
+            self.prefix_queries += request.prompt_len
+            self.prefix_hits += request.num_computed
+
+    def fork(self, request: Request, branch: Request) -> tuple[int, int]:
+        """Give `branch` the block table of `request`, whose prompt is computed; `fits` has said that it may.
+
+        Full pages are shared. The page of the prompt's last token is its own: it computes that token again, with its
+        own logits, and writes behind it. So there is nothing left to copy when it writes for the first time.
+        Returns: the page to copy and the page to copy it to, before the next step.
+        """
+        shared = request.pages[: (request.prompt_len - 1) // self.page_size]
+        self.pool.share(shared)
+        branch.pages = shared + self.pool.allocate(1, after=shared[-1] if shared else None)
+        branch.num_computed = request.prompt_len - 1
+        return request.pages[len(shared)], branch.pages[-1]
+
+    def grow(self, request: Request) -> bool:
+        """Make sure that the last token has a slot. False: it needs a page and there is none."""
+        if len(request.tokens) <= len(request.pages) * self.page_size:
+            return True
+        if not self.pool.num_available:
+            return False
+        request.pages += self.pool.allocate(1, after=request.pages[-1])
+        return True
+
+    def publish(self, request: Request) -> None:
+        """Let others find the full pages whose KV stands."""
+        done, full = request.num_published, request.num_computed // self.page_size
+        if full == done:  # most steps of most requests
+            return
+        hashes = self._hashes(request, full)
+        parent = hashes[done - 1] if done else request.root_hash
+        self.prefix.insert(hashes[done:], request.pages[done:full], parent)
+        request.num_published = full
+
+    def give_back(self, request: Request) -> None:
+        """Take all pages of `request`; the published ones stay findable until they are evicted."""
+        full = request.num_computed // self.page_size
+        # once more: who had named some of these blocks before us may have been evicted since
+        self.prefix.insert(self._hashes(request, full), request.pages[:full], request.root_hash)
+        self.pool.release(request.pages)
+        request.pages = []
+        request.num_computed = 0
+        request.num_published = 0
+
+    def _match(self, request: Request) -> list[int]:
+        if request.reads_prompt:
+            return []
+        # the last token is always computed: its logits are what the request is here for
+        return self.prefix.match(self._hashes(request, (len(request.tokens) - 1) // self.page_size))
+
+    def _hashes(self, request: Request, count: int) -> list[bytes]:
+        """Block hashes of the first `count` full pages; each is computed once in a request's life."""
+        while len(request.hashes) < count:
+            start = len(request.hashes) * self.page_size
+            parent = request.hashes[-1] if request.hashes else request.root_hash
+            packed = pack_tokens(request.tokens[start : start + self.page_size])
+            request.hashes.append(next_block_hash(parent, packed))
+        return request.hashes[:count]
+
+    def _pages_with_reserve(self, request: Request) -> int:
+        """Pages that `request` has or may need soon: the reserve rule's view of it."""
+        if request.phase is Phase.PREFILL:  # samples one token, whose KV is never computed here
+            return self._pages_for(request.prompt_len)
+        return self._pages_for(min(request.limit - 1, len(request.tokens) + self._reserve_tokens))
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)

@@ -1,0 +1,164 @@
+"""Who computes what in a step: running decodes first, then prompt chunks by priority, from one token budget.
+
+Priority, as in vLLM: the lower number goes first, 0 is the default. Within one priority it is first in, first out.
+Nobody starves: a request waits behind at most `OVERTAKERS` later arrivals for each step of priority that they are
+better, and admission never skips whoever is first in line. A running request keeps its place: only when pages run out
+does the youngest of the worst priority give its own up, to compute its tokens again later.
+"""
+
+import logging
+from bisect import insort
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final
+
+from engine.ports import Phase
+from engine.scheduler.memory import RequestMemory
+from engine.scheduler.request import Request, RequestState
+
+log = logging.getLogger(__name__)
+
+OVERTAKERS: Final = 256
+
+by_rank = attrgetter("priority", "arrival")  # the last is the first to be retracted
+
+
+def by_turn(request: Request) -> int:
+    """Place in the line for admission: each step of priority is worth so many arrivals."""
+    return request.arrival + request.priority * OVERTAKERS
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's share of a step: `length` tokens from `request.num_computed` on."""
+
+    request: Request
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk ends with the request's last token, so that the next one is drawn."""
+        return self.length == self.request.pending
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `schedule` decided."""
+
+    chunks: list[Chunk]
+    reserved: list[Request]  # DECODE requests that have got their pages
+
+
+class Scheduler:
+    """Those who wait, in order of their turn, those who run or are reserved, in order of rank; who moves between them."""
+
+    def __init__(self, memory: RequestMemory, max_running: int, max_step_tokens: int) -> None:
+        self.memory = memory
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.reserved: list[Request] = []
+        self.retractions = 0
+        self._max_running = max_running
+        self._max_step_tokens = max_step_tokens
+
+    def add(self, request: Request) -> None:
+        """Queue a WAITING request."""
+        insort(self.waiting, request, key=by_turn)
+
+    def start(self, request: Request) -> None:
+        """A RESERVED request has its KV: it joins the batch."""
+        self.reserved.remove(request)
+        request.advance(RequestState.RUNNING)
+        insort(self.running, request, key=by_rank)
+
+    def fork(self, request: Request, branch: Request) -> tuple[int, int] | None:
+        """Let a branch of a running request, whose prompt is computed, join the batch, or wait when there is no room.
+
+        Returns: the page to copy and the page to copy it to; None when it waits, to find the prompt in the cache.
+        """
+        if not self._has_place(branch):
+            self.add(branch)
+            return None
+        pages = self.memory.fork(request, branch)
+        branch.advance(RequestState.RUNNING)
+        insort(self.running, branch, key=by_rank)
+        return pages
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that ends; its state is still the one it ends in."""
+        lists = {
+            RequestState.WAITING: self.waiting,
+            RequestState.RUNNING: self.running,
+            RequestState.RESERVED: self.reserved,
+        }
+        lists[request.state].remove(request)
+
+    def has_work(self) -> bool:
+        """Whether `schedule` would give a step anything to do."""
+        return bool(self.running) or self._can_admit()
+
+    def schedule(self) -> Plan:
+        """Plan one step and give its requests the pages they need for it."""
+        chunks: list[Chunk] = []
+        reserved: list[Request] = []
+        budget = self._max_step_tokens
+        retractions = self.retractions
+        for request in [r for r in self.running if r.pending == 1]:
+            if request.state is RequestState.RUNNING and self._make_room(request):
+                chunks.append(Chunk(request, 1))
+                budget -= 1
+        for request in [r for r in self.running if r.pending > 1]:
+            if budget:
+                chunks.append(Chunk(request, min(request.pending, budget)))
+                budget -= chunks[-1].length
+        if self.retractions > retractions:
+            return Plan(chunks, reserved)  # whoever was retracted would be the next to be admitted
+        while self._can_admit() and (budget or self.waiting[0].phase is Phase.DECODE):
+            request = self._admit()
+            if request.phase is Phase.DECODE:
+                reserved.append(request)
+            else:
+                chunks.append(Chunk(request, min(request.pending, budget)))
+                budget -= chunks[-1].length
+        return Plan(chunks, reserved)
+
+    def _can_admit(self) -> bool:
+        return bool(self.waiting) and self._has_place(self.waiting[0])
+
+    def _has_place(self, request: Request) -> bool:
+        """Whether `request` may join the batch now."""
+        if len(self.running) + len(self.reserved) >= self._max_running:
+            return False
+        return self.memory.fits(request, [*self.running, *self.reserved])
+
+    def _admit(self) -> Request:
+        request = self.waiting.pop(0)
+        self.memory.admit(request)
+        if request.phase is Phase.DECODE:
+            request.advance(RequestState.RESERVED)
+            insort(self.reserved, request, key=by_rank)
+        else:
+            request.advance(RequestState.RUNNING)
+            insort(self.running, request, key=by_rank)
+        return request
+
+    def _make_room(self, request: Request) -> bool:
+        """Give a decode its next slot, retracting the last in rank while there is no page. False: it was the last.
+
+        A PREFILL request is never retracted: its pages are being read, and it needs no more than it has.
+        """
+        while not self.memory.grow(request):
+            last = next(r for r in reversed(self.running) if r.phase is not Phase.PREFILL)
+            self._retract(last)
+            if last is request:
+                return False
+        return True
+
+    def _retract(self, request: Request) -> None:
+        """Take a request out of the batch and its pages with it; it comes back to compute its tokens again."""
+        log.info("request retracted", extra={"request_id": request.id, "tokens": len(request.tokens)})
+        self.running.remove(request)
+        self.memory.give_back(request)
+        request.advance(RequestState.WAITING)
+        self.add(request)
+        self.retractions += 1

@@ -1,0 +1,121 @@
+"""The compiled forward against the eager one, and what happens where there is none."""
+
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engine import greedy, make_engine, prompt, read_page, run, small
+
+from engine.attention.opaque import OpaqueAttention, attending
+from engine.build import assemble
+from engine.compilation import packages
+from engine.compilation.forward import EagerForward, PackagedForward
+from engine.compilation.packages import CompiledWhenReady, choose_forward
+from engine.core import EngineCore
+from engine.model.load import LoadedModel
+from engine.model.progress import silent
+from engine.ports import EngineRequest
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own_pages(
+    tiny: LoadedModel, tiny_dir: Path, tmp_path: Path
+) -> None:
+    """Alone, a decode step has one token and is padded to two: the second must leave no trace."""
+    config = small(compile="wait")
+    forward = choose_forward(str(tiny_dir), tiny, config, tmp_path, silent)
+    compiled = assemble(tiny, config, forward)
+    eager = make_engine(tiny)
+    for count in (1, 8):
+        requests = [EngineRequest(f"{count}-{i}", prompt(3 + 17 * i, start=i), greedy(24)) for i in range(count)]
+        assert run(compiled, requests).tokens == run(eager, requests).tokens
+    if shutil.which(os.environ.get("CXX", "g++")) is None:  # what must be true on a machine without a C++ compiler
+        assert isinstance(forward, EagerForward)
+        return
+    assert isinstance(forward, CompiledWhenReady)
+    assert isinstance(forward._forward, PackagedForward)
+    assert [path.name for path in (tmp_path / "compile").glob("*.pt2")] == [Path(forward._order.package).name]
+    for page in range(eager.kv_region.num_pages):
+        assert any(read_page(compiled, page)) == any(read_page(eager, page))
+
+
+class Seen:
+    """Attention that notes what it is given and gives ones."""
+
+    def __init__(self) -> None:
+        self.shapes: list[list[int]] = []
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        self.shapes.append([tensor.shape[2] for tensor in (query, key, value)])
+        return torch.ones(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+def test_padding_does_not_reach_attention_and_comes_back_as_zeros() -> None:
+    seen = Seen()
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    with attending(seen, num_tokens=2):
+        out = OpaqueAttention().attend(0, query, key, key, 1.0)
+    assert seen.shapes == [[2, 2, 2]]
+    assert out[:, :2].eq(1).all()
+    assert out[:, 2:].eq(0).all()
+
+
+def test_attention_without_a_step_is_an_error() -> None:
+    with pytest.raises(LookupError):
+        OpaqueAttention().attend(0, *(torch.zeros(1, 2, 3, 8),) * 3, 1.0)
+
+
+def test_a_small_model_is_not_compiled(tiny: LoadedModel, tmp_path: Path) -> None:
+    forward = choose_forward("tiny", tiny, small(compile="auto"), tmp_path, silent)
+    assert isinstance(forward, EagerForward)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_compiler_the_model_runs_eagerly_and_says_so(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.INFO):
+        forward = choose_forward("tiny", tiny, small(compile="wait"), tmp_path, silent)
+    assert isinstance(forward, EagerForward)
+    assert ["no-such-compiler" in record.reason for record in caplog.records] == [True]
+
+
+def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_why(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The compiling process does not find the model, and fails as it would for any other reason."""
+    monkeypatch.setenv("CXX", sys.executable)  # the compiler is not reached
+    config = small(compile="wait", compile_timeout_s=100)
+    with caplog.at_level(logging.INFO):
+        forward = choose_forward(str(tmp_path / "nowhere"), tiny, config, tmp_path, silent)
+    assert "nowhere" in caplog.records[-1].reason
+    engine: EngineCore = assemble(tiny, config, forward)
+    requests = [EngineRequest("r", prompt(20), greedy(8))]
+    assert run(engine, requests).tokens == run(make_engine(tiny), requests).tokens
+
+
+def test_the_package_of_another_model_or_thread_count_is_another(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = packages._package_path(tiny, small(), tmp_path)
+    assert packages._package_path(tiny, small(), tmp_path) == one
+    assert packages._package_path(tiny, small(max_step_tokens=64), tmp_path) != one
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert packages._package_path(tiny, small(), tmp_path) != one
+
+
+def test_only_the_packages_used_last_are_kept(tmp_path: Path) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.pt2").touch()
+        os.utime(tmp_path / f"{i}.pt2", (i, i))
+    packages._forget_old(tmp_path)
+    assert sorted(path.stem for path in tmp_path.glob("*.pt2")) == ["2", "3", "4", "5"]

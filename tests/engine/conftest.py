@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+from tiny_engine import load_tiny, make_engine, save_tiny
+
+from engine.core import EngineCore
+from engine.model.load import LoadedModel
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_dir: Path) -> LoadedModel:
+    """The tiny model in fp32; engines over it share its weights, not its pages."""
+    return load_tiny(tiny_dir)
+
+
+@pytest.fixture
+def engine(tiny: LoadedModel) -> EngineCore:
+    return make_engine(tiny)

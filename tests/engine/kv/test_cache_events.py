@@ -1,0 +1,147 @@
+"""Replaying the events of the prefix cache gives exactly what the cache holds, at every moment."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mock_engine import make_mock
+from tiny_engine import greedy, prompt, run
+
+from components.routing.block_hash import block_hashes, seed_hash
+from engine.core import EngineCore
+from engine.ports import BlockRemoved, BlockStored, EngineRequest, Phase, StepOutput
+
+PROMPTS = [prompt(n, start=s) + prompt(m, start=9) for n, s, m in [(16, 0, 0), (40, 0, 5), (40, 0, 30), (70, 1, 0)]]
+
+
+class Replica:
+    """What a router knows: blocks and their parents."""
+
+    def __init__(self) -> None:
+        self.parent_of: dict[bytes, bytes] = {}
+
+    def take(self, output: StepOutput) -> None:
+        for event in output.cache_events:
+            if isinstance(event, BlockStored):
+                assert event.block not in self.parent_of, "stored twice"
+                assert event.num_tokens == 16
+                self.parent_of[event.block] = event.parent
+            else:
+                del self.parent_of[event.block]
+
+    def check(self, engine: EngineCore) -> None:
+        assert self.parent_of.keys() == engine._memory.prefix._page_of.keys()
+        assert self.parent_of == {e.block: e.parent for e in engine.cached_blocks()}
+
+
+def make_engine(home: Path, **changes: object) -> EngineCore:
+    return make_mock(home, **{"kv_events": True, **changes})
+
+
+def test_events_name_the_chain_of_block_hashes(tmp_path: Path) -> None:
+    engine, replica = make_engine(tmp_path), Replica()
+    engine.submit(EngineRequest("r", prompt(50), greedy(2), cache_salt="tenant"))
+    replica.take(engine.step())
+    root = seed_hash("mock", "", "tenant")
+    chain = block_hashes(prompt(50), 16, root)
+    assert replica.parent_of == dict(zip(chain, [root, *chain], strict=False))
+
+
+def test_eviction_is_told_from_the_end_of_a_chain(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, num_pages=4, reserve_tokens=0)
+    run(engine, [EngineRequest("old", prompt(48), greedy(1))])
+    engine.submit(EngineRequest("new", prompt(20, start=1), greedy(1)))
+    events = engine.step().cache_events
+    chain = block_hashes(prompt(48), 16, seed_hash("mock"))
+    assert events[0] == BlockRemoved(chain[-1])
+    assert [type(e) for e in events] == [BlockRemoved, BlockStored]
+
+
+def test_blocks_that_come_between_steps_are_told_without_further_work(tmp_path: Path) -> None:
+    engine, replica = make_engine(tmp_path), Replica()
+    engine.submit(EngineRequest("d", prompt(40), greedy(1), Phase.DECODE))
+    replica.take(engine.step())
+    assert not replica.parent_of
+    engine.deliver("d", 7)
+    assert engine.has_work()
+    replica.take(engine.step())
+    assert len(replica.parent_of) == 2
+    assert not engine.has_work()
+
+
+def test_nobody_listens_by_default(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, kv_events=False)
+    engine.submit(EngineRequest("r", prompt(50), greedy(2)))
+    assert engine.step().cache_events == []
+    assert engine.cached_blocks() == []
+
+
+Action = st.one_of(
+    st.tuples(st.just("submit"), st.integers(0, 3), st.sampled_from(Phase)),
+    st.tuples(st.just("step"), st.integers(1, 6), st.none()),
+    st.tuples(st.just("deliver"), st.integers(0, 30), st.none()),
+    st.tuples(st.just("recompute"), st.integers(0, 30), st.none()),
+    st.tuples(st.just("drop"), st.integers(0, 30), st.none()),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=st.lists(Action, max_size=60))
+def test_replaying_events_gives_the_caches_content(
+    tmp_path: Path, actions: list[tuple[str, int, Phase | None]]
+) -> None:
+    engine, replica = (
+        make_engine(tmp_path, num_pages=10, max_running=5, max_step_tokens=24, reserve_tokens=8),
+        Replica(),
+    )
+    names: list[str] = []
+
+    def step() -> None:
+        replica.take(engine.step())
+        replica.check(engine)
+
+    for action, number, phase in actions:
+        name = names[number % len(names)] if names else ""
+        match action:
+            case "submit":
+                names.append(f"r{len(names)}")
+                engine.submit(
+                    EngineRequest(names[-1], PROMPTS[number], greedy(60, ignore_eos=True), phase or Phase.FULL)
+                )
+            case "step":
+                for _ in range(number):
+                    step()
+            case "deliver" if _is_reserved(engine, name):
+                _land(engine, name)
+                engine.deliver(name, 7)
+            case "recompute":
+                engine.recompute(name)
+            case "drop":
+                engine.cancel(name)
+                engine.release(name)
+    step()
+
+
+def _is_reserved(engine: EngineCore, name: str) -> bool:
+    return any(request.id == name for request in engine._scheduler.reserved)
+
+
+def _land(engine: EngineCore, name: str) -> None:
+    """What prefill would have written."""
+    request = engine._live[name]
+    runner = engine._runner
+    runner._pages.compute(request.pages, request.tokens, request.num_computed, request.prompt_len)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("first_ends", [True, False])
+def test_a_block_that_two_requests_computed_stays_named_when_the_first_one_goes(
+    tmp_path: Path, first_ends: bool
+) -> None:
+    """Its page is evicted, but the second request has the same tokens in a page of its own."""
+    engine = make_engine(tmp_path, num_pages=6, reserve_tokens=0, max_step_tokens=120)
+    answers = (1, 20) if first_ends else (20, 1)
+    for name, length in zip("ab", answers, strict=True):
+        engine.submit(EngineRequest(name, prompt(33), greedy(length, ignore_eos=True)))
+    run(engine, [])
+    assert engine.peek_prefix(prompt(33)) == 32

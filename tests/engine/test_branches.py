@@ -1,0 +1,170 @@
+"""n > 1: branches of one prompt, their pages and their ends."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tiny_engine import Seen, alone, check_pages, greedy, make_engine, prefilled, prompt, read_page, run, write_page
+
+from components.errors import Rejected
+from engine.core import EngineCore
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
+from engine.sampling.branches import branch_seed
+
+
+def sampled(max_tokens: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "temperature": 1.5, "seed": 9, "ignore_eos": True, **changes})
+
+
+def all_branches(seen: Seen, request_id: str, n: int) -> list[list[int]]:
+    return [seen.tokens[request_id], *(seen.branches[request_id, branch] for branch in range(1, n))]
+
+
+def separately(tiny: LoadedModel, token_ids: list[int], params: SamplingParams) -> list[list[int]]:
+    """The same as requests of their own, with the derived seeds."""
+    return [
+        alone(tiny, token_ids, replace(params, n=1, seed=branch_seed(params.seed, branch)))
+        for branch in range(params.n)
+    ]
+
+
+@pytest.mark.parametrize("length", [1, 16, 33])
+def test_branches_are_requests_with_derived_seeds(tiny: LoadedModel, length: int) -> None:
+    params = sampled(12, n=4, presence_penalty=0.5)
+    engine = make_engine(tiny)
+    found = all_branches(run(engine, [EngineRequest("r", prompt(length), params)]), "r", 4)
+    assert found == separately(tiny, prompt(length), params)
+    assert len({tuple(tokens) for tokens in found}) == 4
+    assert engine.step().stats.held_pages == 0
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
+def test_full_pages_of_the_prompt_are_shared_and_the_last_is_each_branch_s_own(tiny: LoadedModel, length: int) -> None:
+    engine = make_engine(tiny)
+    engine.submit(EngineRequest("r", prompt(length), sampled(40, n=5)))
+    while not engine._branches:
+        engine.step()
+    check_pages(engine)
+    tables = [request.pages for request in [engine._live["r"], *engine._branches["r"]]]
+    shared = (length - 1) // 16
+    assert len(tables) == 5
+    assert all(table[:shared] == tables[0][:shared] for table in tables)
+    assert len({page for table in tables for page in table}) == shared + 5
+    assert engine._memory.pool.num_held == shared + 5
+    assert all(engine._memory.pool._holders[page] == 5 for page in tables[0][:shared])
+
+
+@pytest.mark.parametrize(("pool", "max_running"), [(10, 16), (14, 2)])
+def test_branches_for_which_there_is_no_room_wait_and_are_retracted_like_others(
+    tiny: LoadedModel, pool: int, max_running: int
+) -> None:
+    params = sampled(40, n=5)
+    engine = make_engine(tiny, num_pages=pool, max_running=max_running, max_step_tokens=40, reserve_tokens=0)
+    asked = [EngineRequest("a", prompt(33), params), EngineRequest("b", prompt(20, start=2), sampled(30, n=3))]
+    seen = run(engine, asked)
+    assert all_branches(seen, "a", 5) == separately(tiny, prompt(33), params)
+    assert all_branches(seen, "b", 3) == separately(tiny, prompt(20, start=2), sampled(30, n=3))
+    assert engine.step().stats.held_pages == 0
+    if max_running > 2:
+        assert seen.steps[-1].retractions > 0
+
+
+def test_every_branch_ends_for_itself(tiny: LoadedModel) -> None:
+    params = sampled(30, n=6, ignore_eos=False, stop_token_ids=tuple(range(20, 40)))
+    engine = make_engine(tiny)
+    seen = run(engine, [EngineRequest("r", prompt(20), params)])
+    found = all_branches(seen, "r", 6)
+    assert found == separately(tiny, prompt(20), params)
+    assert len({len(tokens) for tokens in found}) > 1
+    ends = [seen.finish["r"], *(seen.branch_finish["r", branch] for branch in range(1, 6))]
+    assert set(ends) <= {FinishReason.STOP, FinishReason.LENGTH}
+    engine.submit(EngineRequest("r", prompt(20), params))
+
+
+def test_one_token_each(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny)
+    params = sampled(1, n=7)
+    seen = run(engine, [EngineRequest("r", prompt(16), params)])
+    assert all_branches(seen, "r", 7) == separately(tiny, prompt(16), params)
+    assert engine.step().stats.held_pages == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
+def test_cancel_ends_every_branch_and_returns_every_page(tiny: LoadedModel, steps: int) -> None:
+    engine = make_engine(tiny, max_running=3)
+    engine.submit(EngineRequest("r", prompt(60), sampled(40, n=5)))
+    engine.submit(EngineRequest("other", prompt(20, start=1), greedy(10)))
+    for _ in range(steps):
+        engine.step()
+    engine.cancel("r")
+    check_pages(engine)
+    seen = run(engine, [])
+    assert not seen.branches
+    assert "r" not in seen.tokens
+    assert engine.step().stats.held_pages == 0
+    engine.submit(EngineRequest("r", prompt(60), sampled(4)))  # the id is free again
+
+
+def test_an_id_is_taken_until_the_last_branch_is_over(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny, max_running=1)
+    engine.submit(EngineRequest("r", prompt(5), sampled(4, n=2)))
+    while "r" in engine._live:
+        engine.step()
+    with pytest.raises(Rejected, match="in use"):
+        engine.submit(EngineRequest("r", prompt(5), sampled(4)))
+    engine.cancel("r")
+    engine.submit(EngineRequest("r", prompt(5), sampled(4)))
+
+
+@pytest.mark.parametrize("length", [20, 32])
+def test_branches_of_a_prompt_that_was_computed_elsewhere(tiny: LoadedModel, length: int) -> None:
+    params = sampled(20, n=3)
+    prefill, decode = make_engine(tiny), make_engine(tiny)
+    computed = prefilled(prefill, "r", prompt(length), params)
+    decode.submit(EngineRequest("r", prompt(length), params, Phase.DECODE))
+    reserved = decode.step().reserved[0]
+    for source, target in zip(computed.pages, reserved.pages, strict=True):
+        write_page(decode, target, read_page(prefill, source))
+    assert computed.first_token is not None
+    (first,) = decode.deliver("r", computed.first_token)
+    check_pages(decode)
+    seen = run(decode, [])
+    seen.tokens["r"] = [*first.token_ids, *seen.tokens["r"]]
+    assert all_branches(seen, "r", 3) == separately(tiny, prompt(length), params)
+    assert sum(stats.prompt_tokens for stats in seen.steps) == 2, "each branch computes the last token alone"
+
+
+def test_each_branch_has_a_mask_of_its_own(tiny: LoadedModel) -> None:
+    class Countdown:
+        """Allows the next lower token."""
+
+        def __init__(self, last: int) -> None:
+            self.last = last
+
+        def fill(self, allowed: npt.NDArray[np.int32]) -> None:
+            allowed[:] = 0
+            allowed[0] = 1 << self.last - 1
+
+        def accept(self, token_id: int) -> None:
+            assert token_id == self.last - 1
+            self.last = token_id
+
+        def fork(self) -> "Countdown":
+            return Countdown(self.last)
+
+    seen = run(make_engine(tiny), [EngineRequest("r", prompt(20), sampled(6, n=4), mask=Countdown(30))])
+    assert all_branches(seen, "r", 4) == [[29, 28, 27, 26, 25, 24]] * 4
+
+
+def test_logprobs_of_the_prompt_come_with_the_first_branch(tiny: LoadedModel, engine: EngineCore) -> None:
+    engine.submit(EngineRequest("r", prompt(40), sampled(3, n=3, logprobs=1, prompt_logprobs=1)))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step().tokens
+    assert all(output.logprobs is not None and len(output.logprobs) == 1 for output in outputs)
+    told = [output for output in outputs if output.prompt_logprobs is not None]
+    assert [output.branch for output in told] == [0]
+    assert len(told[0].prompt_logprobs or []) == 39

@@ -1,0 +1,25 @@
+import pytest
+
+from engine.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"page_size": 20}, "page_size is 20; it must be one of 16, 32, 64, 128"),
+        ({"num_pages": 0}, "num_pages is 0"),
+        ({"kv_memory_gb": -1.0}, "kv_memory_gb is -1"),
+        ({"max_running": 0}, "max_running is 0"),
+        ({"threads": 0}, "threads is 0"),
+        ({"max_context": -5}, "max_context is -5"),
+        ({"reserve_tokens": -1}, "reserve_tokens is -1"),
+        ({"max_running": 64, "max_step_tokens": 64}, "would leave no token for prompts"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(changes: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(**changes)
+
+
+def test_the_defaults_are_valid() -> None:
+    assert EngineConfig().page_size == 16

@@ -1,0 +1,233 @@
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tiny_engine import alone, greedy, make_engine, prompt, small
+
+from components.errors import InvariantBroken, PromptTooLong
+from engine.core import EngineCore
+from engine.loop import EngineLoop, run_engine, start_engine
+from engine.model.errors import ModelUnavailable
+from engine.model.load import LoadedModel
+from engine.ports import Engine, EngineRequest, Phase, SamplingParams, StepOutput
+
+
+class Listener:
+    """Collects tokens on the event loop's thread."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, asyncio.Event] = {}
+        self.threads: set[int] = set()
+        self.outputs: list[StepOutput] = []
+        loop.on_output(self.take)
+
+    def take(self, output: StepOutput) -> None:
+        self.threads.add(threading.get_ident())
+        self.outputs.append(output)
+        for tokens in output.tokens:
+            self.tokens.setdefault(tokens.request_id, []).extend(tokens.token_ids)
+            if tokens.finish:
+                self.ended[tokens.request_id].set()
+
+    async def ask(self, loop: EngineLoop, name: str, ids: Sequence[int], sampling: SamplingParams) -> list[int]:
+        self.ended[name] = asyncio.Event()
+        await loop.post(lambda engine: engine.submit(EngineRequest(name, ids, sampling)))
+        await self.ended[name].wait()
+        return self.tokens[name]
+
+
+@asynccontextmanager
+async def running(tiny: LoadedModel, **changes: object) -> AsyncIterator[EngineLoop]:
+    async with run_engine(lambda: make_engine(tiny, **changes)) as loop:
+        yield loop
+
+
+def test_an_engine_starts_from_a_directory_and_answers(tiny_dir: Path, tiny: LoadedModel) -> None:
+    async def main() -> None:
+        told: list[tuple[str, int, int]] = []
+        async with start_engine(str(tiny_dir), small(), Path("unused"), lambda *args: told.append(args)) as loop:
+            assert loop.stats.total_pages == loop.stats.free_pages == 64
+            assert loop.engine.max_context == 512
+            assert loop.engine.peek_prefix(prompt(40)) == 0
+            assert await Listener(loop).ask(loop, "r", prompt(20), greedy(9)) == alone(tiny, prompt(20), greedy(9))
+        assert told[0][0] == "Loading weights"
+        assert told[-1][1] == told[-1][2]
+
+    asyncio.run(main())
+
+
+def test_many_requests_at_once_get_their_own_tokens_on_the_loops_thread(tiny: LoadedModel) -> None:
+    async def main() -> None:
+        async with running(tiny) as loop:
+            listener = Listener(loop)
+            asked = [listener.ask(loop, f"r{i}", prompt(10 + i, start=i), greedy(12)) for i in range(8)]
+            answers = await asyncio.gather(*asked)
+            assert answers == [alone(tiny, prompt(10 + i, start=i), greedy(12)) for i in range(8)]
+            assert listener.threads == {threading.get_ident()}
+            await asyncio.sleep(0)
+            assert loop.stats == listener.outputs[-1].stats
+
+    asyncio.run(main())
+
+
+def test_what_a_call_returns_and_raises_reaches_its_caller(tiny: LoadedModel) -> None:
+    async def main() -> None:
+        async with running(tiny) as loop:
+            assert await loop.post(lambda engine: (engine.max_context, threading.current_thread().name)) == (
+                512,
+                "engine",
+            )
+            with pytest.raises(PromptTooLong):
+                await loop.post(lambda engine: engine.submit(EngineRequest("r", prompt(600), greedy(1))))
+            assert await Listener(loop).ask(loop, "next", prompt(5), greedy(3)), "the thread lives on"
+
+    asyncio.run(main())
+
+
+def test_an_idle_engine_sleeps_and_wakes_at_once(tiny: LoadedModel) -> None:
+    async def main() -> None:
+        async with running(tiny) as loop:
+            listener = Listener(loop)
+            await listener.ask(loop, "warm", prompt(5), greedy(3))
+            await asyncio.sleep(0.05)
+            before, cpu = len(listener.outputs), time.process_time()
+            await asyncio.sleep(0.5)
+            assert len(listener.outputs) == before
+            assert time.process_time() - cpu < 0.2
+            asked = time.perf_counter()
+            await loop.post(lambda engine: None)
+            assert time.perf_counter() - asked < 0.2
+
+    asyncio.run(main())
+
+
+def test_requests_that_wait_for_held_pages_keep_the_step_counter_moving(tiny: LoadedModel) -> None:
+    """A counter that stands still while work waits means a hung engine to whoever watches it."""
+
+    async def main() -> None:
+        async with running(tiny, num_pages=4) as loop:
+            await loop.post(lambda engine: engine.submit(EngineRequest("d", prompt(60), greedy(3), Phase.DECODE)))
+            await loop.post(lambda engine: engine.cancel("d"))
+            listener = Listener(loop)
+            asked = asyncio.create_task(listener.ask(loop, "r", prompt(20), greedy(3)))
+            await asyncio.sleep(0.1)
+            before = loop.stats
+            assert (before.num_waiting, before.num_held) == (1, 1)
+            await asyncio.sleep(0.6)
+            assert before.step < loop.stats.step < before.step + 10
+            await loop.post(lambda engine: engine.release("d"))
+            assert await asked
+
+    asyncio.run(main())
+
+
+def test_what_deliver_returns_is_not_overtaken_by_the_next_step(tiny: LoadedModel) -> None:
+    async def main() -> None:
+        async with running(tiny) as loop:
+            told: list[str] = []
+            reserved = asyncio.Event()
+
+            def take(output: StepOutput) -> None:
+                told.extend(tokens.request_id for tokens in output.tokens)
+                if output.reserved:
+                    reserved.set()
+
+            loop.on_output(take)
+            request = EngineRequest("r", prompt(5), greedy(4, ignore_eos=True), Phase.DECODE)
+            await loop.post(lambda engine: engine.submit(request))
+            await reserved.wait()
+            delivered = loop.post(lambda engine: engine.deliver("r", 7))
+            time.sleep(0.1)  # the engine takes its steps while nobody listens
+            told.append(f"first token {(await delivered)[0].token_ids}")
+            await asyncio.sleep(0.05)
+            assert told == ["first token [7]", "r", "r", "r"]
+
+    asyncio.run(main())
+
+
+class FailingEngine(EngineCore):
+    """Dies in the step after it was told to."""
+
+    fatal = False
+
+    def step(self) -> StepOutput:
+        if self.fatal:
+            raise OSError("the device is gone")
+        return super().step()
+
+
+def test_a_dead_engine_does_not_look_alive(tiny: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> Engine:
+        engine = make_engine(tiny)
+        engine.__class__ = FailingEngine
+        return engine
+
+    def kill(engine: Engine) -> str:
+        FailingEngine.fatal = True
+        return "done"
+
+    async def main() -> None:
+        async with run_engine(build) as loop:
+            watcher = asyncio.create_task(loop.failed())
+            assert await loop.post(kill) == "done"
+            assert isinstance(await watcher, OSError)
+            with pytest.raises(InvariantBroken, match="the device is gone"):
+                await loop.post(lambda engine: None)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    FailingEngine.fatal = False
+    assert "engine died" in caplog.text
+
+
+def test_calls_in_the_queue_of_an_engine_that_stops_are_refused(tiny: LoadedModel) -> None:
+    async def main() -> None:
+        async with running(tiny) as loop:
+            pass
+        with pytest.raises(InvariantBroken, match="stopped"):
+            await loop.post(lambda engine: None)
+        assert not any(thread.name == "engine" for thread in threading.enumerate())
+
+    asyncio.run(main())
+
+
+def test_an_error_while_loading_is_raised_where_the_engine_is_started(tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(ModelUnavailable, match="no model 'nonsense'"):
+            async with start_engine("nonsense", small(), tmp_path):
+                pass
+
+    asyncio.run(main())
+
+
+def test_a_start_that_is_cancelled_leaves_no_thread_behind(tiny: LoadedModel) -> None:
+    go_on = threading.Event()
+
+    def slow() -> Engine:
+        go_on.wait(10)
+        return make_engine(tiny)
+
+    async def main() -> None:
+        starting = asyncio.create_task(run_engine(slow).__aenter__())
+        await asyncio.sleep(0.05)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        go_on.set()
+        await eventually(lambda: not any(thread.name == "engine" for thread in threading.enumerate()))
+
+    asyncio.run(main())
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if true():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("never became true")

@@ -1,0 +1,228 @@
+"""Random lives of many requests on a pool that is too small for them: pages always add up, tokens are always right."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from mock_engine import make_mock
+from tiny_engine import Seen, check_pages, make_engine, prefilled, prompt, read_page, run, write_page
+
+from engine.core import EngineCore
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest, Phase, Reserved, SamplingParams
+from engine.sampling.branches import branch_seed
+
+PROMPTS = (
+    prompt(1),
+    prompt(15),
+    prompt(16),
+    prompt(33),
+    prompt(33) + prompt(20, start=3),  # shares two pages with the one before
+    prompt(64, start=2),
+    prompt(64, start=2) + prompt(1),
+    prompt(90, start=2),
+)
+SAMPLINGS = (
+    SamplingParams(1, temperature=0),
+    SamplingParams(20, temperature=0),
+    SamplingParams(70, temperature=0, ignore_eos=True),
+    SamplingParams(40, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True),
+    SamplingParams(20, temperature=1.0, seed=6, ignore_eos=True, frequency_penalty=0.5, n=3),
+)
+SMALL_POOL = {"num_pages": 12, "max_running": 5, "max_step_tokens": 24, "reserve_tokens": 8}
+ROOMY = {"num_pages": 40}  # for the same request alone: nothing is retracted
+GARBAGE = b"\x3f"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a prompt gives alone: its tokens, and the bytes of its pages."""
+
+    tokens: list[int]
+    pages: list[bytes]
+
+
+def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]:
+    """The state machine over the engines that `make` gives; every run of it gets its own."""
+
+    @cache
+    def expected(which: int, how: int) -> Expected:
+        capped = SAMPLINGS[how]
+        engine = make(**ROOMY)
+        computed = prefilled(engine, "r", PROMPTS[which], capped)
+        pages = [read_page(engine, page) for page in computed.pages]
+        alone = run(make(max_context=12 * 16, **ROOMY), [EngineRequest("alone", PROMPTS[which], capped)])
+        return Expected(alone.tokens["alone"], pages)
+
+    @cache
+    def expected_branch(which: int, how: int, branch: int) -> list[int]:
+        one = replace(SAMPLINGS[how], n=1, seed=branch_seed(SAMPLINGS[how].seed, branch))
+        alone = run(make(max_context=12 * 16, **ROOMY), [EngineRequest("alone", PROMPTS[which], one)])
+        return alone.tokens["alone"]
+
+    class Machine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.engine = make(**SMALL_POOL)
+            self.seen = Seen()
+            self.asked: dict[str, tuple[int, int, Phase]] = {}
+            self.reserved: dict[str, Reserved] = {}  # no KV yet, not given up
+            self.exposed: dict[str, Reserved] = {}  # given up, not released: a late write may still come
+            self.prefills: set[str] = set()  # computed or cancelled, not released
+            self.over: set[str] = set()  # cancelled before it ended
+            self.cancelled: set[str] = set()  # branches may have been cut off, even when the first had ended
+            self.first: dict[str, list[int]] = {}  # tokens that `deliver` returned
+
+        @rule(
+            which=st.integers(0, len(PROMPTS) - 1),
+            how=st.integers(0, len(SAMPLINGS) - 1),
+            phase=st.sampled_from(Phase),
+            priority=st.integers(0, 1),
+        )
+        def submit(self, which: int, how: int, phase: Phase, priority: int) -> None:
+            name = f"r{len(self.asked)}"
+            self.asked[name] = (which, how, phase)
+            self.engine.submit(EngineRequest(name, PROMPTS[which], SAMPLINGS[how], phase, priority=priority))
+
+        @rule(times=st.integers(1, 12))
+        def step(self, times: int) -> None:
+            for _ in range(times):
+                self._step()
+
+        @precondition(lambda self: self.reserved)
+        @rule(data=st.data())
+        def deliver(self, data: st.DataObject) -> None:
+            name = data.draw(st.sampled_from(sorted(self.reserved)))
+            self._deliver(name)
+
+        @precondition(lambda self: self.reserved)
+        @rule(data=st.data(), spoilt=st.booleans())
+        def recompute(self, data: st.DataObject, spoilt: bool) -> None:
+            name = data.draw(st.sampled_from(sorted(self.reserved)))
+            self.exposed[name] = self.reserved.pop(name)
+            if spoilt:
+                self._spoil(self.exposed[name])
+            self.engine.recompute(name)
+
+        @precondition(lambda self: self.asked)
+        @rule(data=st.data())
+        def cancel(self, data: st.DataObject) -> None:
+            name = data.draw(st.sampled_from(sorted(self.asked)))
+            if name in self.reserved:
+                self.exposed[name] = self.reserved.pop(name)
+            self.engine.cancel(name)
+            self.cancelled.add(name)
+            if name not in self.seen.finish and name not in self.prefills:
+                self.over.add(name)
+
+        @precondition(lambda self: self.exposed)
+        @rule(data=st.data())
+        def write_late(self, data: st.DataObject) -> None:
+            self._spoil(self.exposed[data.draw(st.sampled_from(sorted(self.exposed)))])
+
+        @precondition(lambda self: self.exposed or self.prefills)
+        @rule(data=st.data(), again=st.booleans())
+        def release(self, data: st.DataObject, again: bool) -> None:
+            name = data.draw(st.sampled_from(sorted([*self.exposed, *self.prefills])))
+            self.exposed.pop(name, None)
+            self.prefills.discard(name)
+            self.engine.release(name)
+            if again:
+                self.engine.release(name)
+
+        @invariant()
+        def pages_add_up(self) -> None:
+            check_pages(self.engine)
+            holders = self.engine._memory.pool._holders
+            for kept in [*self.reserved.values(), *self.exposed.values()]:
+                fresh = kept.pages[kept.num_cached_pages :]
+                assert all(holders[page] == 1 for page in fresh), "an exposed page was given to another"
+
+        @invariant()
+        def tokens_are_right_so_far(self) -> None:
+            for name, (which, how, _) in self.asked.items():
+                made = self.first.get(name, []) + self.seen.tokens.get(name, [])
+                wanted = expected(which, how).tokens
+                assert made == wanted[: len(made)]
+                for branch in range(1, SAMPLINGS[how].n):
+                    told = self.seen.branches.get((name, branch), [])
+                    assert told == expected_branch(which, how, branch)[: len(told)]
+                if name in self.seen.finish:
+                    assert made == wanted
+
+        def teardown(self) -> None:
+            for name in list(self.reserved):
+                self._deliver(name)
+            for _ in range(3000):
+                for name in [*self.exposed, *self.prefills]:
+                    self.engine.release(name)
+                self.exposed.clear()
+                self.prefills.clear()
+                for name in list(self.reserved):
+                    self._deliver(name)
+                if not self.engine.has_work():
+                    break
+                self._step()
+            stats = self.engine.step().stats
+            assert (stats.num_running, stats.num_waiting, stats.num_held, stats.held_pages) == (0, 0, 0, 0)
+            self.tokens_are_right_so_far()
+            for name, (which, how, phase) in self.asked.items():
+                if phase is not Phase.PREFILL:
+                    assert name in self.over or name in self.seen.finish, f"{name} never ended"
+                    for branch in range(1, 1 if name in self.cancelled else SAMPLINGS[how].n):
+                        assert self.seen.branches[name, branch] == expected_branch(which, how, branch)
+
+        def _step(self) -> None:
+            output = self.engine.step()
+            self.seen.take(output)
+            assert not output.failed
+            for reserved in output.reserved:
+                self.reserved[reserved.request_id] = reserved
+            for computed in output.computed:
+                which, how, _ = self.asked[computed.request_id]
+                self.prefills.add(computed.request_id)
+                if computed.first_token is not None:
+                    assert computed.first_token == expected(which, how).tokens[0]
+            check_pages(self.engine)
+
+        def _deliver(self, name: str) -> None:
+            reserved = self.reserved.pop(name)
+            right = expected(*self.asked[name][:2])
+            for page, data in list(zip(reserved.pages, right.pages, strict=True))[reserved.num_cached_pages :]:
+                write_page(self.engine, page, data)
+            for output in self.engine.deliver(name, right.tokens[0]):
+                self.first[name] = output.token_ids
+                if output.finish is not None:
+                    self.seen.finish[name] = output.finish
+
+        def _spoil(self, reserved: Reserved) -> None:
+            for page in reserved.pages[reserved.num_cached_pages :]:
+                write_page(self.engine, page, GARBAGE * self.engine.kv_region.layout.page_bytes)
+
+    return Machine
+
+
+@pytest.mark.timeout(300)
+def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -> None:
+    _run_machine(partial(make_engine, tiny), 40)
+
+
+def test_it_is_so_over_many_more_lives_with_the_mock(tmp_path: Path) -> None:
+    _run_machine(partial(make_mock, tmp_path), 200)
+
+
+def _run_machine(make: Callable[..., EngineCore], max_examples: int) -> None:
+    run_state_machine_as_test(
+        make_machine(make),
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

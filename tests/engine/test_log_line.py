@@ -1,0 +1,74 @@
+import logging
+from pathlib import Path
+
+import pytest
+from mock_engine import make_mock
+from tiny_engine import greedy, prompt
+
+from engine.log_line import BatchLog
+from engine.ports import EngineRequest, StepOutput, StepStats
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(decode_tokens: int = 4, prompt_tokens: int = 0) -> StepOutput:
+    stats = StepStats(num_running=4, held_pages=10, total_pages=40, decode_tokens=decode_tokens, step_s=0.1)
+    return StepOutput(
+        stats=StepStats(**{f: getattr(stats, f) for f in stats.__slots__} | {"prompt_tokens": prompt_tokens})
+    )
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
+    return [record.__dict__ for record in caplog.records if record.msg == "batch"]
+
+
+def test_one_line_a_second_with_rates_over_it(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    batches = BatchLog(16, clock)
+    with caplog.at_level(logging.INFO):
+        for _ in range(35):
+            clock.now += 0.1
+            batches.stepped(step(prompt_tokens=8))
+    assert len(lines(caplog)) == 3
+    for line in lines(caplog):
+        assert line["gen throughput (token/s)"] == pytest.approx(40, rel=0.1)
+        assert line["input throughput (token/s)"] == pytest.approx(80, rel=0.1)
+        assert (line["#running-req"], line["#token"], line["token usage"]) == (4, 160, 0.25)
+
+
+def test_an_idle_engine_says_nothing_and_its_idle_time_counts_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    batches = BatchLog(16, clock)
+    with caplog.at_level(logging.INFO):
+        for _ in range(20):  # requests wait for pages: steps without tokens
+            clock.now += 0.25
+            batches.stepped(step(decode_tokens=0))
+        assert not lines(caplog)
+        clock.now += 60
+        for _ in range(11):
+            batches.stepped(step())
+            clock.now += 0.1
+        [line] = lines(caplog)
+        assert line["gen throughput (token/s)"] == pytest.approx(40, rel=0.1)
+
+
+def test_every_fact_of_the_line_comes_from_an_engines_own_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    batches = BatchLog(16, clock)
+    engine = make_mock(tmp_path)
+    engine.submit(EngineRequest("r", prompt(20), greedy(9)))
+    with caplog.at_level(logging.INFO):
+        batches.stepped(engine.step())
+        clock.now += 1
+        batches.stepped(engine.step())
+    [line] = lines(caplog)
+    assert line["#running-req"] == 1
+    assert line["#token"] == 32

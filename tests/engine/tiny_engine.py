@@ -1,0 +1,175 @@
+"""Tiny engines with random weights, and what the tests do with them again and again."""
+
+import ctypes
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.build import assemble
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.model.load import LoadedModel, load_model
+from engine.model.progress import silent
+from engine.ports import (
+    Computed,
+    EngineRequest,
+    Failed,
+    FinishReason,
+    Phase,
+    Reserved,
+    SamplingParams,
+    StepOutput,
+    StepStats,
+    TokenLogprobs,
+)
+
+VOCAB = 128
+EOS = 5
+
+
+def tiny_config(**changes: object) -> LlamaConfig:
+    """Grouped-query Llama; initial weights are large, so that greedy decoding does not repeat one token."""
+    settings = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "eos_token_id": EOS,
+        "bos_token_id": 1,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+def save_tiny(directory: Path, seed: int = 0, **changes: object) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(tiny_config(**changes)).save_pretrained(directory)
+    return directory
+
+
+def small(**changes: object) -> EngineConfig:
+    settings = {
+        "dtype": "float32",
+        "num_pages": 64,
+        "max_running": 16,
+        "max_step_tokens": 48,
+        "reserve_tokens": 16,
+        "threads": 1,
+    }
+    return EngineConfig(**{**settings, **changes})
+
+
+def load_tiny(directory: Path, **changes: object) -> LoadedModel:
+    return load_model(str(directory), small(**changes), Path("unused"), silent)
+
+
+def make_engine(loaded: LoadedModel, **changes: object) -> EngineCore:
+    return assemble(loaded, small(**changes))
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    """Tokens that differ from page to page, none of them the end of a text."""
+    return [6 + (start * 31 + i * 17 + i * i // 7) % (VOCAB - 6) for i in range(length)]
+
+
+def greedy(max_tokens: int, **changes: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **changes)
+
+
+@dataclass
+class Seen:
+    """Everything that engine outputs told, by request; of branches but the first, by (request, branch)."""
+
+    branches: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    branch_finish: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finish: dict[str, FinishReason] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    reserved: dict[str, Reserved] = field(default_factory=dict)
+    computed: dict[str, list[Computed]] = field(default_factory=dict)
+    failed: dict[str, Failed] = field(default_factory=dict)
+    steps: list[StepStats] = field(default_factory=list)
+
+    def take(self, output: StepOutput) -> None:
+        for tokens in output.tokens:
+            if tokens.branch:
+                key = (tokens.request_id, tokens.branch)
+                self.branches.setdefault(key, []).extend(tokens.token_ids)
+                if tokens.finish is not None:
+                    self.branch_finish[key] = tokens.finish
+                continue
+            self.logprobs.setdefault(tokens.request_id, []).extend(tokens.logprobs or [])
+            if tokens.prompt_logprobs is not None:
+                assert tokens.request_id not in self.prompt_logprobs, "told once"
+                self.prompt_logprobs[tokens.request_id] = tokens.prompt_logprobs
+            self.cached.setdefault(tokens.request_id, tokens.num_cached_tokens)
+            self.tokens.setdefault(tokens.request_id, []).extend(tokens.token_ids)
+            if tokens.finish is not None:
+                self.finish[tokens.request_id] = tokens.finish
+        self.reserved |= {r.request_id: r for r in output.reserved}
+        self.failed |= {f.request_id: f for f in output.failed}
+        for computed in output.computed:
+            self.computed.setdefault(computed.request_id, []).append(computed)
+        self.steps.append(output.stats)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(stats.prompt_tokens for stats in self.steps)
+
+
+def check_pages(engine: EngineCore) -> None:
+    """The pool is whole, and every page is held exactly as often as it stands in a block table."""
+    pool = engine._memory.pool
+    pool.check()
+    branches = [branch for live in engine._branches.values() for branch in live]
+    tables = [request.pages for request in [*engine._live.values(), *engine._held.values(), *branches]]
+    held = Counter(page for table in tables for page in table)
+    assert dict(held) == {page: n for page, n in enumerate(pool._holders) if n}
+    assert all(len(set(table)) == len(table) for table in tables)
+
+
+def run_until_idle(engine: EngineCore, seen: Seen | None = None, max_steps: int = 2000) -> Seen:
+    seen = seen or Seen()
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return seen
+        seen.take(engine.step())
+        check_pages(engine)
+    raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def run(engine: EngineCore, requests: Iterable[EngineRequest]) -> Seen:
+    for request in requests:
+        engine.submit(request)
+    return run_until_idle(engine)
+
+
+def alone(loaded: LoadedModel, token_ids: Sequence[int], sampling: SamplingParams, **changes: object) -> list[int]:
+    """What the request gives on an engine that has nothing else to do."""
+    return run(make_engine(loaded, **changes), [EngineRequest("alone", token_ids, sampling)]).tokens["alone"]
+
+
+def read_page(engine: EngineCore, page: int) -> bytes:
+    region = engine.kv_region
+    return ctypes.string_at(region.address + page * region.layout.page_bytes, region.layout.page_bytes)
+
+
+def write_page(engine: EngineCore, page: int, data: bytes) -> None:
+    region = engine.kv_region
+    assert len(data) == region.layout.page_bytes
+    ctypes.memmove(region.address + page * region.layout.page_bytes, data, len(data))
+
+
+def prefilled(engine: EngineCore, request_id: str, token_ids: Sequence[int], sampling: SamplingParams) -> Computed:
+    """Compute a prompt as a PREFILL request; its pages stay held."""
+    return run(engine, [EngineRequest(request_id, token_ids, sampling, Phase.PREFILL)]).computed[request_id][-1]
