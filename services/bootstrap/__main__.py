@@ -1,0 +1,41 @@
+"""python -m services.bootstrap: bootstrap rooms for the mesh."""
+
+from prometheus_client import CollectorRegistry
+
+from components.aio import background
+from components.discovery.registry import Registration, join_registry
+from components.messaging.bus import connect_bus
+from components.messaging.service import serve_calls
+from components.process import new_instance_id, record_maker, run, stop_signal, subject_of
+from components.telemetry.logs import log_ready
+from components.telemetry.spans import start_telemetry
+from components.telemetry.worker_metrics import serve_metrics
+from services.bootstrap.config import BootstrapSettings
+from services.bootstrap.handlers import BootstrapService
+
+
+async def main(settings: BootstrapSettings) -> None:
+    """Serve bootstrap rooms until told to stop."""
+    me = new_instance_id()
+    subject = subject_of(settings.namespace, "bootstrap", me)
+    registration = Registration(me)
+    metrics = CollectorRegistry()
+    async with (
+        start_telemetry(settings, "bootstrap", me),
+        connect_bus(settings.nats_url, f"bootstrap-{me}") as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        serve_metrics(metrics, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
+    ):
+        service = BootstrapService(bus, settings.namespace, registration, registry, metrics)
+        async with (
+            background(service.clean(settings.room_cleanup_s), "clean-rooms"),
+            background(service.tell(), "tell-of-lost-instances"),
+            serve_calls(bus, "bootstrap", subject, service.endpoints(), {"instance_id": me}),
+            registry.advertise(registration, record_maker(settings, "bootstrap", me, http=page)),
+        ):
+            log_ready(instance=me)
+            await stop_signal()
+
+
+if __name__ == "__main__":
+    run(main(BootstrapSettings.read()))

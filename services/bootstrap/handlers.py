@@ -1,0 +1,93 @@
+"""What the bootstrap service answers, and what it tells of its own accord."""
+
+import asyncio
+import logging
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from components.discovery.registry import Registration, Registry
+from components.errors import BackendUnavailable, MeshError, PeerLost, PrefillLost
+from components.messaging.bus import Bus
+from components.messaging.deadline import now_ms
+from components.messaging.service import Endpoint
+from components.process import subject_of
+from components.wire.instances import InstanceRecord
+from components.wire.rooms import CloseRoom, OfferPages, OpenRoom, PagesOffered, RoomOk, RoomOpened
+from services.bootstrap.rooms import Note, RoomBook
+
+log = logging.getLogger(__name__)
+
+DELIVER_TIMEOUT_S = 5.0
+
+
+class BootstrapService:
+    """The rooms of this replica, and the messages around them."""
+
+    def __init__(
+        self, bus: Bus, namespace: str, registration: Registration, registry: Registry, metrics: CollectorRegistry
+    ) -> None:
+        self._bus = bus
+        self._namespace = namespace
+        self._rooms = RoomBook(registration.instance_id)
+        self._told: asyncio.Queue[Note] = asyncio.Queue()
+        Gauge("open_rooms", "Bootstrap rooms open in this replica.", registry=metrics).set_function(
+            lambda: len(self._rooms)
+        )
+        registry.book.subscribe(self._changed)
+
+    def endpoints(self) -> list[Endpoint]:
+        """The calls of a room's life."""
+        return [
+            Endpoint("open", OpenRoom, self.open, span="bootstrap.open"),
+            Endpoint("offer", OfferPages, self.offer, span="bootstrap.offer"),
+            Endpoint("close", CloseRoom, self.close),
+        ]
+
+    async def open(self, request: OpenRoom) -> RoomOpened:
+        """A new room."""
+        return self._rooms.open(request)
+
+    async def offer(self, request: OfferPages) -> RoomOk:
+        """Hand decode's pages to prefill. Raises: PrefillLost, when it is not there to take them."""
+        for note in self._rooms.offer(request):
+            try:
+                await self._bus.call(self._subject(note), note.message, RoomOk, timeout_s=DELIVER_TIMEOUT_S)
+            except (PeerLost, BackendUnavailable) as exc:
+                await self.close(CloseRoom(room=request.room, error=PrefillLost.__name__, cause=exc.message))
+                raise PrefillLost(f"prefill {note.instance_id} did not take the pages: {exc.message}") from exc
+        return RoomOk(room=request.room)
+
+    async def close(self, request: CloseRoom) -> RoomOk:
+        """The end of a room; decode hears of a failure."""
+        await self._tell(self._rooms.close(request))
+        return RoomOk(room=request.room)
+
+    async def clean(self, every_s: float) -> None:
+        """Fail expired rooms, for ever."""
+        while True:
+            await asyncio.sleep(every_s)
+            notes = self._rooms.expire(now_ms())
+            if notes:
+                log.warning("rooms expired", extra={"count": len(notes) // 2, "open": len(self._rooms)})
+            await self._tell(notes)
+
+    async def tell(self) -> None:
+        """Send what etcd's news made necessary, for ever."""
+        while True:
+            await self._tell([await self._told.get()])
+
+    def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        if was is not None and was.role in ("prefill", "decode"):
+            for note in self._rooms.instance_gone(was.instance_id, was.epoch):
+                self._told.put_nowait(note)
+
+    async def _tell(self, notes: list[Note]) -> None:
+        for note in notes:
+            try:
+                await self._bus.publish(self._subject(note), note.message)
+            except MeshError as exc:
+                log.warning("not told", extra={"instance": note.instance_id, "cause": exc.message})
+
+    def _subject(self, note: Note) -> str:
+        verb = "pages" if isinstance(note.message, PagesOffered) else "room_failed"
+        return f"{subject_of(self._namespace, note.role, note.instance_id)}.{verb}"

@@ -1,0 +1,63 @@
+"""python -m services.decode: requests in, KV from a prefill instance, tokens out."""
+
+from components.aio import first, raises
+from components.discovery.registry import Registration, join_registry
+from components.kv_transfer.nixl_transfer import open_nixl
+from components.messaging.bus import connect_bus
+from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
+from components.messaging.service import serve_calls
+from components.messaging.streams import open_outbox
+from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
+from components.telemetry.logs import log_progress, log_ready
+from components.telemetry.spans import start_telemetry
+from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from engine.loop import start_engine
+from engine.model.resolve import served_name
+from services.decode.config import DecodeSettings
+from services.decode.handlers import DecodeService
+from services.decode.remote_prefill import RemotePrefill
+from services.decode.streams import ActiveRequests
+
+
+async def main(settings: DecodeSettings) -> None:
+    """Serve decode: reserve pages, receive KV for each bootstrap room, stream tokens, leave when all are answered."""
+    me = new_instance_id()
+    subject = subject_of(settings.namespace, "decode", me)
+    model = settings.served_model_name or served_name(settings.model)
+    registration = Registration(me)
+    metrics = WorkerMetrics()
+    async with (
+        start_telemetry(settings, "decode", me),
+        connect_bus(settings.nats_url, f"decode-{me}") as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
+        open_nixl(engine.engine.kv_region, f"decode-{me}", settings.nixl_backend) as transfer,
+        serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
+        watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,
+        open_outbox(bus, me, lambda: registration.epoch, lambda: engine.stats.step) as outbox,
+    ):
+        remote = RemotePrefill(bus, registration, registry, transfer, settings.transfer_timeout_s)
+        service = DecodeService(
+            registration,
+            engine,
+            remote,
+            prefills,
+            ActiveRequests(outbox),
+            metrics=metrics,
+            model=model,
+            max_local_prefill=settings.max_local_prefill,
+        )
+        context = engine.engine.max_context
+        record = record_maker(settings, "decode", me, model=model, max_context=context, kv=transfer.endpoint, http=page)
+        async with (
+            serve_calls(bus, "decode", subject, service.endpoints(), {"instance_id": me, "model": model}),
+            send_heartbeats(bus, subject, service.heartbeat),
+            registry.advertise(registration, record),
+        ):
+            log_ready(instance=me, model=model)
+            await first(stop_signal(), raises(engine.failed()))
+            await drain(service, settings.drain_timeout_s)
+
+
+if __name__ == "__main__":
+    run(main(DecodeSettings.read()))

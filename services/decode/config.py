@@ -1,0 +1,22 @@
+"""Settings of the decode service."""
+
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat
+from pydantic_settings import SettingsConfigDict
+
+from components.settings import MeshSettings
+from engine.config import EngineConfig
+
+
+class DecodeSettings(MeshSettings):
+    """kvmesh decode: receives every request first, fetches its KV from a prefill instance, and generates."""
+
+    model_config = SettingsConfigDict(env_prefix="MESH_DECODE_", cli_prog_name="python -m services.decode")
+
+    engine: EngineConfig = EngineConfig()
+    drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stopping worker finishes, seconds")] = 30.0
+    nixl_backend: Annotated[str, Field(description="NIXL plugin that moves KV: UCX, LIBFABRIC, …")] = "UCX"
+    max_local_prefill: Annotated[
+        int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
+    ] = 16

@@ -1,0 +1,246 @@
+"""What the decode service answers: a request to generate, streams to cancel, a transfer that will not complete."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from opentelemetry import trace
+
+from components.discovery.registry import Registration
+from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, UnknownModel
+from components.kv_transfer.layout import check_compatible
+from components.messaging.deadline import remaining_s
+from components.messaging.heartbeats import Liveness, heartbeat_of
+from components.messaging.service import Endpoint
+from components.messaging.streams import OutStream
+from components.routing.policy import RoundRobin
+from components.telemetry.spans import tracer
+from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord
+from components.wire.rooms import RoomFailed, RoomOk
+from components.wire.tokens import unpack_tokens
+from engine.log_line import BatchLog
+from engine.loop import EngineLoop
+from engine.ports import EngineRequest, Phase, StepOutput
+from engine.sampling.wire import sampling_params
+from services.decode.remote_prefill import Fetch, RemotePrefill
+from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests
+
+log = logging.getLogger(__name__)
+
+
+class DecodeService:
+    """The requests of this instance."""
+
+    def __init__(
+        self,
+        registration: Registration,
+        engine: EngineLoop,
+        remote: RemotePrefill,
+        prefills: Liveness,
+        active: ActiveRequests,
+        *,
+        metrics: WorkerMetrics,
+        model: str,
+        max_local_prefill: int,
+    ) -> None:
+        self._registration = registration
+        self._engine = engine
+        self._remote = remote
+        self._prefills = prefills
+        self._active = active
+        self._metrics = metrics
+        self._model = model
+        self._max_local_prefill = max_local_prefill
+        self._policy = RoundRobin()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._refused: set[str] = set()  # prefill instances whose layout does not fit ours, said once
+        self.draining = False
+        engine.on_output(self._stepped)
+        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
+        prefills.on_lost(remote.instance_lost)
+        prefills.on_lost(lambda record, _: self._refused.discard(record.instance_id))
+
+    def endpoints(self) -> list[Endpoint]:
+        """The calls of a stream's life."""
+        return [
+            Endpoint("generate", GenerateRequest, self.generate),
+            Endpoint("cancel", CancelStreams, self.cancel),
+            Endpoint("room_failed", RoomFailed, self.room_failed),
+        ]
+
+    async def generate(self, request: GenerateRequest) -> GenerateAccepted:
+        """Take a request; its tokens follow as frames. Raises: what makes the frontend go elsewhere."""
+        self._registration.check_epoch(request.epoch)
+        left_s = remaining_s(request.deadline_unix_ms)
+        if self.draining:
+            raise Overloaded("this decode instance is leaving")
+        if request.model != self._model:
+            raise UnknownModel(f"this instance serves {self._model!r}, not {request.model!r}")
+        active = ActiveRequest(
+            engine_id=f"{request.request_id}.{request.stream_id}",
+            request=request,
+            token_ids=unpack_tokens(request.token_ids),
+            sampling=sampling_params(request.sampling),
+            stream=OutStream(request.reply_to, request.stream_id),
+            span=tracer.start_span("decode.request", kind=trace.SpanKind.SERVER),
+        )
+        active.span.set_attribute("kvmesh.decode.instance", self._registration.instance_id)
+        active.span.set_attribute("kvmesh.prompt_tokens", len(active.token_ids))
+        expired = DeadlineExceeded("the request's deadline passed")  # its frontend may be gone, and cancel nothing
+        active.expiry = asyncio.get_running_loop().call_later(left_s, self._stop, active, expired)
+        self._active.add(active)
+        self._keep(active.engine_id, self._run(active))
+        return GenerateAccepted(request_id=request.request_id)
+
+    async def cancel(self, request: CancelStreams) -> StreamsCancelled:
+        """Nobody reads these streams any more."""
+        found = [a for i in request.stream_ids if (a := self._active.of_stream(request.reply_to, i)) is not None]
+        for active in found:
+            self._stop(active, Cancelled("the client has gone"))
+        return StreamsCancelled(count=len(found))
+
+    async def room_failed(self, failed: RoomFailed) -> RoomOk:
+        """The bootstrap service knows that a transfer will not complete."""
+        self._remote.room_failed(failed)
+        return RoomOk(room=failed.room)
+
+    def heartbeat(self) -> Heartbeat:
+        """What this instance says of itself."""
+        me = self._registration
+        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, draining=self.draining)
+
+    async def drained(self) -> None:
+        """Wait until every request is answered and every page is safe."""
+        await self._active.drained()
+        while self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    def stop_all(self, cause: str) -> None:
+        """Give every request back to its frontend, which goes on elsewhere."""
+        for active in self._active.everyone():
+            self._stop(active, PeerLost(cause))
+
+    async def _run(self, active: ActiveRequest) -> None:
+        """Bring one request into the running batch, by the shortest way that works."""
+        with trace.use_span(active.span, end_on_exit=False):
+            try:
+                prefill = self._choose(active)
+                if prefill is None:
+                    self._submit(active, Phase.FULL)
+                else:
+                    await self._fetch(active, prefill)
+            except MeshError as exc:
+                self._active.fail(active, exc)
+            except Exception as exc:
+                log.exception("request failed", extra={"request": active.engine_id})
+                self._engine.post(lambda engine: engine.cancel(active.engine_id))
+                self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
+
+    def _choose(self, active: ActiveRequest) -> InstanceRecord | None:
+        """A prefill instance, or None when computing here is the better or the only way."""
+        with tracer.start_as_current_span("decode.lookup") as span:
+            hit = self._engine.engine.peek_prefix(active.token_ids, active.request.cache_salt)
+            span.set_attribute("kvmesh.cached_tokens", hit)
+        with tracer.start_as_current_span("decode.choose_prefill") as span:
+            remaining = len(active.token_ids) - hit
+            if remaining <= self._max_local_prefill:
+                span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
+                return None
+            usable = [r for r in self._prefills.usable(self._model) if self._fits(r)]
+            chosen = self._policy.choose(usable)
+            if chosen is None:
+                span.set_attribute("kvmesh.prefill.why_local", "no prefill instance is alive")
+            else:
+                span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
+            return chosen
+
+    def _fits(self, record: InstanceRecord) -> bool:
+        if record.kv is None:
+            return False
+        try:
+            check_compatible(self._engine.engine.kv_region.layout, record.kv.layout)
+        except MeshError as exc:
+            if record.instance_id not in self._refused:
+                self._refused.add(record.instance_id)
+                log.warning("prefill instance not used", extra={"prefill": record.instance_id, "cause": exc.message})
+            return False
+        return True
+
+    async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord) -> None:
+        """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency."""
+        fetch = self._remote.begin(active.engine_id, prefill)
+        self._submit(active, Phase.DECODE)
+        try:
+            record = await self._remote.run(fetch, active.request)
+            active.wait("decode.first_token")
+            outputs = await self._engine.post(lambda engine: engine.deliver(active.engine_id, record.first_token))
+        except MeshError as exc:
+            log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": exc.message})
+            active.span.add_event("recompute", {"cause": exc.message})
+            self._metrics.recomputed()
+            active.wait(SPAN_LOCAL_PREFILL)
+            self._engine.post(lambda engine: engine.recompute(active.engine_id))
+            self._settle_later(fetch)
+        except BaseException:  # cancelled, or our bug: the pages must come back all the same
+            self._settle_later(fetch)
+            raise
+        else:
+            for output in outputs:  # before anything else is awaited: the next step's tokens may be right behind
+                self._active.emit(output)
+            await self._remote.settle(fetch)
+
+    def _submit(self, active: ActiveRequest, phase: Phase) -> None:
+        request = active.request
+        active.wait(SPAN_LOCAL_PREFILL)
+        prompt = EngineRequest(
+            request_id=active.engine_id,
+            token_ids=active.token_ids,
+            sampling=active.sampling,
+            phase=phase,
+            cache_salt=request.cache_salt,
+            num_generated=request.sampling.num_generated,
+            priority=request.priority,
+        )
+
+        def submitted(done: asyncio.Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                failed = error if isinstance(error, MeshError) else PeerLost(f"decode failed: {type(error).__name__}")
+                self._stop(active, failed)
+
+        self._engine.post(lambda engine: engine.submit(prompt)).add_done_callback(submitted)
+
+    def _stop(self, active: ActiveRequest, error: MeshError) -> None:
+        """No more work on this request, from now on."""
+        self._engine.post(lambda engine: engine.cancel(active.engine_id))
+        self._active.fail(active, error)
+        if (task := self._tasks.get(active.engine_id)) is not None:
+            task.cancel()
+
+    def _settle_later(self, fetch: Fetch) -> None:
+        """Free the exposed pages as soon as prefill cannot write into them any more."""
+
+        async def settle() -> None:
+            await self._remote.settle(fetch)
+            self._engine.post(lambda engine: engine.release(fetch.engine_id))
+
+        self._keep(f"settle {fetch.engine_id}", settle())
+
+    def _keep(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks[name] = task
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+
+    def _stepped(self, output: StepOutput) -> None:
+        self._metrics.record(output.stats)
+        for reserved in output.reserved:
+            self._remote.reserved(reserved)
+        for tokens in output.tokens:
+            self._active.emit(tokens)
+        for failed in output.failed:
+            if (active := self._active.find(failed.request_id)) is not None:
+                self._stop(active, failed.error)

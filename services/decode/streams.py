@@ -1,0 +1,121 @@
+"""The requests that decode is answering: each engine request is one stream to one frontend."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from components.errors import MeshError
+from components.messaging.streams import OutStream, StreamOutbox
+from components.telemetry.spans import record_span
+from components.wire.generate import GenerateRequest
+from engine.ports import SamplingParams, TokenOutput
+
+SPAN_LOCAL_PREFILL: Final = "decode.prefill"
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """One stream, from its acceptance to its last token."""
+
+    engine_id: str  # unique in the whole mesh: request id and stream
+    request: GenerateRequest
+    token_ids: list[int]
+    sampling: SamplingParams
+    stream: OutStream
+    span: Span  # decode.request: from acceptance to the last token
+    waiting_since_ns: int = 0  # when the last wait began whose end is the first token
+    waiting_span: str = SPAN_LOCAL_PREFILL
+    first_token_ns: int = 0
+    num_generated: int = 0
+    expiry: asyncio.TimerHandle | None = None  # ends it at its deadline
+
+    def wait(self, span: str) -> None:
+        """What ends with the first token begins now, unless something better ends with it."""
+        self.waiting_since_ns, self.waiting_span = time.time_ns(), span
+
+
+class ActiveRequests:
+    """All of them, found by engine id or by stream."""
+
+    def __init__(self, outbox: StreamOutbox) -> None:
+        self._outbox = outbox
+        self._by_engine_id: dict[str, ActiveRequest] = {}
+        self._by_stream: dict[tuple[str, int], ActiveRequest] = {}
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __len__(self) -> int:
+        return len(self._by_engine_id)
+
+    def add(self, active: ActiveRequest) -> None:
+        """It is being answered from now on."""
+        self._none.clear()
+        self._by_engine_id[active.engine_id] = active
+        self._by_stream[active.stream.reply_to, active.stream.stream_id] = active
+
+    def find(self, engine_id: str) -> ActiveRequest | None:
+        """By engine id."""
+        return self._by_engine_id.get(engine_id)
+
+    def of_stream(self, reply_to: str, stream_id: int) -> ActiveRequest | None:
+        """By stream."""
+        return self._by_stream.get((reply_to, stream_id))
+
+    def everyone(self) -> list[ActiveRequest]:
+        """All, in order of arrival."""
+        return list(self._by_engine_id.values())
+
+    async def drained(self) -> None:
+        """Wait until every request is answered."""
+        await self._none.wait()
+
+    def emit(self, output: TokenOutput) -> None:
+        """Send what a step made for one request; its last tokens end it."""
+        active = self._by_engine_id.get(output.request_id)
+        if active is None:
+            return
+        sent_ns = self._first_token(active) if not active.first_token_ns else 0
+        finish = None if output.finish is None else str(output.finish)
+        active.num_generated += len(output.token_ids)
+        self._outbox.put(
+            active.stream, active.stream.tokens(output.token_ids, finish, output.num_cached_tokens, sent_ns)
+        )
+        if finish is not None:
+            self.end(active)
+
+    def fail(self, active: ActiveRequest, error: MeshError) -> None:
+        """Tell the frontend why there will be no more tokens; one that is over already needs no telling."""
+        if self._by_engine_id.get(active.engine_id) is not active:
+            return
+        active.span.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
+        self._outbox.put(active.stream, active.stream.error(error))
+        self.end(active)
+
+    def end(self, active: ActiveRequest) -> None:
+        """Forget it."""
+        if self._by_engine_id.pop(active.engine_id, None) is None:
+            return
+        del self._by_stream[active.stream.reply_to, active.stream.stream_id]
+        if active.expiry is not None:
+            active.expiry.cancel()
+        if not self._by_engine_id:
+            self._none.set()
+        if active.first_token_ns:
+            parent = trace.set_span_in_context(active.span)
+            record_span(
+                "decode.generate",
+                active.first_token_ns,
+                parent=parent,
+                attributes={"kvmesh.generated_tokens": active.num_generated},
+            )
+        active.span.end()
+
+    def _first_token(self, active: ActiveRequest) -> int:
+        active.first_token_ns = time.time_ns()
+        parent = trace.set_span_in_context(active.span)
+        record_span(active.waiting_span, active.waiting_since_ns, active.first_token_ns, parent=parent)
+        return active.first_token_ns

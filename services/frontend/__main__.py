@@ -1,0 +1,50 @@
+"""python -m services.frontend: the OpenAI endpoint of the mesh."""
+
+import asyncio
+
+from components.discovery.registry import Registration, join_registry
+from components.http_server import serve_http
+from components.messaging.bus import connect_bus
+from components.messaging.heartbeats import watch_heartbeats
+from components.messaging.service import serve_calls
+from components.messaging.streams import open_inbox
+from components.process import new_instance_id, record_maker, run, stop_signal, subject_of
+from components.telemetry.logs import log_progress, log_ready
+from components.telemetry.spans import start_telemetry
+from components.text.sampling_defaults import read_sampling_defaults
+from components.text.tokenizer import TextModel
+from engine.model.resolve import model_dir, served_name
+from services.frontend.app import create_app
+from services.frontend.config import FrontendSettings
+from services.frontend.router import MeshClient
+
+
+async def main(settings: FrontendSettings) -> None:
+    """Serve OpenAI clients over the decode instances that are alive."""
+    me = new_instance_id()
+    subject = subject_of(settings.namespace, "frontend", me)
+    model = settings.served_model_name or served_name(settings.model)
+    async with (
+        start_telemetry(settings, "frontend", me),
+        connect_bus(settings.nats_url, f"frontend-{me}") as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        watch_heartbeats(bus, settings.namespace, "decode", registry.book) as decodes,
+        open_inbox(bus, f"{subject}.tokens") as inbox,
+    ):
+        folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
+        text = await asyncio.to_thread(TextModel.load, folder)
+        mesh = MeshClient(bus, inbox, decodes, model)
+        app = create_app(mesh, text, settings, defaults=read_sampling_defaults(folder))
+        async with serve_http(app, settings) as url:
+            registration = Registration(me)
+            record = record_maker(settings, "frontend", me, model=model, http=url)
+            async with (
+                serve_calls(bus, "frontend", subject, [], {"instance_id": me, "url": url}),
+                registry.advertise(registration, record),
+            ):
+                log_ready(instance=me, url=url)
+                await stop_signal()
+
+
+if __name__ == "__main__":
+    run(main(FrontendSettings.read()))

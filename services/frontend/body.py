@@ -1,0 +1,64 @@
+"""The request body, bounded before it is read."""
+
+import asyncio
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope
+
+from components.errors import Cancelled
+
+DISCARD_TIMES: Final = 4  # a body up to so many times the limit is read to its end: its sender then sees the answer
+DISCARD_S: Final = 5.0
+
+
+async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises: HTTPException, 415 when it is not declared as JSON and 413 when it is larger than `max_bytes`; Cancelled,
+        when the client leaves before its end.
+    """
+    headers = Headers(scope=scope)
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HTTPException(415)
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
+        waits = "expect" in headers  # for our word before it sends the body
+        raise _too_large(max_bytes, whole=not waits and await _discard(receive, max_bytes * DISCARD_TIMES))
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        chunk, more = await _read(receive)
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes, whole=not more or await _discard(receive, max_bytes * DISCARD_TIMES))
+        chunks.append(chunk)
+        if not more:
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def _read(receive: Receive) -> tuple[bytes, bool]:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise Cancelled("the client left while sending its request")
+    return message.get("body", b""), message.get("more_body", False)
+
+
+async def _discard(receive: Receive, max_bytes: int) -> bool:
+    """Read on, keeping nothing; whether the end came. Closing under a client that still sends would lose our answer."""
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(DISCARD_S):
+            while more and size <= max_bytes:
+                chunk, more = await _read(receive)
+                size += len(chunk)
+    except TimeoutError:
+        return False
+    return not more
+
+
+def _too_large(max_bytes: int, *, whole: bool) -> HTTPException:
+    headers = None if whole else {"connection": "close"}  # there is no other way to stop a client from sending
+    return HTTPException(413, f"The request body exceeds {max_bytes} bytes.", headers=headers)

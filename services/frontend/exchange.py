@@ -1,0 +1,217 @@
+"""The life of one generating request, from the first header to the last byte."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Generic, TypeVar, cast
+from uuid import uuid4
+
+from opentelemetry.trace import Span
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from components.errors import DeadlineExceeded, InvariantBroken, MeshError
+from components.openai.errors import ApiError, from_mesh, from_status, internal
+from components.openai.fields import FinishReason, GenerationFields, parse_body
+from components.text.sampling_defaults import SamplingDefaults
+from components.text.tokenizer import TextModel
+from services.frontend import tracing
+from services.frontend.body import read_json_body
+from services.frontend.config import FrontendSettings
+from services.frontend.disconnect import cancelled_on_disconnect
+from services.frontend.endpoints import Dialect
+from services.frontend.generation import ChoiceSpec, Generation, Piece
+from services.frontend.metrics import NO_MODEL, FrontendMetrics
+from services.frontend.ports import Mesh, ServedModel
+from services.frontend.prompts import check_token_fields, find_model, make_prompt, token_budget
+from services.frontend.stream import Reply
+
+R = TypeVar("R", bound=GenerationFields)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """What every request needs."""
+
+    mesh: Mesh
+    text: TextModel
+    settings: FrontendSettings
+    defaults: SamplingDefaults
+    metrics: FrontendMetrics
+
+
+class Exchange(Response, Generic[R]):
+    """A response that reads its own request: one coroutine, so that one span, one time limit and one edge hold it all.
+
+    Errors before the first token have their HTTP status; later ones become the stream's last event.
+    """
+
+    def __init__(self, frontend: Frontend, dialect: Dialect[R], request_type: type[R]) -> None:
+        super().__init__()
+        self._frontend = frontend
+        self._dialect = dialect
+        self._request_type = request_type
+        self._request_id = uuid4().hex  # the client's X-Request-Id is never a key
+        self._started = time.perf_counter()
+        self._model = NO_MODEL
+        self._generation: Generation | None = None
+        self._awaits_first_token = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request."""
+        reply = Reply(send, self._request_id)
+        with tracing.request_span(scope, self._dialect.operation, self._request_id) as span:
+            try:
+                async with _time_limit(self._frontend.settings.request_timeout_s):
+                    await self._serve(scope, receive, reply, span)
+            except MeshError as exc:
+                await self._fail(reply, span, from_mesh(exc, self._request_id), exc)
+            except HTTPException as exc:
+                await self._fail(reply, span, from_status(exc.status_code, _detail(exc)), exc)
+            except Exception as exc:
+                log.exception("request failed", extra={"request_id": self._request_id})
+                await self._fail(reply, span, internal(self._request_id), exc)
+            finally:
+                self._account(reply, span)
+
+    async def _serve(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
+        with tracing.tracer.start_as_current_span("frontend.validate"):
+            body = await read_json_body(scope, receive, self._frontend.settings.max_body_bytes)
+            request = parse_body(self._request_type, body)
+            limit = self._dialect.token_limit(request)
+            check_token_fields(request, self._frontend.text.vocab_size)
+            model = find_model(self._frontend.mesh, request.model)
+        self._model = model.name
+        tracing.describe_request(span, self._dialect.operation, request, limit)
+        running = self._frontend.metrics.running.labels(model.name)
+        running.inc()
+        try:
+            async with cancelled_on_disconnect(receive, lambda: reply.answered):
+                generation = await self._prepare(request, model, limit)
+                self._generation = generation
+                async with aclosing(generation.pieces()) as pieces:
+                    await (self._stream if request.stream else self._collect)(reply, request, generation, pieces)
+        finally:
+            running.dec()
+
+    async def _prepare(self, request: R, model: ServedModel, limit: int | None) -> Generation:
+        frontend, dialect = self._frontend, self._dialect
+        deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
+        with tracing.tracer.start_as_current_span("frontend.tokenize"):
+            encoded = await dialect.encode(frontend.text, request)
+            budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded]
+            echoes = dialect.echoes(frontend.text, request, encoded)
+        names = [self._request_id] if len(encoded) == 1 else [f"{self._request_id}-{i}" for i in range(len(encoded))]
+        specs = [
+            ChoiceSpec(
+                make_prompt(name, request, ids, max_tokens=budget, deadline=deadline, defaults=frontend.defaults),
+                request.stop,
+                echo,
+                dialect.continues,
+            )
+            for name, ids, budget, echo in zip(names, encoded, budgets, echoes, strict=True)
+        ]
+        return Generation(frontend.mesh, frontend.text, specs, frontend.metrics.gaps.of(model.name))
+
+    async def _stream(
+        self, reply: Reply, request: R, generation: Generation, pieces: AsyncGenerator[Piece, None]
+    ) -> None:
+        events = self._dialect.events(self._response_id, int(time.time()), request)
+        opened: set[int] = set()
+        unfinished = len(generation.choices)
+        async for index, text, finish in pieces:
+            data = events.text(index, text) if text else b""
+            if index not in opened:
+                opened.add(index)
+                data = events.open(index) + data
+            last = False
+            if finish is not None:
+                data += events.finish(index, finish)
+                unfinished -= 1
+                last = unfinished == 0
+                if last and request.include_usage:
+                    data += events.usage(generation.usage())
+            if not reply.streaming:
+                with self._first_token(generation):
+                    await reply.events(data, last=last)
+            elif data:
+                await reply.events(data, last=last)
+
+    async def _collect(
+        self, reply: Reply, request: R, generation: Generation, pieces: AsyncGenerator[Piece, None]
+    ) -> None:
+        texts: list[list[str]] = [[] for _ in generation.choices]
+        async for index, text, _ in pieces:
+            if self._awaits_first_token:
+                with self._first_token(generation):
+                    texts[index].append(text)
+            else:
+                texts[index].append(text)
+        choices = [
+            ("".join(parts), cast("FinishReason", choice.finish))
+            for parts, choice in zip(texts, generation.choices, strict=True)
+        ]
+        usage = generation.usage()
+        await reply.json(self._dialect.answer(self._response_id, int(time.time()), request.model, choices, usage))
+
+    @property
+    def _response_id(self) -> str:
+        return self._dialect.id_prefix + self._request_id
+
+    @contextmanager
+    def _first_token(self, generation: Generation) -> Generator[None, None, None]:
+        """Around what is done with the first token: its span begins when the token arrived."""
+        self._awaits_first_token = False
+        ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
+        with tracing.tracer.start_as_current_span("frontend.first_token", start_time=generation.first_unix_ns):
+            yield
+        ttft.observe(time.perf_counter() - self._started)
+
+    async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
+        tracing.describe_error(span, error, type(exc).__name__)
+        if error.status >= 500 and isinstance(exc, MeshError):
+            facts = {"request_id": self._request_id, "error": type(exc).__name__, "reason": exc.message}
+            log.warning("request failed", extra=facts, exc_info=isinstance(exc, InvariantBroken))
+        headers = exc.headers or {} if isinstance(exc, HTTPException) else {}
+        await reply.fail(error, [(name.encode(), value.encode()) for name, value in headers.items()])
+
+    def _account(self, reply: Reply, span: Span) -> None:
+        """Count the request, however it ended."""
+        metrics, route = self._frontend.metrics, self._dialect.route
+        status = reply.status if reply.answered else 503  # neither answered nor failed: this process is stopping
+        metrics.requests.labels(self._model, route, str(status)).inc()
+        generation = self._generation
+        if generation is None:
+            return
+        tracing.describe_response(span, self._response_id, self._model, generation)
+        usage = generation.usage()
+        metrics.prompt_tokens.labels(self._model).inc(usage.prompt_tokens)
+        metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)
+        if status == 200:
+            metrics.e2e_latency.labels(self._model, route).observe(time.perf_counter() - self._started)
+            for choice in generation.choices:
+                metrics.success.labels(self._model, str(choice.finish)).inc()
+
+
+@asynccontextmanager
+async def _time_limit(seconds: float) -> AsyncGenerator[None, None]:
+    """Raises: DeadlineExceeded. The mesh knows the deadline too; this also covers a client that does not read."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as exc:
+        if limit.expired():
+            raise DeadlineExceeded(f"the request took longer than {seconds:g} s") from exc
+        raise
+
+
+def _detail(exc: HTTPException) -> str | None:
+    """The message we gave it; starlette fills in the status phrase when there is none."""
+    return None if exc.detail == HTTPStatus(exc.status_code).phrase else exc.detail

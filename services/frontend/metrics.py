@@ -1,0 +1,95 @@
+"""What the frontend counts, under the names that dashboards know from vLLM. Labels come from fixed sets only."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+NO_MODEL: Final = ""  # label of a request that named no model we serve
+TTFT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+E2E_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+GAP_BUCKETS: Final = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+)
+
+
+class GapCounts:
+    """Gaps between tokens of one model: a bisect and two additions each, since this alone runs per token."""
+
+    __slots__ = ("counts", "total_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(GAP_BUCKETS) + 1)
+        self.total_s = 0.0
+
+    def observe(self, gap_s: float) -> None:
+        """Count one gap."""
+        self.counts[bisect_left(GAP_BUCKETS, gap_s)] += 1
+        self.total_s += gap_s
+
+
+class GapHistogram(Collector):
+    """`inter_token_latency_seconds`: a histogram whose hot side is plain lists."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, GapCounts] = {}
+
+    def of(self, model: str) -> GapCounts:
+        """The counts of one model."""
+        return self._models.setdefault(model, GapCounts())
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """The metric as Prometheus reads it."""
+        family = HistogramMetricFamily(
+            "inter_token_latency_seconds", "Gap between two deltas of tokens as they arrive.", labels=["model_name"]
+        )
+        bounds = [*map(str, GAP_BUCKETS), "+Inf"]
+        for model, gaps in self._models.items():
+            buckets = list(zip(bounds, map(float, accumulate(gaps.counts)), strict=True))
+            family.add_metric([model], buckets=buckets, sum_value=gaps.total_s)
+        yield family
+
+
+class FrontendMetrics:
+    """The metrics of one frontend process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["model_name", "route"]
+        self.registry = registry
+        self.gaps = GapHistogram()
+        registry.register(self.gaps)
+        self.time_to_first_token = Histogram(
+            "time_to_first_token_seconds", "Accepted to first token.", labels, registry=registry, buckets=TTFT_BUCKETS
+        )
+        self.e2e_latency = Histogram(
+            "e2e_request_latency_seconds", "Accepted to last byte.", labels, registry=registry, buckets=E2E_BUCKETS
+        )
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", ["model_name"], registry=registry)
+        self.generation_tokens = Counter("generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
+        self.running = Gauge("num_requests_running", "Requests not yet answered.", ["model_name"], registry=registry)
+        self.requests = Counter(
+            "requests", "Requests by HTTP status; 499: the client left.", [*labels, "status"], registry=registry
+        )
+        self.success = Counter(
+            "request_success", "Choices by finish reason.", ["model_name", "finished_reason"], registry=registry
+        )

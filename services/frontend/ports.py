@@ -1,0 +1,50 @@
+"""What the HTTP side needs of the mesh."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from components.wire.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One generation to do. `request_id` is ours and random."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    sampling: Sampling
+    cache_salt: str
+    deadline_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """Every token that has arrived since the last delta, so that one delta is one write to the client."""
+
+    token_ids: list[int]
+    finish: str | None  # "stop" or "length", with the last tokens
+    num_cached_tokens: int  # of the prompt; meaningful in the first delta
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that at least one live decode instance serves."""
+
+    name: str
+    max_context: int  # tokens of prompt and answer together
+    created_unix_s: int
+
+
+class Mesh(Protocol):
+    """The mesh as a request sees it."""
+
+    def models(self) -> list[ServedModel]:
+        """What can be asked for now; a look into memory."""
+
+    def generate(self, prompt: Prompt) -> AsyncGenerator[TokenDelta, None]:
+        """The tokens of `prompt`; closing the generator cancels the work.
+
+        Raises: MeshError, before the first delta or between two.
+        """

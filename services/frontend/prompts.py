@@ -1,0 +1,104 @@
+"""A validated request and its token ids to the prompts that the mesh generates from."""
+
+import random
+
+from components.errors import NoDecodeInstance, PromptTooLong, Rejected, UnknownModel
+from components.openai.completions import check_vocabulary
+from components.openai.fields import GenerationFields
+from components.text.sampling_defaults import SamplingDefaults
+from components.wire.sampling import Sampling, pack_bias
+from components.wire.tokens import pack_tokens
+from services.frontend.ports import Mesh, Prompt, ServedModel
+
+
+def find_model(mesh: Mesh, name: str) -> ServedModel:
+    """The model a request names.
+
+    Raises: UnknownModel; NoDecodeInstance, when nothing is served at all, so that nobody can know the name.
+    """
+    models = mesh.models()
+    for model in models:
+        if model.name == name:
+            return model
+    if not models:
+        raise NoDecodeInstance("no decode instance is registered")
+    raise UnknownModel(f"The model '{name}' does not exist.", param="model")
+
+
+def token_budget(prompt_tokens: int, wanted: int | None, model: ServedModel, param: str) -> int:
+    """How many tokens may be generated: what was asked for, else what the context has left. Raises: Rejected."""
+    if prompt_tokens < 1:
+        raise Rejected(f"'{param}' holds no tokens.", param=param, code="invalid_value")
+    left = model.max_context - prompt_tokens
+    if left < 1:
+        raise PromptTooLong(
+            f"This model's maximum context length is {model.max_context} tokens. However, your prompt has "
+            f"{prompt_tokens} tokens, which leaves none to generate. Please shorten it.",
+            param=param,
+        )
+    if wanted is not None and wanted > left:
+        raise PromptTooLong(
+            f"This model's maximum context length is {model.max_context} tokens. However, you requested "
+            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {wanted} in the completion). "
+            "Please reduce one of them.",
+            param=param,
+        )
+    return left if wanted is None else wanted
+
+
+def make_prompt(
+    request_id: str,
+    request: GenerationFields,
+    token_ids: list[int],
+    *,
+    max_tokens: int,
+    deadline: int,
+    defaults: SamplingDefaults,
+) -> Prompt:
+    """One generation, every default filled in; `deadline` is unix time in ms."""
+    return Prompt(
+        request_id=request_id,
+        model=request.model,
+        token_ids=token_ids,
+        sampling=_sampling(request, max_tokens, defaults),
+        cache_salt=request.cache_salt or "",
+        deadline_unix_ms=deadline,
+    )
+
+
+def _sampling(request: GenerationFields, max_tokens: int, defaults: SamplingDefaults) -> Sampling:
+    """What the client said, else what the model's authors recommend, else OpenAI's default. Raises: Rejected."""
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise Rejected(
+            f"Invalid 'min_tokens': it is {min_tokens}, and at most {max_tokens} tokens can be generated.",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    bias_ids, bias_values = pack_bias(request.logit_bias or {})
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=_first(request.temperature, defaults.temperature),
+        top_p=_first(request.top_p, defaults.top_p),
+        top_k=int(_first(request.top_k, defaults.top_k)),
+        min_p=_first(request.min_p, defaults.min_p),
+        presence_penalty=_first(request.presence_penalty, 0.0),
+        frequency_penalty=_first(request.frequency_penalty, 0.0),
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
+        logit_bias_ids=bias_ids,
+        logit_bias_values=bias_values,
+        min_tokens=min_tokens,
+        seed=random.getrandbits(63) if request.seed is None else request.seed,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=pack_tokens(request.stop_token_ids or ()),
+    )
+
+
+def _first(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def check_token_fields(request: GenerationFields, vocab_size: int) -> None:
+    """Raises: Rejected, when a stop token or a biased one is none of the model's."""
+    check_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids")
+    check_vocabulary(list(request.logit_bias or ()), vocab_size, "logit_bias")

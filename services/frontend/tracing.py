@@ -1,0 +1,80 @@
+"""The spans that the HTTP side owns, with OpenTelemetry's GenAI attributes."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import Scope
+
+from components.openai.errors import ApiError
+from components.openai.fields import GenerationFields
+from services.frontend.generation import Generation
+
+tracer: Final = trace.get_tracer("kvmesh")
+
+_PROPAGATOR: Final = TraceContextTextMapPropagator()  # not the global one: a stranger's baggage stays outside
+_TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
+
+
+@contextmanager
+def request_span(scope: Scope, operation: str, request_id: str) -> Generator[Span, None, None]:
+    """The root span of a request, current in its body; it continues the client's trace if there is one."""
+    carrier = {
+        name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
+    }
+    attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "kvmesh",
+        "kvmesh.request_id": request_id,
+    }
+    with tracer.start_as_current_span(
+        operation,
+        context=_PROPAGATOR.extract(carrier) if carrier else None,
+        kind=SpanKind.SERVER,
+        attributes=attributes,
+        record_exception=False,  # the request's own edge turns every error into a status
+        set_status_on_exception=False,
+    ) as span:
+        yield span
+
+
+def describe_request(span: Span, operation: str, request: GenerationFields, max_tokens: int | None) -> None:
+    """Name the span, once the model is known to be one of ours, and say what was asked for."""
+    span.update_name(f"{operation} {request.model}")
+    if not span.is_recording():
+        return
+    wanted = {
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.max_tokens": max_tokens,
+        "gen_ai.request.temperature": request.temperature,
+        "gen_ai.request.top_p": request.top_p,
+        "gen_ai.request.seed": request.seed,
+        "gen_ai.request.stop_sequences": request.stop or None,
+    }
+    span.set_attributes({name: value for name, value in wanted.items() if value is not None})
+
+
+def describe_response(span: Span, response_id: str, model: str, generation: Generation) -> None:
+    """Say what was generated, as far as it came."""
+    if not span.is_recording():
+        return
+    usage = generation.usage()
+    span.set_attributes(
+        {
+            "gen_ai.response.id": response_id,
+            "gen_ai.response.model": model,
+            "gen_ai.response.finish_reasons": [c.finish for c in generation.choices if c.finish is not None],
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
+        }
+    )
+
+
+def describe_error(span: Span, error: ApiError, kind: str) -> None:
+    """Say how the request failed; `kind` is the class of what was raised."""
+    span.set_attributes({"error.type": kind, "http.response.status_code": error.status})
+    span.set_status(Status(StatusCode.ERROR, error.message))

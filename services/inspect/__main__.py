@@ -1,0 +1,101 @@
+"""python -m services.inspect: who is registered, what is busy, what one request did."""
+
+import asyncio
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from components.settings import MeshSettings
+from components.telemetry.trace_store import FILE_NAME, TraceStore
+from services.inspect.trace_view import trace_table
+from services.inspect.workers import show_workers
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look inside a running kvmesh mesh.")
+console = Console()
+
+StateDir = Annotated[Path | None, typer.Option(help="where the services keep their traces [env: MESH_STATE_DIR]")]
+
+
+@app.command()
+def workers(
+    etcd_url: Annotated[str | None, typer.Option(help="[env: MESH_ETCD_URL]")] = None,
+    nats_url: Annotated[str | None, typer.Option(help="[env: MESH_NATS_URL]")] = None,
+    namespace: Annotated[str | None, typer.Option(help="[env: MESH_NAMESPACE]")] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """What etcd knows and what NATS answers, side by side."""
+    settings = _settings(state_dir, etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
+    asyncio.run(show_workers(settings, console))
+
+
+@app.command()
+def trace(
+    which: Annotated[str, typer.Argument(help="last, or the beginning of a trace id or request id")] = "last",
+    state_dir: StateDir = None,
+) -> None:
+    """One request as a tree with times, from the traces kept on this host."""
+    settings = _settings(state_dir)
+    store = TraceStore(settings.home)
+    with _readable(settings.home):
+        newest = store.last_trace_ids(1)
+        last = newest[0] if newest else ""
+        wanted = last if which == "last" else which.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        spans = store.trace(wanted) if wanted else []
+    if not spans:
+        kept = "no trace is kept" if not newest else f"no kept trace begins with {which!r}"
+        sys.exit(f"{kept} in {settings.home}: send a request first, or name the services' --state-dir")
+    console.print(trace_table(spans))
+
+
+@app.command()
+def traces(count: Annotated[int, typer.Option(help="how many")] = 20, state_dir: StateDir = None) -> None:
+    """The newest traces, a line each."""
+    home = _settings(state_dir).home
+    store = TraceStore(home)
+    with _readable(home):
+        kept = [(trace_id, store.trace(trace_id)) for trace_id in store.last_trace_ids(count)]
+    for trace_id, spans in [(t, s) for t, s in kept if s]:  # else trimmed meanwhile
+        root = next((s for s in spans if s.parent_id is None), spans[0])
+        total_ms = (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e6
+        console.print(f"{trace_id}  {total_ms:9.1f} ms  {len(spans):3d} spans  {root.name}  {root.status}")
+
+
+@contextmanager
+def _readable(home: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as exc:
+        sys.exit(f"{home / FILE_NAME} cannot be read: {exc}")
+
+
+def _settings(state_dir: Path | None, **given: str | None) -> MeshSettings:
+    """Flags, then the environment, then what a `services.local` that runs here says of itself, then the defaults."""
+    values = {name: value for name, value in given.items() if value is not None}
+    if state_dir is not None:
+        values["state_dir"] = str(state_dir)
+    settings = MeshSettings(**values)  # type: ignore[arg-type]
+    found = _local_mesh(settings.home).items()
+    values.update({name: value for name, value in found if name not in settings.model_fields_set})
+    return MeshSettings(**values)  # type: ignore[arg-type]
+
+
+def _local_mesh(home: Path) -> dict[str, str]:
+    """Where the mesh of this host is; empty when none runs."""
+    try:
+        facts = json.loads((home / "local" / "running.json").read_text())
+        os.kill(facts["pid"], 0)
+    except (OSError, ValueError, LookupError):
+        return {}
+    return {name: facts[name] for name in ("etcd_url", "nats_url", "namespace") if name in facts}
+
+
+if __name__ == "__main__":
+    app()

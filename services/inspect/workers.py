@@ -1,0 +1,127 @@
+"""Instances as etcd knows them beside what NATS answers: a difference is what one is looking for."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from nats.aio.msg import Msg
+from rich.console import Console
+from rich.table import Table
+
+from components.discovery.registry import join_registry
+from components.errors import MalformedMessage
+from components.messaging.bus import Bus, connect_bus
+from components.settings import MeshSettings
+from components.wire.codec import unpack
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord, Role
+
+LISTEN_S = 1.2  # two heartbeats
+ROLES: tuple[Role, ...] = ("frontend", "bootstrap", "decode", "prefill")
+
+
+async def show_workers(settings: MeshSettings, console: Console) -> None:
+    """Print the table."""
+    try:
+        async with asyncio.timeout(8):
+            await _show(settings, console)
+    except TimeoutError:
+        raise SystemExit(
+            f"no answer from etcd at {settings.etcd_url} or NATS at {settings.nats_url}: "
+            "name them with --etcd-url and --nats-url (services.local prints both)"
+        ) from None
+
+
+async def _show(settings: MeshSettings, console: Console) -> None:
+    async with (
+        connect_bus(settings.nats_url, "inspect") as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+    ):
+        beats, services = await asyncio.gather(_heartbeats(bus, settings.namespace), _services(bus, settings.namespace))
+        records = [r for role in ROLES for r in registry.book.of_role(role)]
+        console.print(_table(records, beats, services))
+        strangers = services.keys() - {r.instance_id for r in records}
+        for instance_id in sorted(strangers):
+            console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id]['name']} {instance_id}")
+
+
+async def _heartbeats(bus: Bus, namespace: str) -> dict[str, Heartbeat]:
+    beats: dict[str, Heartbeat] = {}
+
+    async def receive(message: Msg) -> None:
+        try:
+            beat = unpack(message.data, Heartbeat)
+        except MalformedMessage:
+            return
+        beats[beat.instance_id] = beat
+
+    async with bus.subscription(f"{namespace}.*.*.heartbeat", receive):
+        await asyncio.sleep(LISTEN_S)
+    return beats
+
+
+async def _services(bus: Bus, namespace: str) -> dict[str, dict[str, Any]]:
+    """Answers to `$SRV.STATS` by instance id; services of other namespaces on this NATS answer too, and are left out."""
+    found: dict[str, dict[str, Any]] = {}
+
+    async def receive(message: Msg) -> None:
+        if not message.data:  # NATS itself: nobody is there
+            return
+        answer = json.loads(message.data)
+        about = answer.get("metadata") or {}
+        if about.get("subject", "").startswith(f"{namespace}.") and (instance_id := about.get("instance_id")):
+            found[instance_id] = answer
+
+    inbox = bus.client.new_inbox()
+    async with bus.subscription(inbox, receive):
+        await bus.client.publish("$SRV.STATS", reply=inbox)
+        await asyncio.sleep(LISTEN_S)
+    return found
+
+
+def _table(records: list[InstanceRecord], beats: dict[str, Heartbeat], services: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title="etcd ⟷ NATS")
+    for name in (
+        "role",
+        "instance",
+        "epoch",
+        "host:pid",
+        "up",
+        "model",
+        "NATS calls",
+        "errors",
+        "run/wait/held",
+        "pages free/cached/held",
+    ):
+        table.add_column(name)
+    for record in records:
+        table.add_row(*_row(record, beats.get(record.instance_id), services.get(record.instance_id)))
+    return table
+
+
+def _row(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any] | None) -> list[str]:
+    up_s = time.time() - record.started_unix_ms / 1000
+    if service is None:
+        calls, errors = "[red]no answer", ""
+    else:
+        endpoints = service["endpoints"]
+        calls = " ".join(f"{e['name']}:{e['num_requests']}" for e in endpoints if e["num_requests"]) or "-"
+        errors = str(sum((e.get("data") or {}).get("errors", 0) for e in endpoints))
+    if beat is not None:
+        load = f"{beat.num_running}/{beat.num_waiting}/{beat.num_held}" + (" draining" if beat.draining else "")
+        pages = f"{beat.free_pages}/{beat.cached_pages}/{beat.held_pages} of {beat.total_pages}"
+    else:
+        load, pages = ("[red]silent", "") if record.kv is not None else ("", "")
+    return [
+        record.role,
+        record.instance_id,
+        record.epoch,
+        f"{record.host}:{record.pid}",
+        f"{up_s:.0f} s",
+        record.model or "",
+        calls,
+        errors,
+        load,
+        pages or (record.http or ""),
+    ]

@@ -1,0 +1,99 @@
+"""`python -m services.local`: the whole mesh on one machine, with real etcd and NATS, until Ctrl-C."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.local.plan import Plan
+from services.local.supervisor import run_mesh
+
+Count = Annotated[int, typer.Option(min=1)]
+
+
+def main(
+    *,
+    prefill: Annotated[int, typer.Option(min=0, help="prefill workers; 0: decode computes prompts itself")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="decode workers")] = 1,
+    frontend: Annotated[int, typer.Option(min=1, help="HTTP frontends; further ones take the next ports")] = 1,
+    bootstrap: Annotated[int, typer.Option(min=0, help="bootstrap replicas; 0 only without prefill workers")] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MESH_MODEL", help="smollm2-135m (default), a local directory, a hub id, a config.json, or mock"
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(envvar="MESH_FRONTEND_HOST", help="address that frontends listen on")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="MESH_FRONTEND_PORT", min=1, max=65535, help="of the first frontend")
+    ] = 8000,
+    etcd_url: Annotated[
+        str | None, typer.Option(envvar="MESH_ETCD_URL", help="an etcd that runs; default: start one")
+    ] = None,
+    nats_url: Annotated[
+        str | None, typer.Option(envvar="MESH_NATS_URL", help="a NATS that runs; default: start one")
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="MESH_STATE_DIR", help="converted models, traces, the servers' data [~/.cache/kvmesh]"),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(envvar="MESH_ENGINE__DTYPE", help="of weights and KV, such as bfloat16")
+    ] = None,
+    kv_memory_gb: Annotated[
+        float | None, typer.Option(envvar="MESH_ENGINE__KV_MEMORY_GB", help="memory for KV pages, each worker")
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            envvar="MESH_ENGINE__THREADS",
+            min=1,
+            help="CPU threads of each worker; default: the cores divided among the workers",
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(envvar="MESH_NAMESPACE", help="first part of etcd keys and NATS subjects [kvmesh]")
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(envvar="MESH_OTLP_ENDPOINT", help="OTLP/HTTP collector for traces")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(envvar="MESH_LOG_LEVEL", help="debug, info, warning or error")
+    ] = None,
+    stop_timeout: Annotated[
+        float, typer.Option(min=0.1, help="seconds a process has to stop before it is killed")
+    ] = 10.0,
+) -> None:
+    """Run etcd, NATS, bootstrap, prefill, decode and frontend on this machine until Ctrl-C.
+
+    Each service also reads its own environment variables: MESH_X for all of them, MESH_DECODE_X for decode alone
+    (python -m services.decode --help lists them).
+    """
+    given = {
+        "model": model,
+        "state_dir": state_dir,
+        "namespace": namespace,
+        "otlp_endpoint": otlp_endpoint,
+        "log_level": log_level,
+        "engine__dtype": dtype,
+        "engine__kv_memory_gb": kv_memory_gb,
+        "engine__threads": threads,
+    }
+    plan = Plan(
+        counts={"bootstrap": bootstrap, "prefill": prefill, "decode": decode, "frontend": frontend},
+        host=host,
+        port=port,
+        etcd_url=etcd_url,
+        nats_url=nats_url,
+        stop_timeout_s=stop_timeout,
+        given={name: str(value) for name, value in given.items() if value is not None},
+    )
+    sys.exit(asyncio.run(run_mesh(plan)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,138 @@
+"""One service as a child process: started, read, restarted with back-off when it dies, stopped for sure."""
+
+import asyncio
+import contextlib
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from services.local.output import Output
+from services.local.process import CannotStart, describe_exit, run, stop
+from services.local.shared_memory import SharedMemoryFiles
+
+FIRST_DELAY_S: Final = 0.5
+LONGEST_DELAY_S: Final = 10.0
+STEADY_S: Final = 30.0  # a child that lived this long starts again at the first delay
+GIVE_UP_AFTER: Final = 3  # deaths before the first "ready": a mistake in the set-up, which no restart mends
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run."""
+
+    name: str  # prefill-0
+    command: Sequence[str]
+    env: Mapping[str, str]
+
+
+class Backoff:
+    """How long to wait before the next start: doubles with each short life."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_DELAY_S
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait after a life of `lived_s`."""
+        if lived_s >= STEADY_S:
+            self._next_s = FIRST_DELAY_S
+        delay_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_DELAY_S)
+        return delay_s
+
+
+class Supervision:
+    """What all children of one mesh share: how they are shown and stopped, and how one of them ends the run."""
+
+    def __init__(self, output: Output, stop_timeout_s: float) -> None:
+        self.output = output
+        self.stop_timeout_s = stop_timeout_s
+        self.hurry = asyncio.Event()  # a second Ctrl-C: no more waiting
+        self.shared_memory = SharedMemoryFiles()
+        self.gave_up: asyncio.Future[CannotStart] = asyncio.get_running_loop().create_future()
+
+
+class Child:
+    """One service process and its successors."""
+
+    def __init__(self, spec: ChildSpec, supervision: Supervision) -> None:
+        self.spec = spec
+        self.ready = asyncio.Event()  # the process that runs now has said "ready"
+        self._shared = supervision
+        self._stopping = asyncio.Event()
+        self._process: Process | None = None
+        self._was_ready = False
+
+    async def keep_running(self) -> None:
+        """Start it, and again when it dies, until `stop`."""
+        backoff, deaths = Backoff(), 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            returncode = await self._live_once()
+            if self._stopping.is_set():
+                return
+            deaths += 1
+            cause = describe_exit(returncode)
+            if not self._was_ready and deaths == GIVE_UP_AFTER:
+                self._give_up(cause)
+                return
+            delay_s = backoff.after(time.monotonic() - started)
+            self._shared.output.say(
+                self.spec.name, f"died ({cause}), next try in {delay_s:g} s", level="error", restarts=deaths
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
+
+    async def _live_once(self) -> int:
+        try:
+            return await run(self.spec.command, self._show, env=self.spec.env, started=self._started)
+        finally:
+            self.ready.clear()
+            self._shared.output.end_progress(self.spec.name)
+            if self._process is not None:
+                self._shared.shared_memory.remove_files_of(self._process.pid)
+
+    def _started(self, process: Process) -> None:
+        self._process = process
+        if self._stopping.is_set():  # `stop` came while it was being started, and missed it
+            process.kill()
+
+    def _show(self, line: str) -> None:
+        if self._shared.output.show(self.spec.name, line) == "ready" and self._process is not None:
+            self._was_ready = True
+            self._shared.shared_memory.remember(self._process.pid)
+            self.ready.set()
+
+    def _give_up(self, cause: str) -> None:
+        if not self._shared.gave_up.done():
+            self._shared.gave_up.set_result(
+                CannotStart(
+                    f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause}); see its lines"
+                )
+            )
+
+    async def stop(self) -> None:
+        """SIGTERM, SIGKILL after the time-out; returns when the process is gone."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        self._shared.shared_memory.remember(process.pid)
+        if not await stop(process, self._shared.stop_timeout_s, self._shared.hurry):
+            why = "" if self._shared.hurry.is_set() else f"did not stop in {self._shared.stop_timeout_s:g} s: "
+            self._shared.output.say(self.spec.name, f"{why}killed", level="warning")
+
+
+@asynccontextmanager
+async def running_children(specs: list[ChildSpec], supervision: Supervision) -> AsyncIterator[list[Child]]:
+    """Children of one tier, all started at once, all stopped at once when the block ends."""
+    children = [Child(spec, supervision) for spec in specs]
+    async with asyncio.TaskGroup() as tasks:
+        for child in children:
+            tasks.create_task(child.keep_running(), name=child.spec.name)
+        try:
+            yield children
+        finally:
+            await asyncio.gather(*(child.stop() for child in children))

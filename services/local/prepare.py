@@ -1,0 +1,28 @@
+"""What `model.prepare_model` runs: `python -m services.local.prepare <model> <state dir>`, progress as log lines.
+
+`python -m engine.model` does the same for a person, with a bar of its own.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from components.telemetry.logs import configure_logs, log_progress
+from engine.model.errors import ModelUnavailable
+from engine.model.resolve import model_dir
+
+log = logging.getLogger(__name__)
+
+
+def main(model: str, state_dir: Path) -> None:
+    """Convert or fetch `model` where needed; exits with 1 when there is no such model."""
+    configure_logs("info", "json")
+    try:
+        directory = model_dir(model, state_dir, log_progress)
+    except ModelUnavailable as exc:
+        sys.exit(exc.message)
+    log.info("ready", extra={"directory": str(directory)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

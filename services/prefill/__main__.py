@@ -1,0 +1,47 @@
+"""python -m services.prefill: prompts in, KV pages into decode's memory."""
+
+from components.aio import first, raises
+from components.discovery.registry import Registration, join_registry
+from components.kv_transfer.nixl_transfer import open_nixl
+from components.messaging.bus import connect_bus
+from components.messaging.heartbeats import send_heartbeats
+from components.messaging.service import serve_calls
+from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
+from components.telemetry.logs import log_progress, log_ready
+from components.telemetry.spans import start_telemetry
+from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from engine.loop import start_engine
+from engine.model.resolve import served_name
+from services.prefill.config import PrefillSettings
+from services.prefill.handlers import PrefillService
+
+
+async def main(settings: PrefillSettings) -> None:
+    """Serve prefill: compute prompts, write their pages, leave when the last transfer is over."""
+    me = new_instance_id()
+    subject = subject_of(settings.namespace, "prefill", me)
+    model = settings.served_model_name or served_name(settings.model)
+    registration = Registration(me)
+    metrics = WorkerMetrics()
+    async with (
+        start_telemetry(settings, "prefill", me),
+        connect_bus(settings.nats_url, f"prefill-{me}") as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
+        open_nixl(engine.engine.kv_region, f"prefill-{me}", settings.nixl_backend) as transfer,
+        serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
+    ):
+        service = PrefillService(bus, registration, registry, engine, transfer, metrics=metrics)
+        record = record_maker(settings, "prefill", me, model=model, kv=transfer.endpoint, http=page)
+        async with (
+            serve_calls(bus, "prefill", subject, service.endpoints(), {"instance_id": me, "model": model}),
+            send_heartbeats(bus, subject, service.heartbeat),
+            registry.advertise(registration, record),
+        ):
+            log_ready(instance=me, model=model)
+            await first(stop_signal(), raises(engine.failed()))
+            await drain(service, settings.drain_timeout_s)
+
+
+if __name__ == "__main__":
+    run(main(PrefillSettings.read()))

@@ -1,0 +1,270 @@
+"""What the prefill service answers: a prompt to compute, pages to write into, a transfer to stop."""
+
+import asyncio
+import logging
+import time
+from itertools import count
+
+from opentelemetry import trace
+
+from components.discovery.registry import Registration, Registry
+from components.errors import (
+    BY_NAME,
+    Cancelled,
+    MeshError,
+    NoBootstrapInstance,
+    Overloaded,
+    PeerLost,
+    Rejected,
+    TransferFailed,
+)
+from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.sender import Sender
+from components.messaging.bus import Bus
+from components.messaging.deadline import remaining_s
+from components.messaging.heartbeats import heartbeat_of
+from components.messaging.service import Endpoint
+from components.telemetry.spans import tracer
+from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord
+from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
+from components.wire.rooms import CloseRoom, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomOpened
+from components.wire.tokens import unpack_tokens
+from engine.log_line import BatchLog
+from engine.loop import EngineLoop
+from engine.ports import EngineRequest, Phase, StepOutput
+from engine.sampling.wire import sampling_params
+from services.prefill.jobs import PrefillJob
+
+log = logging.getLogger(__name__)
+
+ROOM_TIMEOUT_S = 5.0
+
+
+class PrefillService:
+    """The prompts of this instance."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        registration: Registration,
+        registry: Registry,
+        engine: EngineLoop,
+        transfer: KvTransfer,
+        *,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._bus = bus
+        self._registration = registration
+        self._registry = registry
+        self._engine = engine
+        self._transfer = transfer
+        self._metrics = metrics
+        self._jobs: dict[str, PrefillJob] = {}
+        self._forgetting: set[asyncio.Task[None]] = set()  # peers that are gone
+        self._turn = count()
+        self.draining = False
+        engine.on_output(self._stepped)
+        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
+        registration.on_lost(self._lease_lost)
+        registry.book.subscribe(self._instance_changed)
+
+    @property
+    def num_jobs(self) -> int:
+        """Prompts being computed or sent."""
+        return len(self._jobs)
+
+    def endpoints(self) -> list[Endpoint]:
+        """The calls of a transfer's life."""
+        return [
+            Endpoint("prefill", PrefillRequest, self.prefill),
+            Endpoint("pages", PagesOffered, self.pages),
+            Endpoint("quiesce", Quiesce, self.quiesce),
+            Endpoint("room_failed", RoomFailed, self.room_failed),
+        ]
+
+    async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
+        """Start computing, open a room, answer with it. Raises: what makes decode go elsewhere."""
+        self._registration.check_epoch(request.epoch)
+        remaining_s(request.deadline_unix_ms)
+        if self.draining:
+            raise Overloaded("this prefill instance is leaving")
+        if request.request_id in self._jobs:
+            raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
+        span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
+        with trace.use_span(span, end_on_exit=False):
+            try:
+                return await self._accept(request, span)
+            except BaseException:
+                span.end()
+                raise
+
+    async def pages(self, offer: PagesOffered) -> RoomOk:
+        """Decode's pages for one of our rooms. Raises: TransferFailed, when the room is over here."""
+        job = self._jobs.get(offer.request_id)
+        if job is None or job.room is None or job.room.room != offer.room:
+            raise TransferFailed(f"room {offer.room} is over on this prefill instance")
+        record = self._registry.book.find(offer.decode_id, offer.decode_epoch)
+        if record is None or record.kv is None:
+            raise TransferFailed(f"decode instance {offer.decode_id} is not registered with epoch {offer.decode_epoch}")
+        limit = record.kv.num_pages
+        if len(offer.pages) != job.num_pages or not all(0 <= page < limit for page in offer.pages):
+            raise TransferFailed(f"the offer must name {job.num_pages} pages below {limit}")
+        if not 0 <= offer.num_cached_pages <= job.num_pages:
+            raise TransferFailed(f"{offer.num_cached_pages} cached pages of {job.num_pages}")
+        if not 0 <= offer.aux_slot < record.kv.aux_slots:
+            raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
+        job.sender.offered(offer, record.kv, job.room.stamp)
+        return RoomOk(room=offer.room)
+
+    async def quiesce(self, request: Quiesce) -> Quiet:
+        """Stop a transfer; the answer means that nothing of it is in flight and nothing will be posted."""
+        job = self._jobs.get(request.request_id)
+        if job is not None:
+            job.failure.tell(Cancelled(request.cause))
+            if job.task is not None:  # else its room is being opened still, and it will end before it writes
+                await asyncio.wait((job.task,))
+        return Quiet(request_id=request.request_id)
+
+    async def room_failed(self, failed: RoomFailed) -> RoomOk:
+        """The bootstrap service knows that this transfer will not complete."""
+        job = self._jobs.get(failed.request_id)
+        if job is not None and job.room is not None and job.room.room == failed.room:
+            job.failure.tell(BY_NAME.get(failed.error, TransferFailed)(failed.cause))
+        return RoomOk(room=failed.room)
+
+    def heartbeat(self) -> Heartbeat:
+        """What this instance says of itself."""
+        me = self._registration
+        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, draining=self.draining)
+
+    async def drained(self) -> None:
+        """Wait for the jobs in flight."""
+        while tasks := [job.task for job in self._jobs.values() if job.task is not None]:
+            await asyncio.wait(tasks)
+
+    def stop_all(self, cause: str) -> None:
+        """Give up every job: decode computes those prompts itself."""
+        for job in self._jobs.values():
+            job.failure.tell(PeerLost(cause))
+
+    async def _accept(self, request: PrefillRequest, span: trace.Span) -> PrefillAccepted:
+        prompt = EngineRequest(
+            request_id=request.request_id,
+            token_ids=unpack_tokens(request.token_ids),
+            sampling=sampling_params(request.sampling),
+            phase=Phase.PREFILL,
+            cache_salt=request.cache_salt,
+            num_generated=request.sampling.num_generated,
+            priority=request.priority,
+        )
+        layout = self._engine.engine.kv_region.layout
+        num_pages = layout.pages_for(len(prompt.token_ids))
+        job = PrefillJob(
+            request=request,
+            sender=Sender(self._transfer, request.request_id, num_pages, layout.page_size),
+            num_pages=num_pages,
+            span=span,
+            submitted_ns=time.time_ns(),
+            step_s=lambda: self._engine.stats.step_s,
+        )
+        self._jobs[request.request_id] = job
+        submitted = self._engine.post(lambda engine: engine.submit(prompt))
+        submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
+        try:
+            bootstrap, job.room = await self._open_room(request)
+        except BaseException:
+            self._forget(job)
+            raise
+        job.task = asyncio.create_task(self._run(job, bootstrap), name=f"prefill {request.request_id}")
+        return PrefillAccepted(room=job.room.room, stamp=job.room.stamp)
+
+    async def _open_room(self, request: PrefillRequest) -> tuple[InstanceRecord, RoomOpened]:
+        replicas = self._registry.book.of_role("bootstrap")
+        if not replicas:
+            raise NoBootstrapInstance("no bootstrap instance is registered")
+        opening = OpenRoom(
+            request_id=request.request_id,
+            prefill_id=self._registration.instance_id,
+            prefill_epoch=self._registration.epoch,
+            decode_id=request.decode_id,
+            decode_epoch=request.decode_epoch,
+            deadline_unix_ms=request.deadline_unix_ms,
+        )
+        turn = next(self._turn)
+        last: MeshError | None = None
+        for step in range(len(replicas)):  # a replica that just died still stands in etcd: the next one answers
+            replica = replicas[(turn + step) % len(replicas)]
+            try:
+                with tracer.start_as_current_span("prefill.open_room", kind=trace.SpanKind.CLIENT):
+                    return replica, await self._bus.call(
+                        f"{replica.subject}.open", opening, RoomOpened, timeout_s=ROOM_TIMEOUT_S
+                    )
+            except MeshError as exc:
+                last = exc
+        raise NoBootstrapInstance(f"no bootstrap instance opened a room: {last}")
+
+    async def _run(self, job: PrefillJob, bootstrap: InstanceRecord) -> None:
+        assert job.room is not None
+        room = job.room.room
+
+        async def close_room(outcome: MeshError | None) -> None:
+            error = None if outcome is None else type(outcome).__name__
+            closing = CloseRoom(room=room, error=error, cause="" if outcome is None else outcome.message)
+            try:
+                await self._bus.publish(f"{bootstrap.subject}.close", closing)
+            except MeshError as exc:
+                log.warning("room not closed", extra={"room": room, "cause": exc.message})
+
+        try:
+            if await job.run(close_room):
+                self._metrics.transferred(job.sender.num_bytes, job.sender.duration_s)
+            else:
+                self._metrics.transfer_failed()
+        finally:
+            self._forget(job)
+
+    def _forget(self, job: PrefillJob) -> None:
+        """Nothing of this job is in flight: its pages go back, what was computed stays in the prefix cache."""
+        request_id = job.request.request_id
+        self._jobs.pop(request_id, None)
+        self._engine.post(lambda engine: engine.cancel(request_id))
+        self._engine.post(lambda engine: engine.release(request_id))
+
+    def _stepped(self, output: StepOutput) -> None:
+        self._metrics.record(output.stats)
+        for event in output.computed:
+            if (job := self._jobs.get(event.request_id)) is not None:
+                job.computed(event)
+        for failed in output.failed:
+            if (job := self._jobs.get(failed.request_id)) is not None:
+                job.failure.tell(failed.error)
+
+    async def _lease_lost(self) -> None:
+        # Decode may reuse its pages once etcd has dropped us, so nothing of ours may be written after that.
+        self.stop_all("the lease of this prefill instance was lost")
+        await self.drained()
+
+    def _instance_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        if was is None or was.role != "decode":
+            return
+        for job in self._jobs.values():
+            if (job.request.decode_id, job.request.decode_epoch) == (was.instance_id, was.epoch):
+                job.failure.tell(PeerLost(f"decode instance {was.instance_id} is gone"))
+        if was.kv is not None and (now is None or now.kv is None or now.kv.agent != was.kv.agent):
+            task = asyncio.create_task(self._transfer.disconnect(was.kv.agent))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+            task.add_done_callback(_log_failure)
+
+
+def _pass_on_failure(done: asyncio.Future[None], job: PrefillJob) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        job.failure.tell(error if isinstance(error, MeshError) else TransferFailed(f"prefill failed: {error!r}"))
+
+
+def _log_failure(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.warning("peer not forgotten", extra={"cause": str(error)})

@@ -1,0 +1,97 @@
+"""An engine loop whose engine does nothing but remember: the test says what a step brought."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from components.discovery.book import InstanceBook
+from engine.ports import EngineRequest, KvRegion, StepOutput, StepStats, TokenOutput
+from tests.components.kv_transfer.fake_transfer import LAYOUT
+
+
+@dataclass
+class FakeEngine:
+    """See `engine.ports.Engine`."""
+
+    kv_region: KvRegion = field(default_factory=lambda: KvRegion(0, 100, LAYOUT, "cpu"))
+    max_context: int = 1000
+    prefix: int = 0  # what peek_prefix finds
+    refusal: Exception | None = None  # raised by submit
+    delivered: Exception | list[TokenOutput] = field(default_factory=list)  # what deliver does
+    did: list[tuple[Any, ...]] = field(default_factory=list)
+    submitted: dict[str, EngineRequest] = field(default_factory=dict)
+
+    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> int:
+        return self.prefix
+
+    def submit(self, request: EngineRequest) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.did.append(("submit", request.request_id, request.phase))
+        self.submitted[request.request_id] = request
+
+    def deliver(self, request_id: str, first_token: int) -> list[TokenOutput]:
+        self.did.append(("deliver", request_id, first_token))
+        if isinstance(self.delivered, Exception):
+            raise self.delivered
+        return self.delivered or [TokenOutput(request_id, [first_token])]
+
+    def recompute(self, request_id: str) -> None:
+        self.did.append(("recompute", request_id))
+
+    def cancel(self, request_id: str) -> None:
+        self.did.append(("cancel", request_id))
+
+    def release(self, request_id: str) -> None:
+        self.did.append(("release", request_id))
+
+
+class FakeEngineLoop:
+    """See `engine.loop.EngineLoop`."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.stats = StepStats()
+        self.callbacks: list[Callable[[StepOutput], None]] = []
+
+    def post(self, call: Callable[[Any], Any]) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        loop.call_soon(self._run, call, future)
+        return future
+
+    def on_output(self, callback: Callable[[StepOutput], None]) -> None:
+        self.callbacks.append(callback)
+
+    def step(self, **output: Any) -> None:
+        """A step brought this."""
+        for callback in self.callbacks:
+            callback(StepOutput(**output))
+
+    def did(self, what: str) -> list[str]:
+        """Ids of the requests to which this was done."""
+        return [entry[1] for entry in self.engine.did if entry[0] == what]
+
+    def _run(self, call: Callable[[Any], Any], future: asyncio.Future[Any]) -> None:
+        try:
+            result = call(self.engine)
+        except Exception as exc:  # noqa: BLE001  as the real loop
+            if not future.done():
+                future.set_exception(exc)
+        else:
+            if not future.done():
+                future.set_result(result)
+
+
+@dataclass
+class FakeRegistry:
+    """A mirror that the test writes."""
+
+    book: InstanceBook = field(default_factory=InstanceBook)
+
+
+async def turns(count: int = 40) -> None:
+    """Let everything that can go on go on."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -1,0 +1,500 @@
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from components.discovery.registry import Registration
+from components.errors import (
+    InvariantBroken,
+    MalformedMessage,
+    MeshError,
+    Overloaded,
+    PromptTooLong,
+    Rejected,
+    StaleInstance,
+    UnknownModel,
+)
+from components.kv_transfer.aux import AuxRecord
+from components.messaging.deadline import now_ms
+from components.messaging.heartbeats import Liveness
+from components.messaging.service import Endpoint
+from components.messaging.streams import open_outbox
+from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
+from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
+from components.wire.rooms import OfferPages, RoomFailed, RoomOk
+from components.wire.sampling import Sampling
+from components.wire.tokens import pack_tokens
+from engine.ports import Failed, FinishReason, Phase, Reserved, TokenOutput
+from services.decode.handlers import DecodeService
+from services.decode.remote_prefill import RemotePrefill
+from services.decode.streams import ActiveRequests
+from tests.components.discovery.records import record
+from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
+from tests.components.messaging.fake_bus import FakeBus
+from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
+
+pytestmark = pytest.mark.anyio
+
+ROOM, STAMP, FRONT, ID = "boot/1", 77, "ns.frontend.f.tokens", "r.1"
+PAGES = [3, 4, 5]
+
+
+class Prefill:
+    """The prefill instance and the bootstrap replica; a gate, when cleared, holds an answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[PrefillRequest] = []
+        self.offered: list[OfferPages] = []
+        self.called_off: list[Quiesce] = []
+        self.refusal: MeshError | None = None
+        self.offer_refusal: MeshError | None = None
+        self.quiet_failures: list[Exception] = []  # raised one after another
+        self.answers, self.takes, self.quiets = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for gate in (self.answers, self.takes, self.quiets):
+            gate.set()
+
+    async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
+        self.asked.append(request)
+        await self.answers.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        return PrefillAccepted(room=ROOM, stamp=STAMP)
+
+    async def quiesce(self, request: Quiesce) -> Quiet:
+        self.called_off.append(request)
+        await self.quiets.wait()
+        if self.quiet_failures:
+            raise self.quiet_failures.pop(0)
+        return Quiet(request_id=request.request_id)
+
+    async def offer(self, request: OfferPages) -> RoomOk:
+        self.offered.append(request)
+        await self.takes.wait()
+        if self.offer_refusal is not None:
+            raise self.offer_refusal
+        return RoomOk(room=request.room)
+
+
+class Decode:
+    def __init__(self, outbox: Any, bus: FakeBus) -> None:
+        self.bus, self.engine, self.registry = bus, FakeEngineLoop(), FakeRegistry()
+        self.transfer, self.prefill = FakeTransfer(), Prefill()
+        self.bus.serve(
+            "ns.prefill.p",
+            [
+                Endpoint("prefill", PrefillRequest, self.prefill.prefill),
+                Endpoint("quiesce", Quiesce, self.prefill.quiesce),
+            ],
+        )
+        self.bus.serve("ns.bootstrap.boot", [Endpoint("offer", OfferPages, self.prefill.offer)])
+        self.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=endpoint("prefill-p")))
+        self.registry.book.put("boot", record("boot", "1", role="bootstrap"))
+        self.prefills = Liveness(self.registry.book, "prefill")
+        self.registration = Registration("d")
+        self.registration.held("mine", asyncio.Event())
+        self.active = ActiveRequests(outbox)
+        self.remote = RemotePrefill(
+            self.bus,
+            self.registration,
+            self.registry,
+            self.transfer,
+            30.0,  # type: ignore[arg-type]
+        )
+        self.metrics = WorkerMetrics()
+        self.service = DecodeService(
+            self.registration,
+            self.engine,  # type: ignore[arg-type]
+            self.remote,
+            self.prefills,
+            self.active,
+            metrics=self.metrics,
+            model="m",
+            max_local_prefill=2,
+        )
+
+    async def ask(self, stream_id: int = 1, life_ms: int = 60_000, **changes: Any) -> GenerateAccepted:
+        request = GenerateRequest(
+            request_id="r",
+            epoch="mine",
+            model="m",
+            stream_id=stream_id,
+            reply_to=FRONT,
+            token_ids=pack_tokens(range(10)),
+            deadline_unix_ms=now_ms() + life_ms,
+            sampling=Sampling(max_tokens=5),
+        )
+        accepted = await self.service.generate(replace(request, **changes))
+        await turns()
+        return accepted
+
+    async def reserve(self) -> None:
+        self.engine.step(reserved=[Reserved(ID, PAGES, 1)])
+        await turns()
+
+    async def land(self, stamp: int = STAMP, num_pages: int = 3) -> None:
+        self.transfer.land(ROOM, self.prefill.offered[-1].aux_slot, AuxRecord(stamp, num_pages, 42, 0))
+        await turns()
+
+    async def finish(self, engine_id: str = ID, token: int = 43) -> None:
+        self.engine.step(tokens=[TokenOutput(engine_id, [token], FinishReason.LENGTH)])
+        await turns()
+
+    async def cancel(self, stream_id: int = 1) -> int:
+        answer = await self.service.cancel(CancelStreams(reply_to=FRONT, stream_ids=[stream_id]))
+        await turns()
+        return answer.count
+
+    async def until_nothing_runs(self) -> None:
+        """The engine refuses in the very moment in which prefill accepts: see `components.aio.ended`."""
+        async with asyncio.timeout(5):
+            while self.service._tasks:
+                await asyncio.sleep(0.005)
+        await turns()
+
+    def items(self) -> list[StreamItem]:
+        return [item for _, data in self.bus.frames for item in unpack_frame(data).items]
+
+    def tokens(self) -> list[int]:
+        return [t for item in self.items() for t in item.token_ids]
+
+    def errors(self) -> list[str]:
+        return [item.error.error for item in self.items() if item.error is not None]
+
+    @property
+    def recomputes(self) -> float | None:
+        return self.metrics.registry.get_sample_value("prompt_recomputes_total")
+
+    def assert_nothing_is_kept(self) -> None:
+        assert not self.service._tasks
+        assert not self.remote._fetches
+        assert not len(self.active)
+        assert not self.active._by_stream
+        assert not self.transfer.expected
+        assert self.transfer.aux.num_free == self.transfer.aux.num_slots
+
+    def assert_pinned(self) -> None:
+        assert self.engine.did("release") == []
+        assert self.transfer.aux.num_free == self.transfer.aux.num_slots - 1
+        assert list(self.transfer.expected) == [ROOM], "prefill's write would stand still if nobody polled"
+
+
+@pytest.fixture
+async def decode() -> AsyncIterator[Decode]:
+    bus = FakeBus()
+    async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:  # type: ignore[arg-type]
+        yield Decode(outbox, bus)
+
+
+async def test_kv_is_fetched_the_first_token_comes_from_prefill_and_nothing_is_kept(decode: Decode) -> None:
+    assert await decode.ask() == GenerateAccepted(request_id="r")
+    assert decode.engine.engine.submitted[ID].phase is Phase.DECODE
+    assert not decode.prefill.offered
+    await decode.reserve()
+    [offer] = decode.prefill.offered
+    assert (offer.room, offer.decode_id, offer.decode_epoch) == (ROOM, "d", "mine")
+    assert (offer.pages, offer.num_cached_pages) == (PAGES, 1)
+    await decode.land()
+    assert decode.tokens() == [42]
+    await decode.finish()
+    assert decode.tokens() == [42, 43]
+    assert [item.seq for item in decode.items()] == [0, 1]
+    assert decode.items()[-1].finish == "length"
+    assert decode.engine.did("recompute") == decode.engine.did("cancel") == []
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_stream_that_ends_with_its_first_token_is_over(decode: Decode) -> None:
+    decode.engine.engine.delivered = [TokenOutput(ID, [42], FinishReason.STOP)]
+    await decode.ask()
+    await decode.reserve()
+    await decode.land()
+    assert decode.items()[-1].finish == "stop"
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("prefix", [8, 9, 10])
+async def test_little_left_to_compute_is_computed_here(decode: Decode, prefix: int) -> None:
+    decode.engine.engine.prefix = prefix
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    assert not decode.prefill.asked
+
+
+async def test_without_prefill_the_prompt_is_computed_here(decode: Decode) -> None:
+    decode.registry.book.remove("p")
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_prefill_of_another_layout_is_passed_over_and_said_once_until_it_is_gone(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = endpoint("prefill-p", layout=replace(LAYOUT, dtype="bfloat16"))
+    decode.registry.book.put("p", record("p", "2", role="prefill", model="m", kv=other))
+    for number in range(3):
+        await decode.ask(number)
+    assert not decode.prefill.asked
+    assert caplog.messages.count("prefill instance not used") == 1
+    assert len(decode.service._refused) == 1
+    decode.registry.book.remove("p")
+    assert not decode.service._refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"epoch": "older"}, StaleInstance),
+        ({"model": "other"}, UnknownModel),
+        ({"token_ids": b"123"}, MalformedMessage),
+        ({"sampling": Sampling(max_tokens=5, stop_token_ids=b"123")}, MalformedMessage),
+    ],
+)
+async def test_a_wrong_request_is_refused_before_anything_is_taken(
+    decode: Decode, changes: dict[str, Any], error: type[MeshError]
+) -> None:
+    """Bad stop tokens were found only when an aux slot had been taken, which nobody gave back."""
+    with pytest.raises(error):
+        await decode.ask(**changes)
+    await turns()
+    assert not decode.engine.engine.did
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_leaving_instance_takes_nothing_new(decode: Decode) -> None:
+    decode.service.draining = True
+    with pytest.raises(Overloaded):
+        await decode.ask()
+
+
+@pytest.mark.parametrize("refusal", [Overloaded("full"), PromptTooLong("long"), InvariantBroken("bug")])
+async def test_what_prefill_refuses_is_computed_here(decode: Decode, refusal: MeshError) -> None:
+    decode.prefill.refusal = refusal
+    await decode.ask()
+    await decode.reserve()
+    assert decode.engine.did("recompute") == [ID]
+    assert decode.recomputes == 1
+    assert not decode.prefill.offered
+    await decode.finish()
+    assert decode.tokens() == [43]
+    assert decode.engine.did("release") == [ID]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_bootstrap_that_is_gone_is_computed_around(decode: Decode) -> None:
+    decode.registry.book.remove("boot")
+    await decode.ask()
+    await decode.reserve()
+    assert decode.engine.did("recompute") == [ID]
+    assert [q.request_id for q in decode.prefill.called_off] == [ID], "prefill would hold its pages till the deadline"
+
+
+async def test_a_refused_offer_pins_the_pages_until_prefill_is_quiet(decode: Decode) -> None:
+    decode.prefill.offer_refusal = Rejected("no")
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await decode.reserve()
+    assert decode.engine.did("recompute") == [ID]
+    decode.assert_pinned()
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize(("stamp", "num_pages"), [(STAMP + 1, 3), (STAMP, 2)])
+async def test_kv_under_another_stamp_is_not_believed(decode: Decode, stamp: int, num_pages: int) -> None:
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await decode.reserve()
+    await decode.land(stamp, num_pages)
+    assert decode.tokens() == []
+    assert decode.engine.did("recompute") == [ID]
+    assert decode.engine.did("release") == []
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+
+
+async def test_a_first_token_that_the_engine_refuses_is_computed_here(decode: Decode) -> None:
+    decode.engine.engine.delivered = Rejected("not in the vocabulary")
+    await decode.ask()
+    await decode.reserve()
+    await decode.land()
+    assert decode.engine.did("recompute") == decode.engine.did("release") == [ID]
+
+
+@pytest.mark.parametrize("known", ["silent", "etcd", "room"])
+async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_etcd_drops_it(
+    decode: Decode, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.005)
+    await decode.ask()
+    await decode.reserve()
+    decode.bus.handlers.clear()  # it answers nobody any more
+    if known == "silent":
+        decode.prefills._lose(decode.prefills._pulses["p"], "silent")
+    elif known == "room":
+        await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="PrefillLost", cause="gone"))
+    else:
+        decode.registry.book.remove("p")
+    await turns()
+    assert decode.engine.did("recompute") == [ID]
+    if known != "etcd":
+        await asyncio.sleep(0.03)
+        decode.assert_pinned()
+        decode.registry.book.put("p", record("p", "2", role="prefill"))
+        await asyncio.sleep(0.03)
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    assert decode.tokens() == [43]
+    decode.assert_nothing_is_kept()
+
+
+async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a kind that nobody thought of ended the asking once, and the pages stayed for ever."""
+    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.001)
+    decode.prefill.quiet_failures = [InvariantBroken("bug"), Overloaded("busy"), MalformedMessage("what")]
+    await decode.ask()
+    await decode.reserve()
+    await decode.cancel()
+    async with asyncio.timeout(5):
+        while not decode.engine.did("release"):
+            await asyncio.sleep(0.001)
+    assert len(decode.prefill.called_off) == 4
+    decode.assert_nothing_is_kept()
+
+
+async def test_another_rooms_failure_says_nothing(decode: Decode) -> None:
+    await decode.ask()
+    await decode.reserve()
+    await decode.service.room_failed(RoomFailed(request_id=ID, room="boot/2", error="PrefillLost", cause="gone"))
+    await decode.service.room_failed(RoomFailed(request_id="x", room=ROOM, error="PrefillLost", cause="gone"))
+    await decode.land()
+    assert decode.tokens() == [42]
+
+
+@pytest.mark.parametrize("stage", ["asked", "accepted", "offered", "transferring"])
+async def test_a_client_that_leaves_stops_the_work_and_pins_what_prefill_may_write(decode: Decode, stage: str) -> None:
+    """Before the offer nothing is exposed, yet prefill must be told, or it holds its pages till the deadline."""
+    (decode.prefill.answers if stage == "asked" else decode.prefill.takes).clear()
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    if stage in ("offered", "transferring"):
+        await decode.reserve()
+    if stage == "transferring":
+        decode.prefill.takes.set()
+        await turns()
+    assert await decode.cancel() == 1
+    assert await decode.cancel() == 0
+    assert decode.errors() == ["Cancelled"]
+    assert decode.engine.did("cancel") == [ID]
+    assert [q.request_id for q in decode.prefill.called_off] == [ID]
+    if stage in ("offered", "transferring"):
+        decode.assert_pinned()
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    assert decode.engine.did("recompute") == []
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_client_that_leaves_while_the_first_token_is_delivered_leaves_nothing(decode: Decode) -> None:
+    await decode.ask()
+    await decode.reserve()
+    decode.transfer.land(ROOM, decode.prefill.offered[-1].aux_slot, AuxRecord(STAMP, 3, 42, 0))
+    while not any(entry[0] == "deliver" for entry in decode.engine.engine.did):
+        await asyncio.sleep(0)
+    await decode.cancel()
+    assert decode.engine.did("cancel") == decode.engine.did("release") == [ID]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_request_past_its_deadline_ends_though_nobody_cancels_it(decode: Decode) -> None:
+    """A frontend that was killed cancels nothing: its streams went on to their last token."""
+    decode.registry.book.remove("p")
+    await decode.ask(life_ms=300)
+    async with asyncio.timeout(5):
+        while len(decode.active):
+            await asyncio.sleep(0.005)
+    await turns()
+    assert decode.errors() == ["DeadlineExceeded"]
+    assert decode.engine.did("cancel") == [ID]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_finished_request_leaves_no_timer(decode: Decode) -> None:
+    decode.registry.book.remove("p")
+    await decode.ask()
+    active = decode.active.find(ID)
+    assert active is not None
+    await decode.finish()
+    assert active.expiry is not None
+    assert active.expiry.cancelled()
+
+
+async def test_what_the_own_engine_refuses_is_told_once(decode: Decode) -> None:
+    decode.engine.engine.refusal = PromptTooLong("long")
+    await decode.ask()
+    await decode.until_nothing_runs()
+    assert decode.errors() == ["PromptTooLong"]
+    assert [q.request_id for q in decode.prefill.called_off] == [ID]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_bug_in_the_engine_ends_the_request_instead_of_leaving_it_waiting(decode: Decode) -> None:
+    decode.engine.engine.refusal = ZeroDivisionError("bug")
+    await decode.ask()
+    await decode.until_nothing_runs()
+    assert decode.errors() == ["PeerLost"]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_bug_while_delivering_gives_everything_back(decode: Decode) -> None:
+    decode.engine.engine.delivered = ZeroDivisionError("bug")
+    await decode.ask()
+    await decode.reserve()
+    await decode.land()
+    assert decode.errors() == ["PeerLost"]
+    assert decode.engine.did("release") == [ID]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_request_that_fails_in_a_step_is_told_and_forgotten(decode: Decode) -> None:
+    await decode.ask()
+    await decode.reserve()
+    await decode.land()
+    decode.engine.step(failed=[Failed(ID, InvariantBroken("step failed"))])
+    await turns()
+    assert decode.errors() == ["InvariantBroken"]
+    decode.assert_nothing_is_kept()
+
+
+async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_safe(decode: Decode) -> None:
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await decode.reserve()
+    decode.service.stop_all("leaving")
+    await turns()
+    assert decode.errors() == ["PeerLost"]
+    drained = asyncio.create_task(decode.service.drained())
+    await turns()
+    assert not drained.done()
+    decode.prefill.quiets.set()
+    await asyncio.wait_for(drained, 1)
+    decode.assert_nothing_is_kept()
+
+
+async def test_without_an_aux_slot_the_frontend_is_told_to_go_elsewhere(decode: Decode) -> None:
+    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
+    await decode.ask()
+    assert decode.errors() == ["QueueFull"]
+    for slot in taken:
+        decode.transfer.aux.give_back(slot)
+    decode.assert_nothing_is_kept()

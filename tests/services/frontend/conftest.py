@@ -1,0 +1,53 @@
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from components.http_server import serve_http
+from components.text.tokenizer import TextModel
+from services.frontend.app import create_app
+from services.frontend.config import FrontendSettings
+from tests.components.text.tiny_model import tiny_text_model
+from tests.services.frontend.fake_mesh import FakeMesh
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture(scope="session")
+def text() -> TextModel:
+    return tiny_text_model()
+
+
+@pytest.fixture
+def mesh(text: TextModel) -> FakeMesh:
+    return FakeMesh(text)
+
+
+@pytest.fixture
+def settings() -> FrontendSettings:
+    return FrontendSettings(port=0, drain_timeout_s=2, max_body_bytes=64 * 1024)
+
+
+@pytest.fixture
+async def url(mesh: FakeMesh, text: TextModel, settings: FrontendSettings) -> AsyncIterator[str]:
+    """A frontend over the fake mesh behind a real server."""
+    async with serve_http(create_app(mesh, text, settings), settings) as listening:
+        yield listening
+
+
+@pytest.fixture
+async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+async def openai(url: str) -> AsyncIterator[AsyncOpenAI]:
+    """The package as users have it, retries off."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client

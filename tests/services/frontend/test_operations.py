@@ -1,0 +1,80 @@
+"""Health, metrics, the API description."""
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from components.errors import DecodeLost
+from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+async def value_of(http: httpx.AsyncClient, series: str) -> float:
+    text = (await http.get("/metrics")).text
+    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
+    assert found, f"{series} not in\n{text}"
+    return float(found[1])
+
+
+async def test_health_names_the_models(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    assert (await http.get("/health")).json() == {"status": "ok", "models": [MODEL]}
+    mesh.served.clear()
+    assert (await http.get("/health")).json() == {"status": "ok", "models": []}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_is_counted_under_the_names_dashboards_know(
+    http: httpx.AsyncClient, mesh: FakeMesh, stream: bool
+) -> None:
+    mesh.pace_s = 0.002
+    await http.post(CHAT, json={**HELLO, "stream": stream})
+    at = f'{{model_name="{MODEL}",route="{CHAT}"}}'
+    assert await value_of(http, f"time_to_first_token_seconds_count{at}") == 1
+    assert await value_of(http, f"e2e_request_latency_seconds_count{at}") == 1
+    assert await value_of(http, f'inter_token_latency_seconds_count{{model_name="{MODEL}"}}') == mesh.deltas - 1
+    assert await value_of(http, f'inter_token_latency_seconds_bucket{{le="+Inf",model_name="{MODEL}"}}') > 0
+    assert await value_of(http, f'inter_token_latency_seconds_sum{{model_name="{MODEL}"}}') >= 0.002
+    assert await value_of(http, f'prompt_tokens_total{{model_name="{MODEL}"}}') == len(mesh.prompts[0].token_ids)
+    assert await value_of(http, f'generation_tokens_total{{model_name="{MODEL}"}}') == mesh.deltas
+    assert await value_of(http, f'requests_total{{model_name="{MODEL}",route="{CHAT}",status="200"}}') == 1
+    assert await value_of(http, f'request_success_total{{finished_reason="stop",model_name="{MODEL}"}}') == 1
+    assert await value_of(http, f'num_requests_running{{model_name="{MODEL}"}}') == 0
+
+
+async def test_a_running_request_is_seen_running(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    mesh.pace_s = 0.05
+    request = asyncio.create_task(http.post(CHAT, json=HELLO))
+    while not mesh.running:
+        await asyncio.sleep(0.001)
+    assert await value_of(http, f'num_requests_running{{model_name="{MODEL}"}}') == 1
+    await request
+
+
+async def test_failures_are_counted_by_status(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    mesh.fail_at, mesh.failure = 1, DecodeLost("gone")
+    await http.post(CHAT, json=HELLO)
+    await http.post(CHAT, json={**HELLO, "stream": True})  # its client read 200; the count knows better
+    assert await value_of(http, f'requests_total{{model_name="{MODEL}",route="{CHAT}",status="502"}}') == 2
+
+
+async def test_what_clients_send_never_becomes_a_label(http: httpx.AsyncClient) -> None:
+    await http.post(CHAT, json={**HELLO, "model": "invented"})
+    await http.post("/v1/invented", json=HELLO)
+    assert "invented" not in (await http.get("/metrics")).text
+    assert await value_of(http, f'requests_total{{model_name="",route="{CHAT}",status="404"}}') == 1
+
+
+async def test_the_api_description_holds_the_bodies_it_takes(http: httpx.AsyncClient) -> None:
+    described = (await http.get("/openapi.json")).json()
+    for path, name in ((CHAT, "ChatRequest"), ("/v1/completions", "CompletionRequest")):
+        body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert body["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert "model" in described["components"]["schemas"][name]["required"]
+    references = re.findall(r"#/components/schemas/([^\"']+)", str(described))
+    assert set(references) <= set(described["components"]["schemas"])

@@ -1,0 +1,288 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from components.discovery.book import InstanceBook
+from components.errors import (
+    DeadlineExceeded,
+    DecodeLost,
+    MeshError,
+    NoDecodeInstance,
+    Overloaded,
+    PeerLost,
+    PromptTooLong,
+)
+from components.messaging.deadline import now_ms
+from components.messaging.heartbeats import Liveness
+from components.messaging.service import Endpoint
+from components.messaging.streams import OutStream, StreamInbox
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, TokenFrame, pack_frame
+from components.wire.heartbeat import Heartbeat
+from components.wire.sampling import Sampling
+from components.wire.tokens import pack_tokens, unpack_tokens
+from services.frontend.ports import Prompt, TokenDelta
+from services.frontend.router import MOVES, MeshClient
+from tests.components.discovery.records import record
+from tests.components.messaging.fake_bus import FakeBus
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = Prompt(
+    request_id="r",
+    model="m",
+    token_ids=[1, 2, 3],
+    sampling=Sampling(
+        max_tokens=6, temperature=0.8, top_p=0.9, seed=11, ignore_eos=True, stop_token_ids=pack_tokens([7])
+    ),
+    cache_salt="s",
+    deadline_unix_ms=0,
+)
+
+Script = Callable[["Decode", OutStream, GenerateRequest], None]
+
+
+class Message:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Decode:
+    """One decode instance: takes requests, and does with each what its script says."""
+
+    def __init__(self, mesh: "Mesh", name: str, script: Script) -> None:
+        self.mesh, self.name, self.script = mesh, name, script
+        self.requests: list[GenerateRequest] = []
+        self.refusal: MeshError | None = None
+        mesh.bus.serve(f"ns.decode.{name}", [Endpoint("generate", GenerateRequest, self.generate)])
+        self.register("1")
+
+    def register(self, epoch: str) -> None:
+        self.mesh.book.put(self.name, record(self.name, epoch, model="m", max_context=100, started_unix_ms=5000))
+
+    async def generate(self, request: GenerateRequest) -> GenerateAccepted:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        asyncio.get_running_loop().call_soon(self.script, self, OutStream(request.reply_to, request.stream_id), request)
+        return GenerateAccepted(request_id=request.request_id)
+
+    def send(self, *items: Any) -> None:
+        frame = Message(pack_frame(TokenFrame(self.name, "1", 1, list(items))))
+        self.mesh.tasks.append(asyncio.ensure_future(self.mesh.inbox.receive(frame)))  # type: ignore[arg-type]
+
+    def lose(self) -> None:
+        self.mesh.book.remove(self.name)
+
+
+class Mesh:
+    def __init__(self) -> None:
+        self.bus, self.book, self.inbox = FakeBus(), InstanceBook(), StreamInbox("ns.frontend.f.tokens")
+        self.decodes = Liveness(self.book, "decode")
+        self.client = MeshClient(self.bus, self.inbox, self.decodes, "m")  # type: ignore[arg-type]
+        self.tasks: list[asyncio.Future[None]] = []
+
+    async def ask(self, life_ms: int = 60_000, **changes: Any) -> list[TokenDelta]:
+        prompt = replace(PROMPT, deadline_unix_ms=now_ms() + life_ms, **changes)
+        async with asyncio.timeout(10):
+            return [delta async for delta in self.client.generate(prompt)]
+
+    def cancelled(self) -> list[tuple[str, list[int]]]:
+        return [(subject, m.stream_ids) for subject, m in self.bus.sent if isinstance(m, CancelStreams)]
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[Mesh]:
+    made = Mesh()
+    yield made
+    await asyncio.sleep(0)
+    await asyncio.gather(*made.tasks)
+    assert not made.inbox._streams, "a stream was left open"
+    assert not made.client._cancels
+
+
+def answers(decode: Decode, stream: OutStream, request: GenerateRequest) -> None:
+    """One token per remaining one, each a function of its position: as draws of (seed, position) are."""
+    start = len(unpack_tokens(request.token_ids))
+    for number in range(request.sampling.max_tokens):
+        finish = "length" if number == request.sampling.max_tokens - 1 else None
+        decode.send(stream.tokens([100 + start + number], finish, num_cached_tokens=2))
+
+
+def dies_after(count: int) -> Script:
+    def script(decode: Decode, stream: OutStream, request: GenerateRequest) -> None:
+        start = len(unpack_tokens(request.token_ids))
+        for number in range(count):
+            decode.send(stream.tokens([100 + start + number]))
+        asyncio.get_running_loop().call_later(0.01, decode.lose)
+
+    return script
+
+
+def fails_with(error: MeshError) -> Script:
+    return lambda decode, stream, _: decode.send(stream.error(error))
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [t for d in deltas for t in d.token_ids]
+
+
+WHOLE = [103, 104, 105, 106, 107, 108]
+
+
+async def test_a_stream_is_read_to_its_end_and_nothing_is_cancelled(mesh: Mesh) -> None:
+    decode = Decode(mesh, "a", answers)
+    deltas = await mesh.ask()
+    assert tokens(deltas) == WHOLE
+    assert [d.finish for d in deltas][-1] == "length"
+    assert deltas[0].num_cached_tokens == 2
+    [request] = decode.requests
+    assert (request.epoch, request.model, request.reply_to) == ("1", "m", mesh.inbox.subject)
+    assert request.sampling == PROMPT.sampling
+    assert request.cache_salt == "s"
+    assert not mesh.cancelled()
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5])
+async def test_a_stream_moves_with_the_tokens_it_has_the_rest_to_make_and_the_same_seed(mesh: Mesh, count: int) -> None:
+    Decode(mesh, "a", dies_after(count))
+    second = Decode(mesh, "b", answers)
+    assert tokens(await mesh.ask()) == WHOLE
+    [request] = second.requests
+    assert unpack_tokens(request.token_ids) == [1, 2, 3, *WHOLE[:count]]
+    assert request.sampling.max_tokens == 6 - count
+    assert request.sampling == replace(PROMPT.sampling, max_tokens=6 - count, num_generated=count)
+    await asyncio.sleep(0)
+    assert mesh.cancelled() == [("ns.decode.a.cancel", [0])], "the lost one may live, and generate for nobody"
+
+
+@pytest.mark.parametrize("lost", ["gap", "silent", "anew", "error", "before the answer"])
+async def test_every_way_of_losing_an_instance_moves_its_stream(mesh: Mesh, lost: str) -> None:
+    def script(decode: Decode, stream: OutStream, request: GenerateRequest) -> None:
+        decode.send(stream.tokens([103]))
+        if lost == "gap":
+            stream.tokens([104])
+            decode.send(stream.tokens([105]))
+        elif lost == "anew":
+            asyncio.get_running_loop().call_later(0.005, decode.register, "2")
+            decode.script = answers
+        elif lost == "silent":
+            pulse = mesh.decodes._pulses["a"]
+            asyncio.get_running_loop().call_later(0.005, mesh.decodes._lose, pulse, "silent")
+        else:
+            decode.send(stream.error(DecodeLost("leaving")))
+
+    first = Decode(mesh, "a", script)
+    second = Decode(mesh, "b", answers)
+    if lost == "before the answer":
+
+        async def never(_: GenerateRequest) -> GenerateAccepted:
+            asyncio.get_running_loop().call_soon(first.lose)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        mesh.bus.handlers["ns.decode.a.generate"] = never
+    assert tokens(await mesh.ask()) == WHOLE
+    assert len(second.requests) == 1
+
+
+@pytest.mark.parametrize("error", [Overloaded("leaving"), PeerLost("leaving")])
+async def test_an_instance_that_refuses_is_passed_over(mesh: Mesh, error: MeshError) -> None:
+    first = Decode(mesh, "a", answers)
+    first.refusal = error
+    Decode(mesh, "b", answers)
+    assert tokens(await mesh.ask()) == WHOLE
+    assert len(first.requests) == 1
+
+
+async def test_an_instance_that_nobody_hears_on_nats_is_passed_over(mesh: Mesh) -> None:
+    mesh.book.put("a", record("a", "1", model="m"))
+    Decode(mesh, "b", answers)
+    assert tokens(await mesh.ask()) == WHOLE
+
+
+async def test_a_wrong_request_is_not_tried_again(mesh: Mesh) -> None:
+    first, second = Decode(mesh, "a", fails_with(PromptTooLong("long"))), Decode(mesh, "b", answers)
+    with pytest.raises(PromptTooLong):
+        await mesh.ask()
+    assert (len(first.requests), len(second.requests)) == (1, 0)
+    await asyncio.sleep(0)
+
+
+async def test_a_stream_that_moves_too_often_gives_up_with_the_last_error(mesh: Mesh) -> None:
+    decodes = [Decode(mesh, name, fails_with(PeerLost(f"{name} broke"))) for name in "abc"]
+    with pytest.raises(PeerLost, match="c broke"):
+        await mesh.ask()
+    assert [len(d.requests) for d in decodes] == [2, 2, 2]
+    assert sum(len(d.requests) for d in decodes) == MOVES + 1
+
+
+async def test_without_a_decode_instance_a_stream_that_has_not_begun_fails_at_once(mesh: Mesh) -> None:
+    with pytest.raises(NoDecodeInstance) as raised:
+        await asyncio.wait_for(mesh.ask(), 5)
+    assert raised.value.retry_after_s == 2.0
+    Decode(mesh, "a", dies_after(0))
+    with pytest.raises(NoDecodeInstance):
+        await asyncio.wait_for(mesh.ask(), 5)
+
+
+async def test_a_stream_that_has_begun_waits_for_an_instance_to_come(mesh: Mesh) -> None:
+    Decode(mesh, "a", dies_after(2))
+    asyncio.get_running_loop().call_later(0.1, Decode, mesh, "b", answers)
+    assert tokens(await mesh.ask()) == WHOLE
+
+
+async def test_a_stream_that_waits_gives_up_at_its_deadline(mesh: Mesh) -> None:
+    Decode(mesh, "a", dies_after(2))
+    with pytest.raises((NoDecodeInstance, DeadlineExceeded)):
+        await mesh.ask(life_ms=100)
+
+
+async def test_a_reader_that_leaves_cancels_the_stream(mesh: Mesh) -> None:
+    Decode(mesh, "a", lambda decode, stream, _: decode.send(stream.tokens([103])))
+    prompt = replace(PROMPT, deadline_unix_ms=now_ms() + 60_000)
+    async with aclosing(mesh.client.generate(prompt)) as deltas:
+        assert (await anext(deltas)).token_ids == [103]
+        assert not mesh.cancelled()
+    await asyncio.sleep(0)
+    assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
+
+
+async def test_a_request_cancelled_while_it_is_sent_cancels_the_stream(mesh: Mesh) -> None:
+    decode = Decode(mesh, "a", answers)
+
+    async def never(request: GenerateRequest) -> GenerateAccepted:
+        decode.requests.append(request)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    mesh.bus.handlers["ns.decode.a.generate"] = never
+    asking = asyncio.create_task(mesh.ask())
+    while not decode.requests:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait((asking,))
+    await asyncio.sleep(0)
+    assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
+
+
+async def test_a_draining_instance_gets_no_new_stream(mesh: Mesh) -> None:
+    leaving, staying = Decode(mesh, "a", answers), Decode(mesh, "b", answers)
+    mesh.decodes.heard(Heartbeat(instance_id="a", epoch="1", step=0, busy=False, draining=True))
+    for _ in range(3):
+        await mesh.ask()
+    assert (len(leaving.requests), len(staying.requests)) == (0, 3)
+
+
+async def test_the_model_is_listed_while_somebody_serves_it_with_the_smallest_context(mesh: Mesh) -> None:
+    assert mesh.client.models() == []
+    one = Decode(mesh, "a", answers)
+    mesh.book.put("b", record("b", "1", model="m", max_context=50, started_unix_ms=9000))
+    [model] = mesh.client.models()
+    assert (model.name, model.max_context, model.created_unix_s) == ("m", 50, 5)
+    one.lose()
+    mesh.book.remove("b")
+    assert mesh.client.models() == []

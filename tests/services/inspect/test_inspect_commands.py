@@ -1,0 +1,113 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from rich.console import Console
+from typer.testing import CliRunner
+
+from components.discovery.registry import Registration, join_registry
+from components.messaging.bus import connect_bus
+from components.messaging.service import serve_calls
+from components.process import subject_of
+from components.settings import MeshSettings
+from components.telemetry.trace_store import FILE_NAME, TraceStoreExporter
+from services.inspect import __main__ as inspect
+from services.inspect.workers import show_workers
+from tests.components.discovery.records import record
+
+RunService = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "console", Console(width=200, color_system=None))
+    for name in ("MESH_STATE_DIR", "MESH_ETCD_URL", "MESH_NATS_URL", "MESH_NAMESPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def invoke(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(inspect.app, list(args))
+    said = result.output + (str(result.exception.code) if isinstance(result.exception, SystemExit) else "")
+    return result.exit_code, said
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    exporter = TraceStoreExporter(tmp_path, "frontend-1")
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    for start, name in ((10, "older"), (20, "newer")):
+        tracer.start_span(name, start_time=start, attributes={"kvmesh.request_id": f"id-{name}"}).end(start + 5)
+    exporter.shutdown()
+    return tmp_path
+
+
+def test_nothing_kept_is_said_with_what_to_do(run_service: RunService, tmp_path: Path) -> None:
+    process = run_service("services.inspect", "trace", "last", "--state-dir", str(tmp_path))
+    assert process.popen.wait(20) == 1
+    said = f"no trace is kept in {tmp_path}: send a request first, or name the services' --state-dir"
+    assert process.logged().strip() == said
+
+
+def test_the_last_trace_is_the_newest(home: Path) -> None:
+    for args in (("trace", "last"), ("trace",)):
+        code, text = invoke(*args, "--state-dir", str(home))
+        assert code == 0
+        assert "newer: 1 spans" in text
+
+
+@pytest.mark.parametrize("which", ["id-older", "chatcmpl-id-older", "cmpl-id-old"])
+def test_a_trace_is_found_by_the_id_that_a_client_was_given(home: Path, which: str) -> None:
+    code, text = invoke("trace", which, "--state-dir", str(home))
+    assert code == 0
+    assert "older: 1 spans" in text
+
+
+def test_an_id_that_is_not_kept_is_said(home: Path) -> None:
+    code, text = invoke("trace", "nosuch", "--state-dir", str(home))
+    assert code == 1
+    assert "no kept trace begins with 'nosuch'" in text
+
+
+def test_a_file_that_is_no_store_is_said(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
+    for args in (("trace", "last"), ("traces",)):
+        code, text = invoke(*args, "--state-dir", str(tmp_path))
+        assert code == 1
+        assert f"{tmp_path / FILE_NAME} cannot be read: file is not a database" in text
+
+
+def test_traces_are_listed_a_line_each_newest_first(home: Path) -> None:
+    code, text = invoke("traces", "--state-dir", str(home))
+    assert code == 0
+    assert [line.split()[-2] for line in text.splitlines()] == ["newer", "older"]
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_workers_of_this_namespace_are_shown_and_no_others(
+    etcd_url: str, nats_url: str, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = MeshSettings(etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
+    console = Console(width=220, color_system=None)
+    mine, lonely, other = (subject_of(ns, "decode", ns[-3:]) for ns in (namespace, f"{namespace}", f"{namespace}0"))
+    async with (
+        connect_bus(nats_url, "test") as bus,
+        join_registry(etcd_url, namespace, 5) as registry,
+        serve_calls(bus, "decode", mine, [], {"instance_id": "registered"}),
+        serve_calls(bus, "decode", lonely, [], {"instance_id": "lonely"}),
+        serve_calls(bus, "decode", other, [], {"instance_id": "of-another-mesh"}),
+        registry.advertise(Registration("registered"), lambda epoch: record("registered", epoch)),
+        registry.advertise(Registration("mute"), lambda epoch: record("mute", epoch)),
+    ):
+        await show_workers(settings, console)
+    text = capsys.readouterr().out
+    rows = {name: line for line in text.splitlines() for name in ("registered", "mute") if name in line}
+    assert "no answer" in rows["mute"]
+    assert "no answer" not in rows["registered"]
+    assert "answers on NATS but is not in etcd: kvmesh-decode lonely" in text
+    assert "of-another-mesh" not in text

@@ -1,0 +1,32 @@
+"""`services.local` with fake services beside its real etcd and NATS: `fake_mesh.py <state dir> <port> [role=habit …]`."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from components.settings import MeshSettings
+from services.local.children import ChildSpec
+from services.local.plan import TIERS, Plan
+from services.local.supervisor import run_mesh
+
+FAKE = str(Path(__file__).with_name("fake_service.py"))
+
+
+class FakePlan(Plan):
+    def model_command(self, settings: MeshSettings) -> list[str]:
+        return [sys.executable, "-c", ""]
+
+    def children(self, settings: MeshSettings, etcd_url: str, nats_url: str) -> list[list[ChildSpec]]:
+        tiers = []
+        for role in TIERS:
+            habits = [arg.partition("=")[2] for arg in sys.argv[3:] if arg.startswith(f"{role}=")]
+            http = ["--http", str(self.port)] if role == "frontend" else []
+            tiers.append([ChildSpec(f"{role}-0", [sys.executable, FAKE, *http, *habits], {})])
+        return tiers
+
+
+if __name__ == "__main__":
+    plan = FakePlan(
+        counts=dict.fromkeys(TIERS, 1), port=int(sys.argv[2]), stop_timeout_s=0.5, given={"state_dir": sys.argv[1]}
+    )
+    sys.exit(asyncio.run(run_mesh(plan)))

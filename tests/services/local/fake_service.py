@@ -1,0 +1,63 @@
+"""A service as its supervisor sees it: logs JSON lines, says "ready", ends on SIGTERM; or misbehaves as told.
+
+`fake_service.py [--http PORT] [habit …]`, habits: `hangs` on SIGTERM, `dies` right after "ready", `dies-early` before it,
+`breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `progresses` before it is ready.
+"""
+
+import http.server
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def log(event: str, **facts: str | int) -> None:
+    line = {"ts": "2026-01-02T03:04:05", "level": "info", "logger": "fake", "event": event, **facts}
+    sys.stderr.write(json.dumps(line) + "\n")
+
+
+class Models(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"object": "list", "data": [{"id": "fake-model"}]}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main(argv: list[str]) -> None:
+    habits = set(argv)
+    log("starting", pid=os.getpid())
+    if "progresses" in habits:
+        for done in range(11):
+            log("progress", task="loading", done=done, total=10)
+    if "dies-early" in habits:
+        sys.exit("Traceback of fake: no such thing")
+    if "breeds" in habits:
+        grandchild = subprocess.Popen(["/bin/sleep", "300"])
+        log("bred", grandchild=grandchild.pid)
+    if "leaves-shm" in habits:
+        file = Path(f"/dev/shm/kvmesh-test-{os.getpid()}")
+        file.write_bytes(b"x" * 4096)
+        with file.open("r+b") as stream:
+            held = mmap.mmap(stream.fileno(), 4096)
+        log("mapped", file=str(file), size=len(held))
+    if "--http" in habits:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", int(argv[argv.index("--http") + 1])), Models)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "hangs" in habits else lambda *_: sys.exit(0))
+    log("ready")
+    if "dies" in habits:
+        sys.exit(3)
+    while True:
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,153 @@
+"""Children die, hang, breed and litter; the supervisor says so, starts them again and cleans up."""
+
+import asyncio
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.local import children
+from services.local.children import Backoff, Child, ChildSpec, Supervision, running_children
+from services.local.output import Output
+from services.local.process import run
+from services.local.shared_memory import SharedMemoryFiles
+
+FAKE = str(Path(__file__).with_name("fake_service.py"))
+
+
+def supervise(
+    *habits: str, scenario: Callable[[Child, Callable[[str], Awaitable[re.Match[str]]]], Awaitable[None]]
+) -> str:
+    """Run `scenario` beside one fake child. Returns: all that was shown."""
+    shown = io.StringIO()
+
+    async def until(pattern: str) -> re.Match[str]:
+        async with asyncio.timeout(5):
+            while not (found := re.search(pattern, shown.getvalue())):
+                await asyncio.sleep(0.01)
+        return found
+
+    async def main() -> None:
+        supervision = Supervision(Output(["fake-0"], Console(file=shown, width=200)), stop_timeout_s=0.3)
+        spec = ChildSpec("fake-0", [sys.executable, FAKE, *habits], {})
+        async with running_children([spec], supervision) as (child,):
+            await scenario(child, until)
+
+    asyncio.run(main())
+    return shown.getvalue()
+
+
+def exists(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_backoff_doubles_to_its_limit_and_starts_over_after_a_long_life() -> None:
+    backoff = Backoff()
+    assert [backoff.after(1.0) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+    assert backoff.after(30.0) == 0.5
+
+
+def test_a_killed_child_is_restarted_and_its_signal_said() -> None:
+    async def scenario(child: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        await until("ready")
+        os.kill(int((await until(r"pid=(\d+)"))[1]), signal.SIGKILL)
+        await until(r"died \(SIGKILL\), next try in 0.5 s  restarts=1")
+        assert not child.ready.is_set()
+        await until(r"(?s)died.*ready")
+        assert child.ready.is_set()
+
+    supervise(scenario=scenario)
+
+
+def test_a_child_that_keeps_dying_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "FIRST_DELAY_S", 0.05)
+
+    async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        await until(r"next try in 0.2 s")
+
+    shown = supervise("dies", scenario=scenario)
+    assert re.findall(r"died \(exit code 3\), next try in (\S+) s", shown) == ["0.05", "0.1", "0.2"]
+
+
+def test_a_child_that_is_waiting_for_its_next_try_stops_at_once() -> None:
+    async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        await until("next try")
+
+    started = time.monotonic()
+    supervise("dies", scenario=scenario)
+    assert time.monotonic() - started < 0.45  # not the half second that it would have waited
+
+
+def test_stopping_a_child_that_is_just_being_started_leaves_nothing() -> None:
+    async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        await asyncio.sleep(0)
+
+    supervise("hangs", scenario=scenario)  # the conftest counts processes at the end
+
+
+def test_what_a_dead_child_started_dies_with_it() -> None:
+    async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        grandchild = int((await until(r"grandchild=(\d+)"))[1])
+        await until("ready")
+        assert exists(grandchild)
+        os.kill(int((await until(r"pid=(\d+)"))[1]), signal.SIGKILL)
+        await until("died")
+        assert not exists(grandchild)
+
+    supervise("breeds", scenario=scenario)
+
+
+def test_a_hanging_child_is_killed_and_its_shared_memory_removed() -> None:
+    async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        await until("ready")
+
+    shown = supervise("hangs", "leaves-shm", scenario=scenario)
+    file = re.search(r"file=(\S+)", shown)
+    assert file is not None
+    assert not Path(file[1]).exists()
+    assert "did not stop in 0.3 s: killed" in shown
+
+
+def test_shared_memory_that_a_live_process_maps_is_kept(tmp_path: Path) -> None:
+    files = SharedMemoryFiles()
+    kept: list[bool] = []
+
+    def show(line: str) -> None:
+        facts = json.loads(line)
+        if facts["event"] == "mapped":
+            files.remember(pid[0])
+            files.remember(os.getpid())  # maps nothing there
+            kept.append(files.remove_files_of(os.getpid()) == [] and Path(facts["file"]).exists())
+            kept.append(files.remove_files_of(pid[0]) == [] and Path(facts["file"]).exists())  # it lives
+            os.kill(pid[0], signal.SIGKILL)
+
+    pid: list[int] = []
+    command = [sys.executable, FAKE, "leaves-shm"]
+    assert asyncio.run(run(command, show, started=lambda process: pid.append(process.pid))) == -signal.SIGKILL
+    assert kept == [True, True]
+    assert files.remove_files_of(pid[0]) == [f"/dev/shm/kvmesh-test-{pid[0]}"]
+
+
+def test_a_line_longer_than_the_limit_does_not_stop_the_reading() -> None:
+    lines: list[str] = []
+    program = "print('x' * 3_000_000); print('after')"
+    assert asyncio.run(run([sys.executable, "-c", program], lines.append)) == 0
+    assert "(a line too long to show)" in lines
+    assert lines[-1] == "after"
+
+
+def test_a_command_that_does_not_exist_is_named() -> None:
+    lines: list[str] = []
+    assert asyncio.run(run(["/no/such/program"], lines.append)) == 1
+    assert lines == ["/no/such/program: No such file or directory"]

@@ -1,0 +1,79 @@
+"""How lines of many processes look in one stream."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from services.local.output import Output
+
+
+@pytest.fixture
+def shown() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def output(shown: io.StringIO) -> Output:
+    return Output(["decode-0", "frontend-0"], Console(file=shown, soft_wrap=True, highlight=False))
+
+
+def line(event: str, **facts: object) -> str:
+    return json.dumps({"ts": "2026-01-02T03:04:05.678", "level": "info", "logger": "x", "event": event, **facts})
+
+
+def test_facts_follow_the_event_under_the_service_name(output: Output, shown: io.StringIO) -> None:
+    assert output.show("decode-0", line("request finished", request_id="r1", tokens=64)) == "request finished"
+    assert shown.getvalue() == "03:04:05  decode-0    request finished  request_id=r1  tokens=64\n"
+
+
+@pytest.mark.parametrize(
+    "raw", ["[1763.5] UCX ERROR [red]not markup[/]", "{not json", '{"json": "but no event"}', "[]"]
+)
+def test_a_line_that_is_not_ours_is_shown_as_it_is(output: Output, shown: io.StringIO, raw: str) -> None:
+    assert output.show("decode-0", raw) is None
+    assert shown.getvalue().endswith(f"  decode-0    {raw}\n")
+
+
+def test_a_traceback_reads_like_one(output: Output, shown: io.StringIO) -> None:
+    cause = {"exc_type": "OSError", "exc_value": "gone", "frames": [{"filename": "a.py", "lineno": 3, "name": "f"}]}
+    outer = {"exc_type": "PeerLost", "exc_value": "no", "frames": [{"filename": "b.py", "lineno": 9, "name": "g"}]}
+    output.show("decode-0", line("failed", level="error", exception=[outer, cause]))
+    assert shown.getvalue().splitlines()[1:] == ["  a.py:3 in f", "OSError: gone", "  b.py:9 in g", "PeerLost: no"]
+
+
+def test_progress_in_a_pipe_is_a_line_per_quarter(output: Output, shown: io.StringIO) -> None:
+    for done in range(101):
+        output.show("decode-0", line("progress", task="loading", done=done, total=100))
+    output.show("decode-0", line("progress", task="loading", done=100, total=100))
+    assert [text.split("loading: ")[1] for text in shown.getvalue().splitlines()] == [
+        "0 %",
+        "25 %",
+        "50 %",
+        "75 %",
+        "100 %",
+    ]
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"done": 1, "total": 0}, {"done": "x", "total": 3}, {"done": None, "total": None}]
+)
+def test_progress_without_sensible_numbers_is_ignored(
+    output: Output, shown: io.StringIO, facts: dict[str, object]
+) -> None:
+    assert output.show("decode-0", line("progress", task="loading", **facts)) == "progress"
+    assert shown.getvalue() == ""
+
+
+def test_a_terminal_gets_bars_and_is_given_back() -> None:
+    shown = io.StringIO()
+    output = Output(["decode-0"], Console(file=shown, force_terminal=True, width=100, _environ={"TERM": "xterm"}))
+    output.show("decode-0", line("progress", task="loading", done=3, total=10))
+    output.show("decode-0", line("starting"))
+    output.end_progress("decode-0")  # died meanwhile
+    output.show("decode-0", line("progress", task="loading", done=0, total=10))
+    output.show("decode-0", line("progress", task="loading", done=10, total=10))
+    output.close()
+    assert "loading" in shown.getvalue()
+    assert shown.getvalue().count("\x1b[?25l") == shown.getvalue().count("\x1b[?25h") == 2  # cursor hidden, shown

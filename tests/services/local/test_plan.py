@@ -1,0 +1,88 @@
+"""What each child is given."""
+
+import importlib
+
+import pytest
+
+from components.settings import MeshSettings, misspelled
+from engine.config import EngineConfig
+from services.local.plan import Plan, reachable
+from services.local.process import CannotStart
+
+
+@pytest.fixture(autouse=True)
+def no_mesh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in MeshSettings.model_fields:
+        monkeypatch.delenv(f"MESH_{name.upper()}", raising=False)
+
+
+def env_of(plan: Plan) -> dict[str, dict[str, str]]:
+    tiers = plan.children(plan.settings(), "http://e:1", "nats://n:2")
+    return {spec.name: dict(spec.env) for tier in tiers for spec in tier}
+
+
+def test_children_come_in_the_order_of_dependence_and_find_the_servers() -> None:
+    plan = Plan({"bootstrap": 1, "prefill": 2, "decode": 1, "frontend": 2}, port=9000)
+    env = env_of(plan)
+    assert list(env) == plan.names
+    assert plan.names == ["bootstrap-0", "prefill-0", "prefill-1", "decode-0", "frontend-0", "frontend-1"]
+    assert {e["MESH_ETCD_URL"] for e in env.values()} == {"http://e:1"}
+    assert {e["MESH_NATS_URL"] for e in env.values()} == {"nats://n:2"}
+    assert [env[f"frontend-{i}"]["MESH_FRONTEND_PORT"] for i in range(2)] == ["9000", "9001"]
+    assert plan.urls == ["http://127.0.0.1:9000", "http://127.0.0.1:9001"]
+
+
+def test_a_given_setting_wins_over_the_environment_and_a_role_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_NAMESPACE", "outer")
+    monkeypatch.setenv("MESH_DECODE_ENGINE__THREADS", "1")
+    plan = Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1), given={"namespace": "inner"})
+    decode = env_of(plan)["decode-0"]
+    assert (decode["MESH_NAMESPACE"], decode["MESH_DECODE_ENGINE__THREADS"]) == ("inner", "1")
+
+
+def test_every_variable_a_child_gets_is_one_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_METRICS_PORT", "9100")
+    plan = Plan(
+        dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1),
+        given={
+            "log_level": "debug",
+            "otlp_endpoint": "http://o:4318",
+            "engine__dtype": "float32",
+            "engine__threads": "2",
+        },
+    )
+    for name, env in env_of(plan).items():
+        role = name.removesuffix("-0")
+        classes = vars(importlib.import_module(f"services.{role}.config"))
+        assert misspelled(env, classes[f"{role.title()}Settings"]) == []
+    assert {"dtype", "threads", "kv_memory_gb"} <= set(EngineConfig.__dataclass_fields__)
+
+
+def test_draining_ends_before_a_child_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_DECODE_DRAIN_TIMEOUT_S", "3")
+    env = env_of(Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1), stop_timeout_s=5.0))
+    assert env["prefill-0"]["MESH_PREFILL_DRAIN_TIMEOUT_S"] == "4"
+    assert env["decode-0"]["MESH_DECODE_DRAIN_TIMEOUT_S"] == "3"
+
+
+def test_workers_on_one_machine_take_metrics_ports_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_METRICS_PORT", "9100")
+    env = env_of(Plan({"bootstrap": 1, "prefill": 1, "decode": 2, "frontend": 1}))
+    workers = ["bootstrap-0", "prefill-0", "decode-0", "decode-1"]
+    assert [env[name]["MESH_METRICS_PORT"] for name in workers] == ["9100", "9101", "9102", "9103"]
+
+
+def test_a_misspelled_variable_and_a_wrong_value_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotStart, match=r"setting namespace: .*got 'No Such'"):
+        Plan({}, given={"namespace": "No Such"}).settings()
+    monkeypatch.setenv("MESH_ECTD_URL", "http://e:1")
+    with pytest.raises(CannotStart, match="unknown setting MESH_ECTD_URL"):
+        Plan({}).settings()
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]"), ("10.0.0.1", "10.0.0.1")],
+)
+def test_urls_can_be_connected_to(host: str, address: str) -> None:
+    assert reachable(host) == address

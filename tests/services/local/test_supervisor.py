@@ -1,0 +1,190 @@
+"""The whole of `services.local` as a process: it says "Ready" when that is true, and nothing survives it."""
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunService, ServiceProcess
+
+pytestmark = pytest.mark.mesh
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def mesh(run_service: RunService, tmp_path: Path, port: int) -> Iterator[Callable[..., ServiceProcess]]:
+    """Start a mesh of fakes; at the end, every process any of them mentioned must be gone."""
+    started: list[ServiceProcess] = []
+
+    def start(*habits: str) -> ServiceProcess:
+        started.append(run_service("tests.services.local.fake_mesh", str(tmp_path / "state"), str(port), *habits))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        eventually(lambda process=process: not alive(process), f"left behind: {alive(process)}\n{process.logged()}")
+
+
+def alive(mesh: ServiceProcess) -> set[int]:
+    """Processes of `mesh` that still run: services by their own word, the servers by their log's directory."""
+    mentioned = {int(pid) for pid in re.findall(r"(?:pid|grandchild)=(\d+)", mesh.logged())}
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            command = (entry / "cmdline").read_text()
+        except OSError:
+            continue
+        if not zombie and (int(entry.name) in mentioned or f"{mesh.log.parent}/state/local" in command):
+            found.add(int(entry.name))
+    return found
+
+
+def eventually(condition: Callable[[], bool], message: str, timeout_s: float = 3.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.02)
+
+
+def test_ready_comes_with_a_curl_that_names_the_real_model(mesh: Callable[..., ServiceProcess], port: int) -> None:
+    process = mesh("decode=progresses")
+    process.wait_for_log("trace last")
+    assert f"Ready: http://127.0.0.1:{port}" in process.logged()
+    assert f"curl -s http://127.0.0.1:{port}/v1/chat/completions" in process.logged()
+    assert '"model": "fake-model"' in process.logged()
+    assert re.search(r"services.inspect workers --state-dir \S+$", process.logged(), re.MULTILINE)
+    assert re.search(r"^03:04:05  prefill-0    ready$", process.logged(), re.MULTILINE)
+    told = re.findall(r"decode-0     loading: (\d+) %", process.logged())
+    assert told == ["0", "25", "50", "75", "100"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_stops_everything_and_the_exit_code_is_zero(
+    mesh: Callable[..., ServiceProcess], number: signal.Signals
+) -> None:
+    process = mesh("prefill=breeds")
+    process.wait_for_log("Ready:")
+    assert len(alive(process)) == 7  # four services, a grandchild, two servers
+    process.popen.send_signal(number)
+    assert process.popen.wait(5) == 0, process.logged()
+    assert not alive(process)
+    assert (process.log.parent / "state/local/running.json").read_text() == ""
+
+
+def test_a_signal_before_ready_stops_what_has_started(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh()
+    process.wait_for_log("etcd")
+    assert process.terminate(5) == 0, process.logged()
+    assert not alive(process)
+    assert "Ready" not in process.logged()
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh()
+    process.wait_for_log("Ready:")
+    os.kill(process.popen.pid, signal.SIGKILL)
+    process.popen.wait(5)
+    eventually(lambda: not alive(process), process.logged())
+
+
+def test_a_hanging_child_is_killed_after_the_time_out(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh("decode=hangs")
+    process.wait_for_log("Ready:")
+    started = time.monotonic()
+    assert process.terminate(5) == 0
+    assert 0.5 < time.monotonic() - started < 2.5
+    assert "decode-0     did not stop in 0.5 s: killed" in process.logged()
+    assert not alive(process)
+
+
+def test_a_second_interrupt_kills_at_once(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh(*(f"{role}=hangs" for role in ("bootstrap", "prefill", "decode", "frontend")))
+    process.wait_for_log("Ready:")
+    process.popen.send_signal(signal.SIGINT)
+    process.wait_for_log("once more to kill")
+    started = time.monotonic()
+    process.popen.send_signal(signal.SIGINT)
+    assert process.popen.wait(5) == 130
+    assert time.monotonic() - started < 0.5
+    assert not alive(process)
+
+
+def test_a_child_that_never_gets_ready_ends_the_run_with_its_own_words(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh("prefill=dies-early")
+    assert process.popen.wait(10) == 1
+    assert "prefill-0    Traceback of fake: no such thing" in process.logged()
+    assert "prefill-0    died (exit code 1), next try in 0.5 s" in process.logged()
+    assert (
+        process.logged().splitlines()[-1].startswith("error: prefill-0 ended 3 times before it was ready (exit code 1)")
+    )
+    assert not alive(process)
+
+
+def test_a_killed_server_is_started_again_at_its_address(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh()
+    process.wait_for_log("Ready:")
+    (etcd,) = (
+        pid
+        for pid in alive(process)
+        if "member" not in (c := Path(f"/proc/{pid}/cmdline").read_text()) and "/etcd" in c
+    )
+    url = re.search(r"etcd         ready  url=(\S+)", process.logged())
+    assert url is not None
+    os.kill(etcd, signal.SIGKILL)
+    process.wait_for_log("etcd         died (SIGKILL), next try in 0.5 s")
+    eventually(lambda: process.logged().count(f"etcd         ready  url={url[1]}") == 2, process.logged(), 5)
+    assert process.terminate(5) == 0
+
+
+def test_a_taken_port_is_one_line_and_starts_nothing(mesh: Callable[..., ServiceProcess], port: int) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        process = mesh()
+        assert process.popen.wait(5) == 1
+    assert process.logged() == (
+        f"error: cannot listen on 127.0.0.1:{port} (Address already in use): free it, or give another --port\n"
+    )
+
+
+def test_a_second_mesh_on_the_same_state_directory_is_refused(
+    mesh: Callable[..., ServiceProcess], run_service: RunService, tmp_path: Path, port: int
+) -> None:
+    first = mesh()
+    first.wait_for_log("Ready:")
+    second = run_service("tests.services.local.fake_mesh", str(tmp_path / "state"), str(port + 1))
+    assert second.popen.wait(5) == 1
+    assert second.logged() == (
+        f"error: {tmp_path}/state is used by a services.local that runs (pid {first.popen.pid}, "
+        f"http://127.0.0.1:{port}): stop it, or give another --state-dir\n"
+    )
+    assert first.terminate(5) == 0
+
+
+def test_a_wrong_setting_is_named(run_service: RunService, tmp_path: Path, port: int) -> None:
+    process = run_service("services.local", "--log-level", "loud", "--state-dir", str(tmp_path), "--port", str(port))
+    assert process.popen.wait(10) == 1
+    assert process.logged().startswith(
+        "error: setting log_level: Input should be 'debug', 'info', 'warning' or 'error'"
+    )
+
+
+def test_a_model_that_does_not_exist_is_one_line(run_service: RunService, tmp_path: Path, port: int) -> None:
+    process = run_service("services.local", "--model", "/no/such", "--state-dir", str(tmp_path), "--port", str(port))
+    assert process.popen.wait(20) == 1
+    last = process.logged().splitlines()[-1]
+    assert last.startswith("error: no model '/no/such': give one of smollm2-135m, a directory")
+    eventually(lambda: not alive(process), process.logged())

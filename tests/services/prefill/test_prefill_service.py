@@ -1,0 +1,406 @@
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from components.discovery.registry import Registration
+from components.errors import (
+    DeadlineExceeded,
+    NoBootstrapInstance,
+    Overloaded,
+    PromptTooLong,
+    Rejected,
+    StaleInstance,
+    TransferFailed,
+)
+from components.messaging.deadline import now_ms
+from components.messaging.service import Endpoint
+from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
+from components.wire.rooms import CloseRoom, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomOpened
+from components.wire.sampling import Sampling
+from components.wire.tokens import pack_tokens
+from engine.ports import Computed, Failed, Phase
+from services.prefill.handlers import PrefillService
+from tests.components.discovery.records import record
+from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
+from tests.components.messaging.fake_bus import FakeBus
+from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
+
+pytestmark = pytest.mark.anyio
+
+PAGES = [5, 6, 7]  # of the prompt below: 10 tokens, 4 a page
+OFFERED = [20, 10, 30]
+
+
+class Bootstrap:
+    """One replica; `gate`, when cleared, holds its answers."""
+
+    def __init__(self) -> None:
+        self.opened: list[OpenRoom] = []
+        self.closed: list[CloseRoom] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def open(self, request: OpenRoom) -> RoomOpened:
+        self.opened.append(request)
+        await self.gate.wait()
+        return RoomOpened(room=f"boot/{len(self.opened)}", stamp=7)
+
+    async def close(self, request: CloseRoom) -> RoomOk:
+        self.closed.append(request)
+        return RoomOk(room=request.room)
+
+
+class Prefill:
+    """A prefill instance between a decode and a bootstrap that the test plays."""
+
+    def __init__(self) -> None:
+        self.bus, self.engine, self.registry = FakeBus(), FakeEngineLoop(), FakeRegistry()
+        self.decode = FakeTransfer()
+        self.transfer = FakeTransfer(peer=self.decode)
+        self.bootstrap = Bootstrap()
+        self.bus.serve(
+            "ns.bootstrap.boot",
+            [Endpoint("open", OpenRoom, self.bootstrap.open), Endpoint("close", CloseRoom, self.bootstrap.close)],
+        )
+        book = self.registry.book
+        book.put("boot", record("boot", "1", role="bootstrap"))
+        book.put("d", record("d", "1", kv=endpoint("decode-d")))
+        self.registration = Registration("p")
+        self.registration.held("mine", asyncio.Event())
+        self.service = PrefillService(
+            self.bus,
+            self.registration,
+            self.registry,
+            self.engine,
+            self.transfer,
+            metrics=WorkerMetrics(),  # type: ignore[arg-type]
+        )
+
+    async def ask(self, request_id: str = "r", life_ms: int = 60_000, **changes: Any) -> PrefillAccepted:
+        request = PrefillRequest(
+            request_id=request_id,
+            epoch="mine",
+            decode_id="d",
+            decode_epoch="1",
+            token_ids=pack_tokens(range(10)),
+            deadline_unix_ms=now_ms() + life_ms,
+            sampling=Sampling(max_tokens=5, temperature=0.0, seed=3),
+        )
+        return await self.service.prefill(replace(request, **changes))
+
+    async def offer(self, room: str = "boot/1", **changes: Any) -> RoomOk:
+        offered = PagesOffered(
+            request_id="r",
+            room=room,
+            decode_id="d",
+            decode_epoch="1",
+            pages=OFFERED,
+            num_cached_pages=0,
+            aux_slot=2,
+        )
+        return await self.service.pages(replace(offered, **changes))
+
+    def computed(self, num_computed: int = 10, first_token: int | None = 42) -> None:
+        self.engine.step(computed=[Computed("r", PAGES, num_computed, 0, first_token)])
+
+    def quiesce(self, request_id: str = "r") -> asyncio.Task[Quiet]:
+        return asyncio.ensure_future(self.service.quiesce(Quiesce(request_id=request_id, cause="gone")))
+
+    def assert_nothing_is_kept(self, request_id: str = "r") -> None:
+        assert self.service.num_jobs == 0
+        assert request_id in self.engine.did("release")
+        assert self.transfer.aux.num_free == self.transfer.aux.num_slots
+        assert self.transfer.in_flight == 0
+
+    @property
+    def ends(self) -> list[str | None]:
+        """How the rooms were closed."""
+        return [c.error for c in self.bootstrap.closed]
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Prefill]:
+    made = Prefill()
+    yield made
+    made.service.stop_all("the test is over")
+    made.transfer.gate.set()
+    await made.service.drained()
+
+
+async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forgotten(prefill: Prefill) -> None:
+    landed = prefill.decode.expect("boot/1")
+    accepted = await prefill.ask(sampling=Sampling(max_tokens=5, stop_token_ids=pack_tokens([9])), cache_salt="s")
+    assert accepted == PrefillAccepted(room="boot/1", stamp=7)
+    submitted = prefill.engine.engine.submitted["r"]
+    assert (submitted.phase, list(submitted.token_ids), submitted.cache_salt) == (Phase.PREFILL, list(range(10)), "s")
+    assert submitted.sampling.stop_token_ids == (9,)
+    prefill.computed(num_computed=4, first_token=None)
+    await prefill.offer()
+    await turns()
+    assert prefill.transfer.writes == [([5], [20])]
+    prefill.computed()
+    await turns()
+    assert prefill.transfer.writes[1:] == [([6, 7], [10, 30])]
+    assert landed.done()
+    assert prefill.ends == [None]
+    prefill.assert_nothing_is_kept()
+
+
+async def test_the_engine_computes_while_the_room_is_being_opened(prefill: Prefill) -> None:
+    prefill.bootstrap.gate.clear()
+    asking = asyncio.create_task(prefill.ask())
+    await turns()
+    assert prefill.engine.did("submit") == ["r"]
+    prefill.computed()
+    prefill.bootstrap.gate.set()
+    await asking
+    await prefill.offer()
+    await turns()
+    assert prefill.ends == [None]
+
+
+async def test_a_message_for_an_earlier_registration_is_stale(prefill: Prefill) -> None:
+    with pytest.raises(StaleInstance):
+        await prefill.ask(epoch="older")
+    prefill.registration.epoch = ""
+    with pytest.raises(StaleInstance):
+        await prefill.ask()
+    assert not prefill.engine.engine.did
+
+
+async def test_a_deadline_that_has_passed_starts_nothing(prefill: Prefill) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await prefill.ask(life_ms=-1)
+    assert not prefill.engine.engine.did
+
+
+async def test_a_leaving_instance_takes_nothing_new(prefill: Prefill) -> None:
+    prefill.service.draining = True
+    with pytest.raises(Overloaded):
+        await prefill.ask()
+
+
+async def test_a_request_id_in_use_is_refused_and_does_not_touch_its_owner(prefill: Prefill) -> None:
+    """The second one's end once cancelled the first, and `Quiesce` no longer found the first one's writes."""
+    await prefill.ask()
+    with pytest.raises(Rejected, match="in use"):
+        await prefill.ask()
+    await prefill.offer()
+    prefill.computed()
+    await turns()
+    assert prefill.ends == [None]
+
+
+async def test_without_bootstrap_nothing_is_kept(prefill: Prefill) -> None:
+    prefill.registry.book.remove("boot")
+    with pytest.raises(NoBootstrapInstance, match="no bootstrap instance is registered"):
+        await prefill.ask()
+    await turns()
+    prefill.assert_nothing_is_kept()
+
+
+async def test_a_dead_replica_is_passed_over(prefill: Prefill) -> None:
+    for name in ("aaa", "zzz"):
+        prefill.registry.book.put(name, record(name, "1", role="bootstrap"))
+    for number in range(4):
+        assert (await prefill.ask(f"r{number}")).room.startswith("boot/")
+
+
+async def test_when_no_replica_answers_nothing_is_kept(prefill: Prefill) -> None:
+    prefill.bus.handlers.clear()
+    with pytest.raises(NoBootstrapInstance, match="nobody listens"):
+        await prefill.ask()
+    await turns()
+    prefill.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"room": "boot/other"},
+        {"request_id": "unknown"},
+        {"decode_epoch": "2"},
+        {"decode_id": "boot"},
+        {"pages": [20, 10]},
+        {"pages": [20, 10, 30, 40]},
+        {"pages": [20, 10, 100]},
+        {"pages": [20, 10, -1]},
+        {"num_cached_pages": -1},
+        {"num_cached_pages": 4},
+        {"aux_slot": 8},
+        {"aux_slot": -1},
+    ],
+)
+async def test_an_offer_that_does_not_fit_is_refused_and_nothing_is_written(
+    prefill: Prefill, changes: dict[str, Any]
+) -> None:
+    await prefill.ask()
+    prefill.computed()
+    with pytest.raises(TransferFailed):
+        await prefill.offer(**changes)
+    await turns()
+    assert not prefill.transfer.writes
+    await prefill.offer()
+    await turns()
+    assert prefill.ends == [None]
+
+
+@pytest.mark.parametrize("error", [PromptTooLong("too long"), ZeroDivisionError("bug")])
+async def test_what_the_engine_refuses_ends_the_room_so_that_decode_hears_of_it(
+    prefill: Prefill, error: Exception
+) -> None:
+    prefill.engine.engine.refusal = error
+    await prefill.ask()
+    await turns()
+    assert prefill.ends == ["PromptTooLong" if isinstance(error, PromptTooLong) else "TransferFailed"]
+    prefill.assert_nothing_is_kept()
+
+
+async def test_a_request_that_fails_in_the_engine_ends_its_room(prefill: Prefill) -> None:
+    await prefill.ask()
+    prefill.engine.step(failed=[Failed("r", TransferFailed("no memory"))])
+    await turns()
+    assert prefill.ends == ["TransferFailed"]
+    prefill.assert_nothing_is_kept()
+
+
+async def test_quiet_is_told_at_once_for_what_is_unknown(prefill: Prefill) -> None:
+    assert await prefill.quiesce("unknown") == Quiet(request_id="unknown")
+
+
+async def test_quiet_is_told_when_the_write_in_flight_has_ended_and_not_before(prefill: Prefill) -> None:
+    prefill.transfer.gate.clear()
+    await prefill.ask()
+    await prefill.offer()
+    prefill.computed()
+    await turns()
+    assert prefill.transfer.in_flight == 1
+    quiet = [prefill.quiesce(), prefill.quiesce()]
+    await turns()
+    assert not any(q.done() for q in quiet)
+    assert "r" not in prefill.engine.did("release"), "pages that NIXL reads were given back"
+    prefill.transfer.gate.set()
+    await asyncio.gather(*quiet)
+    await turns()
+    assert prefill.ends == ["Cancelled"]
+    assert len(prefill.transfer.writes) == 1
+    prefill.assert_nothing_is_kept()
+
+
+async def test_quiet_told_while_the_room_is_being_opened_keeps_the_request_from_writing(prefill: Prefill) -> None:
+    """It was answered, and then the transfer began: nothing stopped it until its deadline."""
+    prefill.bootstrap.gate.clear()
+    asking = asyncio.create_task(prefill.ask())
+    await turns()
+    await asyncio.wait_for(prefill.quiesce(), 1)
+    prefill.bootstrap.gate.set()
+    await asking
+    prefill.computed()
+    await turns()
+    with pytest.raises(TransferFailed, match="is over"):
+        await prefill.offer()
+    assert not prefill.transfer.writes
+    assert prefill.ends == ["Cancelled"]
+    prefill.assert_nothing_is_kept()
+
+
+async def test_a_deadline_ends_a_transfer_whose_pages_never_come(prefill: Prefill) -> None:
+    await prefill.ask(life_ms=200)
+    async with asyncio.timeout(5):
+        while prefill.service.num_jobs:
+            await asyncio.sleep(0.005)
+    await turns()
+    assert prefill.ends == ["DeadlineExceeded"]
+    prefill.assert_nothing_is_kept()
+
+
+async def test_a_deadline_during_a_write_waits_for_the_write(prefill: Prefill) -> None:
+    prefill.transfer.gate.clear()
+    await prefill.ask(life_ms=300)
+    await prefill.offer()
+    prefill.computed()
+    quiet = prefill.quiesce()
+    await asyncio.sleep(0.35)
+    assert not quiet.done()
+    assert prefill.transfer.in_flight == 1
+    assert "r" not in prefill.engine.did("release")
+    prefill.transfer.gate.set()
+    await quiet
+
+
+async def test_a_failed_room_stops_its_transfer_and_no_other(prefill: Prefill) -> None:
+    await prefill.ask()
+    failed = RoomFailed(request_id="r", room="boot/9", error="PeerLost", cause="x")
+    await prefill.service.room_failed(failed)
+    await turns()
+    assert prefill.service.num_jobs == 1
+    await prefill.service.room_failed(replace(failed, room="boot/1"))
+    await turns()
+    assert prefill.ends == ["PeerLost"]
+    prefill.assert_nothing_is_kept()
+
+
+async def test_a_decode_that_is_gone_ends_its_transfers_and_is_forgotten(prefill: Prefill) -> None:
+    prefill.registry.book.put("other", record("other", "1", kv=endpoint("decode-other")))
+    await prefill.ask("r")
+    await prefill.ask("s", decode_id="other")
+    prefill.registry.book.remove("d")
+    await turns()
+    assert prefill.ends == ["PeerLost"]
+    assert prefill.transfer.forgotten == ["decode-d"]
+    assert prefill.service.num_jobs == 1
+    assert not prefill.service._forgetting
+
+
+async def test_a_decode_that_registers_anew_keeps_its_connection_and_loses_its_transfers(prefill: Prefill) -> None:
+    await prefill.ask()
+    prefill.registry.book.put("d", record("d", "2", kv=endpoint("decode-d")))
+    await turns()
+    assert prefill.ends == ["PeerLost"]
+    assert not prefill.transfer.forgotten
+
+
+async def test_a_lost_lease_is_answered_for_only_when_no_write_is_in_flight(prefill: Prefill) -> None:
+    """Decode reuses the pages once etcd has dropped this instance, and the new record would say so too early."""
+    prefill.transfer.gate.clear()
+    await prefill.ask()
+    await prefill.offer()
+    prefill.computed()
+    await turns()
+    losing = asyncio.create_task(prefill.registration.lost())
+    await turns()
+    assert not losing.done()
+    with pytest.raises(StaleInstance):
+        await prefill.ask("s")
+    prefill.transfer.gate.set()
+    await losing
+    assert prefill.ends == ["PeerLost"]
+    await turns()
+    prefill.assert_nothing_is_kept()
+
+
+async def test_a_bug_in_one_transfer_ends_that_transfer_and_tells_decode(
+    prefill: Prefill, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill.transfer.failure = ZeroDivisionError("bug")  # type: ignore[assignment]
+    await prefill.ask()
+    await prefill.offer()
+    prefill.computed()
+    await turns()
+    assert prefill.ends == ["InvariantBroken"]
+    prefill.assert_nothing_is_kept()
+    assert "ZeroDivisionError: bug" in caplog.text
+
+
+async def test_giving_up_ends_every_transfer(prefill: Prefill) -> None:
+    for number in range(3):
+        await prefill.ask(f"r{number}")
+    prefill.service.stop_all("leaving")
+    await asyncio.wait_for(prefill.service.drained(), 1)
+    assert prefill.ends == ["PeerLost"] * 3
+    await turns()
+    assert sorted(prefill.engine.did("release")) == ["r0", "r1", "r2"]
