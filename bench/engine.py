@@ -1,0 +1,192 @@
+"""The engine alone: decode steps, prompts and the host's part of a step, each beside its roofline. One JSON line a figure.
+
+    python -m bench.engine --model smollm2-135m --compile wait --threads 2
+
+Eager and compiled steps are measured in turn in one run, because on a shared machine only their ratio says something.
+The roofline of a step is the larger of two times: bytes of weights and KV over the copy bandwidth measured here, and
+FLOPs over the matmul rate measured here.
+"""
+
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from engine.build import assemble
+from engine.compilation.forward import EagerForward, Forward
+from engine.compilation.packages import choose_forward
+from engine.config import EngineConfig
+from engine.core import EngineCore, Runner
+from engine.model.load import LoadedModel, load_model
+from engine.model.progress import silent
+from engine.ports import EngineRequest, SamplingParams
+
+COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
+PAGES_MARGIN = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What it does at best, measured a moment ago."""
+
+    copy_bytes_s: float  # bytes read and written
+    matmul_flop_s: float
+
+
+class TimedRunner:
+    """Adds up what the engine spends in its runner: the rest of a step is scheduling and bookkeeping."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.spent_s = 0.0
+
+    def run(self, chunks: Any) -> list[int | None]:
+        started = time.perf_counter()
+        try:
+            return self._runner.run(chunks)
+        finally:
+            self.spent_s += time.perf_counter() - started
+
+
+class Bench:
+    """One engine and what runs through it."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, forward: Forward, label: str) -> None:
+        self.label = label
+        self.engine: EngineCore = assemble(loaded, config, forward)
+        self._runner = TimedRunner(self.engine._runner)
+        self.engine._runner = self._runner
+        self._vocab_size = loaded.vocab_size
+        self._step_tokens = config.max_step_tokens
+        self._draw = random.Random(0)
+
+    def submit(self, count: int, prompt_tokens: int, output_tokens: int) -> list[str]:
+        """Requests with random prompts, none of which shares a prefix."""
+        sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
+        names = [f"{self.label}-{self._draw.random()}" for _ in range(count)]
+        for name in names:
+            tokens = [self._draw.randrange(self._vocab_size) for _ in range(prompt_tokens)]
+            self.engine.submit(EngineRequest(name, tokens, sampling))
+        return names
+
+    def decode(self, batch: int, context: int, steps: int) -> tuple[list[float], list[float]]:
+        """Seconds of each decode step, and of its part outside the runner."""
+        filling = batch * context // self._step_tokens + 2  # steps until all prompts are in: the first decode meanwhile
+        names = self.submit(batch, context - steps, filling + steps)
+        while sum(len(output.tokens) for output in [self.engine.step()]) < batch:
+            pass
+        total, host = [], []
+        for _ in range(steps):
+            before, started = self._runner.spent_s, time.perf_counter()
+            self.engine.step()
+            total.append(time.perf_counter() - started)
+            host.append(total[-1] - (self._runner.spent_s - before))
+        for name in names:
+            self.engine.cancel(name)
+        return total, host
+
+    def prompt(self, length: int) -> float:
+        """Seconds from submitting one prompt to its first token."""
+        self.submit(1, length, 1)
+        started = time.perf_counter()
+        while self.engine.has_work():
+            self.engine.step()
+        return time.perf_counter() - started
+
+
+def measure_machine(dtype: torch.dtype) -> Machine:
+    """Best of several, so that a neighbour's burst does not lower the roof."""
+    source, target = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.empty(COPY_BYTES, dtype=torch.uint8)
+    left, right = torch.ones(1024, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype)
+    return Machine(
+        copy_bytes_s=2 * COPY_BYTES / _best(lambda: target.copy_(source)),
+        matmul_flop_s=2 * 1024 * 2048 * 2048 / _best(lambda: left @ right),
+    )
+
+
+def _best(work: Callable[[], object], times: int = 8) -> float:
+    spent = []
+    for _ in range(times):
+        started = time.perf_counter()
+        work()
+        spent.append(time.perf_counter() - started)
+    return min(spent)
+
+
+def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: int) -> float:
+    """The least that a step of `tokens` tokens over `kv_tokens` tokens of KV can take."""
+    parameters = list(loaded.module.parameters())  # a tied table is listed once, and read once, by the output layer
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    kv_bytes = kv_tokens * loaded.layout.page_bytes / loaded.layout.page_size
+    flop = 2 * tokens * sum(parameter.numel() for parameter in loaded.module.model.layers.parameters())
+    return max((weight_bytes + kv_bytes) / machine.copy_bytes_s, flop / machine.matmul_flop_s)
+
+
+def _say(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
+    line = {
+        "figure": figure,
+        **facts,
+        "ms_min": round(min(seconds) * 1000, 3),
+        "ms_p50": round(statistics.median(seconds) * 1000, 3),
+        "roofline_ms": round(roof_s * 1000, 3),
+        "of_roofline": round(min(seconds) / roof_s, 2) if roof_s else None,
+        "load": round(os.getloadavg()[0], 1),
+        "machine": f"{platform.machine()} {platform.system()}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="as --model of the services")] = "smollm2-135m",
+    state_dir: Annotated[Path, typer.Option(help="where models and packages are kept")] = Path("~/.cache/kvmesh"),
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    compile: Annotated[Literal["wait", "off"], typer.Option(help="off: eager alone")] = "wait",  # noqa: A002
+    threads: Annotated[int | None, typer.Option(help="CPU threads")] = None,
+    batch: Annotated[list[int], typer.Option(help="decode batches; may be given several times")] = [1, 8, 32],  # noqa: B006
+    context: Annotated[list[int], typer.Option(help="tokens of context of each decode")] = [320, 1024],  # noqa: B006
+    prompt: Annotated[list[int], typer.Option(help="prompt lengths")] = [256, 1024],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="decode steps a figure")] = 24,
+) -> None:
+    """Measure this machine, then decode steps and prompts, eager and compiled in turn."""
+    tokens = int(PAGES_MARGIN * max(batch) * (max(context) + 32)) + 2 * max(prompt)
+    config = EngineConfig(dtype=dtype, threads=threads, num_pages=tokens // 16, compile=compile)  # type: ignore[arg-type]
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = load_model(model, config, state_dir, silent)
+    started = time.perf_counter()
+    benches = [Bench(loaded, config, EagerForward(loaded.module), "eager")]
+    if compile == "wait":
+        forward = choose_forward(model, loaded, config, state_dir, silent)
+        _say("compile or load package", [time.perf_counter() - started], 0.0)
+        benches.append(Bench(loaded, config, forward, "compiled"))
+    machine = measure_machine(next(loaded.module.parameters()).dtype)
+    for size in batch:
+        for length in context:
+            roof_s = roofline_s(loaded, machine, size, size * length)
+            for bench in benches:
+                bench.decode(size, length, 2)
+                total, host = bench.decode(size, length, steps)
+                facts = {"label": bench.label, "batch": size, "context": length}
+                host_share = round(statistics.median(host) / statistics.median(total), 4)
+                _say("decode step", total, roof_s, **facts, host_share=host_share)
+                _say("scheduler and bookkeeping", host, 0.0, **facts)
+    for length in prompt:
+        roof_s = roofline_s(loaded, machine, length, length)
+        for bench in benches:
+            bench.prompt(length)
+            spent = [bench.prompt(length) for _ in range(4)]
+            _say("prompt", spent, roof_s, label=bench.label, tokens=length, tok_s=round(length / min(spent)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

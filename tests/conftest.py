@@ -1,0 +1,160 @@
+"""What the tests share: one real etcd and one real NATS for the whole run, namespaces, processes that surely stop."""
+
+import asyncio
+import itertools
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from services.local.process import tethered
+from services.local.servers import ETCD, NATS, Kind, running
+
+REPO: Final = Path(__file__).resolve().parents[1]
+ENDS_WITH_US: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
+_counter: Final = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """The run fails if a process that a test started outlives it."""
+    before = _children()
+    yield
+    left = [line for pid in _children() - before if (line := _command_line(pid)) and not ENDS_WITH_US.search(line)]
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def _server(tmp_path_factory: pytest.TempPathFactory, nothing_left_behind: None) -> Iterator[Callable[[Kind], str]]:
+    home = tmp_path_factory.mktemp("servers")
+    with asyncio.Runner() as runner:  # a loop that outlives each call: it owns the child processes
+        stack = AsyncExitStack()
+
+        def start(kind: Kind) -> str:
+            return runner.run(stack.enter_async_context(running(kind, home))).url
+
+        try:
+            yield start
+        finally:
+            runner.run(stack.aclose())
+
+
+@pytest.fixture(scope="session")
+def etcd_url(_server: Callable[[Kind], str]) -> str:
+    """A real etcd, shared by the run: keep to your `namespace`."""
+    return _server(ETCD)
+
+
+@pytest.fixture(scope="session")
+def nats_url(_server: Callable[[Kind], str]) -> str:
+    """A real NATS with JetStream and `max_payload` 8 MB, shared by the run: keep to your `namespace`."""
+    return _server(NATS)
+
+
+@pytest.fixture
+def namespace() -> str:
+    """First part of etcd keys and NATS subjects, of this test alone."""
+    return f"test-{next(_counter)}-{secrets.token_hex(3)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceProcess:
+    """A service under test; what it wrote to stderr is in `log`."""
+
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def logged(self) -> str:
+        """What it has written so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_for_log(self, text: str, timeout_s: float = 30.0) -> None:
+        """Return once `text` stands in its log; fail with the log when it ends or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.logged():
+            ended = self.popen.poll() is not None
+            if ended and text in self.logged():
+                return
+            assert not ended, f"ended with {self.popen.returncode} before {text!r}:\n{self.logged()}"
+            assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.logged()}"
+            time.sleep(0.02)
+
+    def terminate(self, timeout_s: float = 15.0) -> int:
+        """SIGTERM, and its exit code; fails when it does not leave in time."""
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL for it and its process group; returns when it is gone."""
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait(5)
+
+
+RunService = Callable[..., ServiceProcess]  # (module, *args, env=None) -> ServiceProcess
+
+
+@pytest.fixture
+def run_service(tmp_path: Path) -> Iterator[RunService]:
+    """Start `python -m <module> <args>` from the repository root; killed at the end of the test, or when we are killed.
+
+    Of our own environment it sees no MESH_* variable but those in `env`.
+    """
+    started: list[ServiceProcess] = []
+
+    def start(module: str, *args: str, env: Mapping[str, str] | None = None) -> ServiceProcess:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
+        log = tmp_path / f"{module}-{len(started)}.log"
+        with log.open("wb") as stream:
+            popen = subprocess.Popen(
+                [*tethered(), sys.executable, "-m", module, *args],
+                cwd=REPO,
+                env={**inherited, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        started.append(ServiceProcess(popen, log))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+
+
+def _children() -> set[int]:
+    """Our live descendants: children of ours, theirs, and so on."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue  # ended while we looked
+            if state != "Z":
+                parents[int(entry.name)] = int(ppid)
+    found = {os.getpid()}
+    while grown := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= grown
+    return found - {os.getpid()}
+
+
+def _command_line(pid: int) -> str:
+    """Empty when it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return ""

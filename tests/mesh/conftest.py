@@ -1,0 +1,91 @@
+"""Two meshes: one with the real model, shared by the run; tiny ones with random weights, for tests that kill."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from engine.model.resolve import model_dir
+from tests.components.text.tiny_model import tiny_tokenizer
+from tests.mesh.harness import MeshProcesses
+
+MODEL: Final = "smollm2-135m"
+
+TINY: Final[dict[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where converted models are kept: the user's cache, so that only the first run converts."""
+    return Path("~/.cache/kvmesh").expanduser()
+
+
+@pytest.fixture(scope="session")
+def real_model_dir(state_home: Path) -> Path:
+    """The default model, converted once."""
+    return model_dir(MODEL, state_home)
+
+
+@pytest.fixture(scope="session")
+def real_mesh(
+    etcd_url: str, nats_url: str, real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MeshProcesses]:
+    """bootstrap, prefill, decode and frontend over the default model in float32, prompts in chunks of 128 tokens."""
+    home = tmp_path_factory.mktemp("real-mesh")
+    env = {
+        "MESH_SERVED_MODEL_NAME": MODEL,
+        "MESH_ENGINE__DTYPE": "float32",
+        "MESH_ENGINE__MAX_STEP_TOKENS": "128",
+        "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+        "MESH_ENGINE__THREADS": "1",  # two workers, two cores
+        "MESH_ENGINE__COMPILE": "off",
+    }
+    with MeshProcesses(etcd_url, nats_url, f"real-{secrets.token_hex(3)}", home, str(real_model_dir), env) as mesh:
+        mesh.start("bootstrap", "prefill", "decode", "frontend")
+        yield mesh
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights: the same in every process. With a tokenizer, for the frontend."""
+    path = tmp_path_factory.mktemp("tiny") / "config.json"
+    path.write_text(json.dumps(TINY))
+    tiny_tokenizer().save(str(path.with_name("tokenizer.json")))
+    return path
+
+
+@pytest.fixture
+def tiny_mesh(
+    etcd_url: str, nats_url: str, namespace: str, tiny_model: Path, tmp_path: Path
+) -> Iterator[MeshProcesses]:
+    """An empty mesh over the tiny model in float32: the test starts, and kills, what it wants."""
+    env = {
+        "MESH_SERVED_MODEL_NAME": "tiny",
+        "MESH_ENGINE__DTYPE": "float32",
+        "MESH_ENGINE__NUM_PAGES": "512",
+        "MESH_ENGINE__MAX_STEP_TOKENS": "128",
+        "MESH_ENGINE__THREADS": "1",
+        "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+        "MESH_LEASE_TTL_S": "3",
+    }
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(tiny_model), env) as mesh:
+        yield mesh

@@ -1,0 +1,205 @@
+"""A whole mesh of real processes for a test, and the frontend's own client to ask it for token ids."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+from uuid import uuid4
+
+from components.discovery.book import InstanceBook
+from components.discovery.registry import join_registry
+from components.messaging.bus import Bus, connect_bus
+from components.messaging.deadline import now_ms
+from components.messaging.heartbeats import Liveness, watch_heartbeats
+from components.messaging.streams import open_inbox
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord, Role
+from components.wire.sampling import Sampling
+from services.frontend.ports import Prompt
+from services.frontend.router import MeshClient
+
+REPO: Final = Path(__file__).resolve().parents[2]
+READY_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class Worker:
+    """One service process."""
+
+    role: str
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def logged(self) -> str:
+        """What it has written so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        """Return once it serves; fail with its log when it ends or takes too long."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while '"event": "ready"' not in self.logged():
+            assert self.popen.poll() is None, f"{self.role} ended with {self.popen.returncode}:\n{self.logged()}"
+            assert time.monotonic() < deadline, f"{self.role} is not ready:\n{self.logged()}"
+            time.sleep(0.02)
+
+    @property
+    def url(self) -> str:
+        """Of a frontend that is ready."""
+        line = next(x for x in self.logged().splitlines() if '"event": "ready"' in x)
+        return str(json.loads(line)["url"])
+
+    def kill(self) -> None:
+        """kill -9, and reap."""
+        with suppress(ProcessLookupError):
+            self.popen.send_signal(signal.SIGKILL)
+        self.popen.wait(10)
+
+
+@dataclass(slots=True)
+class MeshProcesses:
+    """The processes of one mesh; leaving it stops them all."""
+
+    etcd_url: str
+    nats_url: str
+    namespace: str
+    home: Path
+    model: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    workers: list[Worker] = field(default_factory=list)
+
+    def start(self, *roles: str, **env: str) -> list[Worker]:
+        """Start one process a role, side by side; returns when all are ready."""
+        started = [self._spawn(role, env) for role in roles]
+        for worker in started:
+            worker.wait_ready()
+        return started
+
+    def start_one(self, role: str, **env: str) -> Worker:
+        """Start one process; returns when it is ready."""
+        return self.start(role, **env)[0]
+
+    def one(self, role: str) -> Worker:
+        """The running process of a role."""
+        return next(w for w in self.workers if w.role == role and w.popen.poll() is None)
+
+    def _spawn(self, role: str, env: Mapping[str, str]) -> Worker:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
+        settings = {
+            "MESH_ETCD_URL": self.etcd_url,
+            "MESH_NATS_URL": self.nats_url,
+            "MESH_NAMESPACE": self.namespace,
+            "MESH_STATE_DIR": str(self.home),
+            "MESH_MODEL": self.model,
+            "MESH_LOG_FORMAT": "json",
+            "MESH_FRONTEND_PORT": "0",
+            **self.env,
+            **env,
+        }
+        log = self.home / f"{role}-{len(self.workers)}.log"
+        with log.open("wb") as stream:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", f"services.{role}"],
+                cwd=REPO,
+                env={**inherited, **settings},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+            )
+        worker = Worker(role, popen, log)
+        self.workers.append(worker)
+        return worker
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            if worker.popen.poll() is None:
+                worker.popen.terminate()
+        for worker in self.workers:
+            with suppress(subprocess.TimeoutExpired):
+                worker.popen.wait(10)
+            worker.kill()
+
+
+@dataclass(slots=True)
+class Client:
+    """The mesh as a frontend sees it."""
+
+    mesh: MeshClient
+    bus: Bus
+    book: InstanceBook
+    prefills: Liveness
+    decodes: Liveness
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        model: str,
+        seed: int = 0,
+        temperature: float = 0.0,
+        salt: str = "",
+        **sampling: Any,
+    ) -> list[int]:
+        """The ids that the mesh generates; end-of-text does not stop it."""
+        prompt = Prompt(
+            request_id=uuid4().hex,
+            model=model,
+            token_ids=list(token_ids),
+            sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True, **sampling),
+            cache_salt=salt,
+            deadline_unix_ms=now_ms() + 120_000,
+        )
+        return [token async for delta in self.mesh.generate(prompt) for token in delta.token_ids]
+
+    async def until_usable(self, role: Role, count: int = 1, timeout_s: float = 20.0) -> list[InstanceRecord]:
+        """Wait until that many instances of a role can be used."""
+        liveness = self.prefills if role == "prefill" else self.decodes
+        async with asyncio.timeout(timeout_s):
+            while len(usable := liveness.usable()) < count or any(
+                liveness.last_heartbeat(r.instance_id) is None for r in usable
+            ):
+                await asyncio.sleep(0.05)
+        return usable
+
+    async def until_quiet(self, timeout_s: float = 30.0) -> list[Heartbeat]:
+        """Wait until no worker holds a page for anyone, and return what each says of its pages."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                beats = [
+                    beat
+                    for liveness in (self.prefills, self.decodes)
+                    for record in liveness.usable()
+                    if (beat := liveness.last_heartbeat(record.instance_id)) is not None
+                ]
+                if beats and all(b.held_pages == 0 and not b.busy and not b.num_reserved for b in beats):
+                    return beats
+                await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def open_client(mesh: MeshProcesses, model: str) -> AsyncIterator[Client]:
+    """A client inside the test's own event loop."""
+    async with (
+        connect_bus(mesh.nats_url, "test") as bus,
+        join_registry(mesh.etcd_url, mesh.namespace, 10.0) as registry,
+        watch_heartbeats(bus, mesh.namespace, "decode", registry.book) as decodes,
+        watch_heartbeats(bus, mesh.namespace, "prefill", registry.book) as prefills,
+        open_inbox(bus, f"{mesh.namespace}.frontend.test-{uuid4().hex[:8]}.tokens") as inbox,
+    ):
+        client = Client(MeshClient(bus, inbox, decodes, model), bus, registry.book, prefills, decodes)
+        await client.until_usable("decode")
+        yield client

@@ -1,0 +1,154 @@
+"""A user's view: the openai package, curl, and the trace of a request, against the whole mesh with the real model."""
+
+import subprocess
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from components.telemetry.trace_store import Span, TraceStore
+from tests.mesh.harness import MeshProcesses
+
+pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(180)]
+
+MODEL: Final = "smollm2-135m"
+STEPS: Final = (  # of a request that takes the whole way, each exactly once
+    "frontend.validate",
+    "frontend.tokenize",
+    "frontend.route",
+    "frontend.dispatch",
+    "decode.request",
+    "decode.lookup",
+    "decode.choose_prefill",
+    "decode.reserve",
+    "decode.call_prefill",
+    "prefill.request",
+    "prefill.open_room",
+    "bootstrap.open",
+    "prefill.queue",
+    "prefill.compute",
+    "decode.offer",
+    "bootstrap.offer",
+    "prefill.transfer",
+    "decode.receive",
+    "decode.first_token",
+    "frontend.receive",
+    "frontend.first_token",
+    "decode.generate",
+)
+
+
+@pytest.fixture(scope="module")
+def url(real_mesh: MeshProcesses) -> str:
+    """Of the frontend."""
+    found = real_mesh.one("frontend").url
+    deadline = time.monotonic() + 20
+    while not httpx.get(f"{found}/v1/models").json()["data"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def test_the_openai_package_streams_a_chat(url: str) -> None:
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == "The capital of France is Paris."
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (37, 8)
+
+
+def test_curl_shows_tokens_as_they_are_made(url: str) -> None:
+    body = f'{{"model":"{MODEL}","prompt":"Once upon a time","max_tokens":24,"stream":true,"ignore_eos":true}}'
+    command = ["curl", "-sN", f"{url}/v1/completions", "-H", "content-type: application/json", "-d", body]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:
+        assert curl.stdout is not None
+        arrivals = [time.monotonic() for line in curl.stdout if line.startswith(b"data: {")]
+    assert len(arrivals) >= 12
+    gaps = [later - earlier for earlier, later in pairwise(arrivals)]
+    assert sum(gap > 0.004 for gap in gaps) >= len(gaps) // 2, f"it came in lumps: {gaps}"
+
+
+def test_stop_strings_seeds_and_limits_are_honoured(url: str) -> None:
+    def ask(**fields: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "1, 2, 3,", **fields}, timeout=60)
+        answer.raise_for_status()
+        return dict(answer.json()["choices"][0])
+
+    counted = ask(temperature=0, max_tokens=24)["text"]
+    assert " 6," in counted
+    stopped = ask(temperature=0, max_tokens=24, stop=[" 6"])
+    assert (stopped["text"], stopped["finish_reason"]) == (counted[: counted.index(" 6")], "stop")
+    assert ask(temperature=0, max_tokens=3)["finish_reason"] == "length"
+    assert ask(seed=7, max_tokens=16)["text"] == ask(seed=7, max_tokens=16)["text"]
+
+
+def test_errors_have_the_shape_that_clients_know(url: str) -> None:
+    def code(expected_status: int, **fields: Any) -> str:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert answer.status_code == expected_status, answer.text
+        return str(answer.json()["error"]["code"])
+
+    assert code(404, model="gpt-5") == "model_not_found"
+    assert code(400, messages=[]) != ""
+    assert code(400, max_tokens=100_000) == "context_length_exceeded"
+    broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
+    assert broken.status_code == 400
+    assert broken.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_trace_holds_every_step_once_and_covers_the_time_to_the_first_token(
+    url: str, real_mesh: MeshProcesses
+) -> None:
+    question = f"Tell me a story about the number {time.time_ns()}, in which a very long sentence goes on and on. " * 8
+    body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 8, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        request_id = answer.headers["x-request-id"]
+        answer.read()
+    spans = _kept(real_mesh.home, request_id)
+    counts = Counter(s.name for s in spans)
+    assert {name: counts[name] for name in STEPS} == dict.fromkeys(STEPS, 1)
+    assert len({s.trace_id for s in spans}) == 1
+    assert counts.total() == len(STEPS) + 1, f"and the root, nothing else: {counts}"
+    covered, whole = _coverage(spans)
+    assert covered / whole >= 0.98, f"{covered / 1e6:.2f} of {whole / 1e6:.2f} ms"
+
+
+def _kept(home: Path, request_id: str) -> list[Span]:
+    deadline = time.monotonic() + 10
+    while True:
+        spans = TraceStore(home).trace(request_id)
+        if {"decode.generate", "frontend.first_token", "prefill.request"} <= {s.name for s in spans}:
+            return spans
+        assert time.monotonic() < deadline, sorted(s.name for s in spans)
+        time.sleep(0.1)
+
+
+def _coverage(spans: list[Span]) -> tuple[int, int]:
+    """Nanoseconds of the time to first token that leaf spans cover, and all of them: spans with children explain nothing."""
+    parents = {s.parent_id for s in spans}
+    root = next(s for s in spans if s.parent_id is None)
+    first_token = next(s for s in spans if s.name == "frontend.first_token").end_ns
+    covered, reached = 0, root.start_ns
+    for span in sorted((s for s in spans if s.span_id not in parents), key=lambda s: s.start_ns):
+        start, end = max(span.start_ns, reached), min(span.end_ns, first_token)
+        if end > start:
+            covered += end - start
+            reached = end
+    return covered, first_token - root.start_ns

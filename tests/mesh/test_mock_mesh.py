@@ -1,0 +1,168 @@
+"""The whole mesh with mock engines: every process, NATS, etcd and NIXL are real, and no token may differ.
+
+What a mock worker generates depends on what its pages hold, so a page that did not arrive, or arrived for another request,
+gives other tokens than the same prompt gives on an engine of its own.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import httpx
+import pytest
+
+from engine.config import EngineConfig
+from engine.mock.build import build_engine
+from engine.mock.config import MockConfig
+from engine.ports import EngineRequest, SamplingParams
+from tests.mesh.harness import Client, MeshProcesses, open_client
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+
+MODEL: Final = "mock"
+MAX_TOKENS: Final = 24
+SHAPE: Final = {"LAYERS": "4", "KV_HEADS": "2", "HEAD_DIM": "16"}  # 8 KiB a page
+
+
+@pytest.fixture
+def mock_mesh(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> Iterator[MeshProcesses]:
+    """An empty mesh whose workers compute at once."""
+    env = {
+        "MESH_ENGINE__NUM_PAGES": "2048",
+        "MESH_ENGINE__MAX_STEP_TOKENS": "128",
+        "MESH_ENGINE__MOCK__SPEEDUP": "inf",
+        "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+        "MESH_LEASE_TTL_S": "3",
+        **{f"MESH_ENGINE__MOCK__{name}": value for name, value in SHAPE.items()},
+    }
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, MODEL, env) as mesh:
+        yield mesh
+
+
+def _prompts(count: int) -> list[list[int]]:
+    """Of all lengths; every third begins like the one before it."""
+    draw = random.Random(3)
+    prompts: list[list[int]] = []
+    for i in range(count):
+        shared = prompts[-1][: draw.randrange(len(prompts[-1]))] if i % 3 == 2 else []
+        prompts.append(shared + [draw.randrange(256) for _ in range(draw.randrange(1, 400))])
+    return prompts
+
+
+def _one_engine(home: Path, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
+    """What one engine in this process makes of the prompts."""
+    shape = {name.lower(): int(value) for name, value in SHAPE.items()}
+    engine = build_engine(MODEL, EngineConfig(num_pages=4096, mock=MockConfig(speedup=float("inf"), **shape)), home)
+    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        engine.submit(EngineRequest(str(i), prompt, sampling))
+    while engine.has_work():
+        for tokens in engine.step().tokens:
+            answers[tokens.request_id] += tokens.token_ids
+    return list(answers.values())
+
+
+async def _ask(client: Client, prompts: list[list[int]], salt: str, in_flight: int = 32) -> list[list[int]]:
+    places = asyncio.Semaphore(in_flight)
+
+    async def one(prompt: list[int]) -> list[int]:
+        async with places:
+            return await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt)
+
+    return list(await asyncio.gather(*(one(p) for p in prompts)))
+
+
+async def _no_page_is_lost(client: Client) -> None:
+    for beat in await client.until_quiet():
+        assert beat.free_pages + beat.cached_pages == beat.total_pages
+        assert (beat.held_pages, beat.num_held, beat.num_reserved) == (0, 0, 0)
+
+
+def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh: MeshProcesses) -> None:
+    prompts = _prompts(200)
+    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            assert await _ask(client, prompts, salt="aggregated") == expected
+            await asyncio.to_thread(mock_mesh.start, "prefill", "prefill")
+            await client.until_usable("prefill", 2)
+            assert await _ask(client, prompts, salt="disaggregated") == expected
+            await _no_page_is_lost(client)
+        assert "computing the prompt here" not in mock_mesh.one("decode").logged()
+        assert sum(_computed(r.http) for r in client.prefills.usable()) > 0.5 * sum(map(len, prompts))
+
+    mock_mesh.start("bootstrap", "decode")
+    asyncio.run(run())
+
+
+def _computed(url: str | None) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith("prompt_tokens_total ")))
+
+
+def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: MeshProcesses) -> None:
+    """Of three decode instances one is killed, then another, with 24 streams under way; greedy and drawn ones."""
+    prompts = _prompts(24)
+    drawn = SamplingParams(400, temperature=0.7, seed=11, ignore_eos=True)
+    expected = _one_engine(mock_mesh.home, prompts, drawn)
+    pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.004"}
+    costless = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill")
+            await client.until_usable("decode", 3)
+            streams = [
+                asyncio.create_task(client.generate(p, 400, model=MODEL, seed=11, temperature=0.7)) for p in prompts
+            ]
+            for victim in [w for w in mock_mesh.workers if w.role == "decode"][:2]:
+                await asyncio.sleep(0.5)
+                assert not any(stream.done() for stream in streams)
+                victim.kill()
+            assert await asyncio.gather(*streams) == expected
+            await _no_page_is_lost(client)
+
+    mock_mesh.start("bootstrap", "prefill", "decode", "decode", "decode", **pace, **costless)
+    asyncio.run(run())
+
+
+def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: MeshProcesses) -> None:
+    """Reservations wait in line, decodes are retracted: 60 requests want ten times the pages that there are."""
+    prompts = _prompts(60)
+    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill")
+            assert await _ask(client, prompts, salt="small", in_flight=60) == expected
+            await _no_page_is_lost(client)
+
+    mock_mesh.start("bootstrap", "prefill", "decode", MESH_ENGINE__NUM_PAGES="64", MESH_ENGINE__RESERVE_TOKENS="0")
+    asyncio.run(run())
+
+
+def test_a_worker_is_there_at_once_and_has_loaded_no_torch(mock_mesh: MeshProcesses) -> None:
+    started = time.monotonic()
+    [worker] = mock_mesh.start("decode")
+    took_s = time.monotonic() - started
+    maps = Path(f"/proc/{worker.popen.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "nixl" in maps
+    assert took_s < 20, "a bound for a busy machine; it is about two seconds"
+
+
+def test_the_frontend_speaks_the_mocks_bytes(mock_mesh: MeshProcesses) -> None:
+    *_, frontend = mock_mesh.start("bootstrap", "prefill", "decode", "frontend")
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20, "ignore_eos": True}
+    deadline = time.monotonic() + 20
+    while not httpx.get(f"{frontend.url}/v1/models").json()["data"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    answer = httpx.post(f"{frontend.url}/v1/chat/completions", json=body).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert len(text) == answer["usage"]["completion_tokens"] == 20
+    assert text.strip().replace(" ", "").isalpha()

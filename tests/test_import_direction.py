@@ -1,0 +1,175 @@
+"""Imports go one way: services → components and engine; the engine knows no socket. Read from the source, not run."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+REPO: Final = Path(__file__).resolve().parents[1]
+OURS: Final = ("components", "engine", "services")
+
+# What the engine may take from components: modules without I/O.
+FOR_THE_ENGINE: Final = {
+    "components.errors",
+    "components.kv_transfer.layout",
+    "components.lifecycle",
+    "components.routing.block_hash",
+    "components.wire.codec",
+    "components.wire.sampling",
+    "components.wire.tokens",
+}
+# None of these comes with a package's __init__ (importing any submodule runs it), nor into the engine.
+SOCKET_LIBRARIES: Final = {
+    "aiohttp",
+    "asyncio",
+    "etcd3",
+    "fastapi",
+    "ftplib",
+    "grpc",
+    "http",
+    "httpx",
+    "nats",
+    "nixl",
+    "opentelemetry",
+    "prometheus_client",
+    "requests",
+    "socket",
+    "socketserver",
+    "ssl",
+    "starlette",
+    "urllib",
+    "uvicorn",
+    "uvloop",
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(REPO).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources() -> list[Path]:
+    return sorted(path for package in OURS for path in (REPO / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that `path` may load by an import, `from a import b` counted as a and as a.b when b is a module."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            module = str(node.module)
+            for alias in node.names:
+                inner = REPO.joinpath(*module.split("."), alias.name)
+                yield f"{module}.{alias.name}" if inner.is_dir() or inner.with_suffix(".py").exists() else module
+
+
+def top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def service(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def fault(importer: str, imported: str) -> str | None:
+    """Why module `importer` must not import `imported`; None when it may."""
+    match top(importer), top(imported):
+        case "services", "services" if service(importer) != service(imported):
+            return "no service imports another"
+        case "components", "services" | "engine":
+            return "components import neither services nor the engine"
+        case "engine", "services":
+            return "the engine imports no service"
+        case "engine", "components" if imported not in FOR_THE_ENGINE:
+            return "the engine imports only modules without I/O from components"
+        case "engine", library if library in SOCKET_LIBRARIES - {"asyncio"}:  # its loop hands results to the event loop
+            return "the engine knows no socket"
+        case _:
+            return None
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("services.decode.handlers", "services.decode.config", True),
+        ("services.decode.handlers", "services.prefill.config", False),
+        ("services.decode.handlers", "engine.core", True),
+        ("components.routing.policy", "engine.ports", False),
+        ("components.wire.rooms", "services.bootstrap.rooms", False),
+        ("engine.core", "components.errors", True),
+        ("engine.core", "components.discovery.registry", False),
+        ("engine.core", "services.decode.config", False),
+        ("engine.core", "torch.nn.functional", True),
+        ("engine.core", "nats", False),
+        ("engine.core", "socket", False),
+        ("engine.loop", "asyncio", True),
+    ],
+)
+def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
+    assert (fault(importer, imported) is None) is allowed
+
+
+def test_every_import_goes_the_right_way() -> None:
+    faults = [
+        f"{path.relative_to(REPO)} imports {imported}: {why}"
+        for path in sources()
+        for imported in imports(path)
+        if (why := fault(module_name(path), imported))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_what_the_engine_may_import_from_components_has_no_io() -> None:
+    """So has all that those modules import in turn, package initialisers included."""
+    seen: set[str] = set()
+    queue = sorted(FOR_THE_ENGINE)
+    while queue:
+        name = queue.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for path in files_run_by(name):
+            for imported in imports(path):
+                assert top(imported) not in SOCKET_LIBRARIES, f"{path.relative_to(REPO)} imports {imported}"
+                if top(imported) in OURS:
+                    queue.append(imported)
+
+
+def files_run_by(name: str) -> list[Path]:
+    """Source files that importing module `name` runs, as far as they exist."""
+    parts = name.split(".")
+    packages = [REPO.joinpath(*parts[:depth], "__init__.py") for depth in range(1, len(parts) + 1)]
+    return [path for path in [*packages, REPO.joinpath(*parts).with_suffix(".py")] if path.exists()]
+
+
+def test_package_initialisers_import_no_socket_library() -> None:
+    faults = [
+        f"{path.relative_to(REPO)} imports {imported}"
+        for path in sources()
+        if path.name == "__init__.py"
+        for imported in imports(path)
+        if top(imported) in SOCKET_LIBRARIES
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_no_import_inside_a_function() -> None:
+    faults = [
+        f"{path.relative_to(REPO)}:{node.lineno}"
+        for path in sources()
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert not faults, f"imports inside functions: {', '.join(sorted(set(faults)))}"
+
+
+def test_every_package_is_listed_for_the_wheel() -> None:
+    listed = (REPO / "pyproject.toml").read_text()
+    packages = {module_name(path) for path in sources() if path.name == "__init__.py"}
+    assert [name for name in sorted(packages) if f'"{name}"' not in listed] == []
