@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from engine.attention.backend import AttentionBackend, StepAttention, StepShape
+from engine.attention.backend import AttentionBackend, Scoring, StepAttention, StepShape
 from engine.attention.cpu import CpuAttention
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
@@ -55,11 +55,11 @@ class _Witness:
         self._step = step
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Note and pass on."""
         self.layers.append(layer)
-        return self._step.attend(layer, query, key, value, scaling)
+        return self._step.attend(layer, query, key, value, scoring)
 
 
 @torch.inference_mode()

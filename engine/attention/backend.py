@@ -24,11 +24,20 @@ class StepShape:
     block_tables: Sequence[Sequence[int]]  # [R] pages of each request, at least enough for its context
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How one layer turns products of queries and keys into weights."""
+
+    scaling: float
+    window: int = 0  # keys that a query sees, its own included, counted back from it; 0: all of them
+    softcap: float = 0.0  # scores are softcap * tanh(scores / softcap); 0: as they are
+
+
 class StepAttention(Protocol):
     """A backend, ready for one step. It is handed through the model's forward and is of no use afterwards."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Write this layer's new keys and values into their slots, then attend.
 
@@ -37,7 +46,7 @@ class StepAttention(Protocol):
             query: [1, heads, T, head_dim].
             key: [1, kv_heads, T, head_dim], of the new tokens alone.
             value: shaped as key.
-            scaling: factor on the scores.
+            scoring: of this layer.
         Returns: [1, T, heads, head_dim].
         """
 
@@ -66,7 +75,7 @@ def attend_paged(
     """
     if attention_mask is not None or any(options.get(name) for name in ("sliding_window", "softcap")):
         raise UnsupportedModel(f"{type(module).__name__} asks for more than plain causal attention")
-    return step_attention.attend(module.layer_idx, query, key, value, scaling), None
+    return step_attention.attend(module.layer_idx, query, key, value, Scoring(scaling)), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_paged)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from components.kv_transfer.layout import KvLayout
-from engine.attention.backend import StepShape
+from engine.attention.backend import Scoring, StepShape
 
 PADDING_FREE_PAGES: Final = 8  # tables this short may be padded to each other, whatever their ratio
 
@@ -94,15 +94,15 @@ class CpuStep:
         self._by_page = pool.view(-1, layout.page_size * layout.head_dim)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """See `StepAttention.attend`."""
         new = torch.stack([key, value]).view(-1, self._layout.head_dim)  # [2 * kv_heads * T, head_dim]
         self._by_token.index_copy_(0, self._slots + layer * 2 * self._layout.page_size, new)
-        outputs = [self._attend_group(group, layer, query, scaling) for group in self._groups]
+        outputs = [self._attend_group(group, layer, query, scoring) for group in self._groups]
         return torch.cat(outputs, dim=1)
 
-    def _attend_group(self, group: Group, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _attend_group(self, group: Group, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """[1, N * query_len, heads, head_dim] of one group."""
         kv_heads, head_dim = self._layout.kv_heads, self._layout.head_dim
         num, length = group.num_requests, group.query_len
@@ -113,9 +113,9 @@ class CpuStep:
         folded = folded.reshape(num, kv_heads, -1, head_dim)
         bias = group.bias.unsqueeze(1)
         if length == 1:
-            out = _attend_rows(folded, keys, values, bias, scaling)
+            out = _attend_rows(folded, keys, values, bias, scoring.scaling)
         else:
-            out = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scaling)
+            out = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scoring.scaling)
         out = out.view(num, kv_heads, -1, length, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(1, num * length, -1, head_dim)
 

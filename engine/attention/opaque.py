@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from engine.attention.backend import StepAttention
+from engine.attention.backend import Scoring, StepAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +38,43 @@ class OpaqueAttention:
     """A `StepAttention` that leaves an operator in the graph, and the step to `attending`."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """See `StepAttention.attend`."""
-        attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, scaling)
+        told = scoring.scaling, scoring.window, scoring.softcap
+        attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, *told)
         return attended
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+def _attend(  # noqa: PLR0917 - the order of the schema below
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
     """Padding is neither written nor attended to: its rows are zero."""
     current = _current.get()
+    scoring = Scoring(scaling, window, softcap)
     length, num_tokens = query.shape[2], current.num_tokens
     if length == num_tokens:
-        return current.step.attend(layer, query, key, value, scaling).contiguous()
-    out = _like_output(query, key, value, layer, scaling).zero_()
+        return current.step.attend(layer, query, key, value, scoring).contiguous()
+    out = _like_output(query).zero_()
     query, key, value = (tensor[:, :, :num_tokens] for tensor in (query, key, value))
-    out[:, :num_tokens] = current.step.attend(layer, query, key, value, scaling)
+    out[:, :num_tokens] = current.step.attend(layer, query, key, value, scoring)
     return out
 
 
-def _like_output(
-    query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor, _layer: int, _scaling: float
-) -> torch.Tensor:
+def _like_output(query: torch.Tensor, *_others: object) -> torch.Tensor:
     """[1, T, heads, head_dim], contents undefined: all that a compiler learns about the operator."""
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
 _LIBRARY: Final = torch.library.Library("kvmesh", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("attend(Tensor query, Tensor key, Tensor value, int layer, float scaling) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap) -> Tensor"
+)  # type: ignore[no-untyped-call]
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("kvmesh::attend", _like_output, lib=_LIBRARY)

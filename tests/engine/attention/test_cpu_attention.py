@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from components.kv_transfer.layout import KvLayout
-from engine.attention.backend import StepShape
+from engine.attention.backend import Scoring, StepShape
 from engine.attention.cpu import CpuAttention, _spans
 
 KV_HEADS, GROUP, LAYERS, PAGE, DIM = 2, 3, 3, 16, 8
@@ -52,7 +52,7 @@ def test_each_request_attends_to_its_own_context(
     key, value = torch.randn(2, 1, KV_HEADS, total, DIM).to(torch_dtype)
     step = attention.plan(StepShape(query_lens, context_lens, tables))
     layer = 1
-    out = step.attend(layer, query, key, value, 0.3)
+    out = step.attend(layer, query, key, value, Scoring(0.3))
     first = 0
     for length, context, table in zip(query_lens, context_lens, tables, strict=True):
         new = slice(first, first + length)
@@ -78,5 +78,5 @@ def test_what_another_request_left_behind_the_end_of_a_page_has_no_weight() -> N
     pool[:, :, :, :, 1:] = 1e6
     attention = CpuAttention(pool, layout("float32"), GROUP)
     new = torch.ones(1, KV_HEADS, 1, DIM)
-    out = attention.plan(StepShape([1], [1], [[1]])).attend(0, torch.ones(1, 6, 1, DIM), new, new, 1.0)
+    out = attention.plan(StepShape([1], [1], [[1]])).attend(0, torch.ones(1, 6, 1, DIM), new, new, Scoring(1.0))
     assert torch.equal(out, torch.ones(1, 1, 6, DIM))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_engine import greedy, make_engine, prompt, read_page, run, small
 
+from engine.attention.backend import Scoring
 from engine.attention.opaque import OpaqueAttention, attending
 from engine.build import assemble
 from engine.compilation import packages
@@ -52,7 +53,7 @@ class Seen:
         self.shapes: list[list[int]] = []
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         self.shapes.append([tensor.shape[2] for tensor in (query, key, value)])
         return torch.ones(1, query.shape[2], query.shape[1], query.shape[3])
@@ -62,7 +63,7 @@ def test_padding_does_not_reach_attention_and_comes_back_as_zeros() -> None:
     seen = Seen()
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     with attending(seen, num_tokens=2):
-        out = OpaqueAttention().attend(0, query, key, key, 1.0)
+        out = OpaqueAttention().attend(0, query, key, key, Scoring(1.0))
     assert seen.shapes == [[2, 2, 2]]
     assert out[:, :2].eq(1).all()
     assert out[:, 2:].eq(0).all()
@@ -70,7 +71,7 @@ def test_padding_does_not_reach_attention_and_comes_back_as_zeros() -> None:
 
 def test_attention_without_a_step_is_an_error() -> None:
     with pytest.raises(LookupError):
-        OpaqueAttention().attend(0, *(torch.zeros(1, 2, 3, 8),) * 3, 1.0)
+        OpaqueAttention().attend(0, *(torch.zeros(1, 2, 3, 8),) * 3, Scoring(1.0))
 
 
 def test_a_small_model_is_not_compiled(tiny: LoadedModel, tmp_path: Path) -> None:
