@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from engine.attention.choose import prepare_attention
 from engine.build import assemble
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
@@ -28,7 +29,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
-from engine.ports import EngineRequest, SamplingParams
+from engine.ports import EngineRequest, SamplingParams, StepOutput
 
 COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
 PAGES_MARGIN = 1.1
@@ -82,12 +83,12 @@ class Bench:
         """Seconds of each decode step, and of its part outside the runner."""
         filling = batch * context // self._step_tokens + 2  # steps until all prompts are in: the first decode meanwhile
         names = self.submit(batch, context - steps, filling + steps)
-        while sum(len(output.tokens) for output in [self.engine.step()]) < batch:
+        while len(self._step().tokens) < batch:
             pass
         total, host = [], []
         for _ in range(steps):
             before, started = self._runner.spent_s, time.perf_counter()
-            self.engine.step()
+            self._step()
             total.append(time.perf_counter() - started)
             host.append(total[-1] - (self._runner.spent_s - before))
         for name in names:
@@ -99,8 +100,14 @@ class Bench:
         self.submit(1, length, 1)
         started = time.perf_counter()
         while self.engine.has_work():
-            self.engine.step()
+            self._step()
         return time.perf_counter() - started
+
+    def _step(self) -> StepOutput:
+        output = self.engine.step()
+        if output.failed:
+            raise output.failed[0].error
+        return output
 
 
 def measure_machine(dtype: torch.dtype) -> Machine:
@@ -163,6 +170,7 @@ def main(
     if threads is not None:
         torch.set_num_threads(threads)
     loaded = load_model(model, config, state_dir, silent)
+    prepare_attention(config.attention, loaded.device, state_dir)
     started = time.perf_counter()
     benches = [Bench(loaded, config, EagerForward(loaded.module), "eager")]
     if compile == "wait":

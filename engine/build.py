@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from engine.attention.backend import AttentionBackend, Scoring, StepAttention, StepShape
-from engine.attention.cpu import CpuAttention
+from engine.attention.choose import make_attention, prepare_attention
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
@@ -22,19 +22,23 @@ from engine.runner import TorchRunner
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
     """Load `model` and give it a page pool. To be called on the thread that will step the engine.
 
-    Raises: ModelUnavailable or UnsupportedModel, naming the model.
+    Raises: ModelUnavailable or UnsupportedModel, naming the model; BackendUnavailable, naming what is missing.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     loaded = load_model(model, config, state_dir, progress)
+    prepare_attention(config.attention, loaded.device, state_dir)
     return assemble(loaded, config, choose_forward(model, loaded, config, state_dir, progress))
 
 
 def assemble(loaded: LoadedModel, config: EngineConfig, forward: Forward | None = None) -> EngineCore:
-    """An engine over `loaded`, with a page pool of its own; eager, unless told how else. Raises: UnsupportedModel."""
+    """An engine over `loaded`, with a page pool of its own; eager, unless told how else.
+
+    Raises: UnsupportedModel, BackendUnavailable.
+    """
     num_pages = count_pages(config, loaded.layout)
     storage = allocate_storage(loaded.layout, num_pages, loaded.device)
-    attention = CpuAttention(storage, loaded.layout, loaded.query_group)
+    attention = make_attention(config.attention, storage, loaded.layout, loaded.query_group)
     _try_one_token(loaded, attention)
     pool_tokens = num_pages * config.page_size
     return EngineCore(

@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from engine.mock.config import MockConfig
 
 PAGE_SIZES: Final = (16, 32, 64, 128)
+AttentionKind = Literal["auto", "cpu", "torch"]
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
@@ -40,6 +41,10 @@ class EngineConfig:
         Field(
             description="auto: run eagerly until a compiled model is ready, where it pays; wait: be ready first; off"
         ),
+    ] = "auto"
+    attention: Annotated[
+        AttentionKind,
+        Field(description="cpu: a C++ kernel that reads pages in place; torch: plain operations; auto: what there is"),
     ] = "auto"
     compile_timeout_s: Annotated[float, Field(description="how long compile=wait waits, then runs eagerly")] = 300.0
 

@@ -10,14 +10,19 @@ import sys
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 from pydantic import TypeAdapter
 
+from engine.attention.native_build import load_kernel
 from engine.compilation.forward import MIN_TOKENS, Exported
+from engine.compilation.trial import scratch_attention, step_of
 from engine.config import EngineConfig
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
+
+EXAMPLE: Final = 8  # tokens of the step with which the model is exported
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +41,17 @@ class Order:
 
 def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
     """Compile `loaded` for steps of 2 to `max_tokens` tokens into `path`, which appears whole or not at all."""
+    step = step_of(scratch_attention(loaded.layout, EXAMPLE), loaded.layout, EXAMPLE, EXAMPLE)
+    example = torch.zeros(EXAMPLE, dtype=torch.int64), torch.arange(EXAMPLE), torch.arange(4), step.pool, step.plan
     tokens = torch.export.Dim("tokens", min=MIN_TOKENS, max=max_tokens)
     kept = torch.export.Dim("kept", min=MIN_TOKENS, max=max_tokens)
-    example = torch.zeros(8, dtype=torch.int64)
+    sizes = tokens, tokens, kept, torch.export.Dim("pages", min=2), torch.export.Dim("plan", min=2)
     unfinished = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
     with torch.no_grad():
         program = torch.export.export(
             Exported(loaded.module),
-            (example, example.clone(), torch.arange(4)),
-            dynamic_shapes=({0: tokens}, {0: tokens}, {0: kept}),
+            example,
+            dynamic_shapes=tuple({0: size} for size in sizes),
             strict=False,
         )
         try:
@@ -63,6 +70,7 @@ def main() -> None:
     order = TypeAdapter(Order).validate_json(sys.argv[1])
     if order.config.threads is not None:
         torch.set_num_threads(order.config.threads)  # generated loops are cut for this many
+    load_kernel(Path(order.state_dir))
     loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
     build_package(loaded, Path(order.package), order.config.max_step_tokens)
 

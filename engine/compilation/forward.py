@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from engine.attention.backend import StepAttention
-from engine.attention.opaque import OpaqueAttention, attending
+from engine.attention.native import NativeStep
 
 # A dimension that may be 1 is compiled for 1 and again for the rest. With two at least, one graph does for all.
 MIN_TOKENS: Final = 2
@@ -43,22 +43,29 @@ class EagerForward:
 
 
 class Exported(torch.nn.Module):
-    """The forward as it is exported: tensors in, one tensor out, attention an operator."""
+    """The forward as it is exported: tensors in, one tensor out, attention an operator that is given pool and plan."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self._eager = EagerForward(module)
         self.module = module  # so that export finds the parameters
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor,
+        pool: torch.Tensor,
+        plan: torch.Tensor,
+    ) -> torch.Tensor:
         """Logits of the tokens at `keep`."""
-        return self._eager(token_ids, positions, keep, OpaqueAttention())
+        return self._eager(token_ids, positions, keep, NativeStep(pool, plan))
 
 
 class PackagedForward:
     """A package that `engine.compilation.build` made, loaded: no tracing, no guards, weights packed.
 
-    Steps of more than `max_tokens` tokens are not for it.
+    Steps of more than `max_tokens` tokens are not for it, nor those of other attention than the C++ kernel.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,12 +75,13 @@ class PackagedForward:
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
         """See `Forward`."""
-        with attending(step, len(token_ids)):
-            logits: torch.Tensor = self._run(_padded(token_ids), _padded(positions), _padded(keep))
+        assert isinstance(step, NativeStep), "packages are for the C++ kernel's steps"
+        inputs = _padded(token_ids), _padded(positions), _padded(keep), step.pool, step.plan
+        logits: torch.Tensor = self._run(*inputs)
         return logits[: len(keep)]
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:
-    """With zeros, to what the graph takes at least: token 0 at position 0, whose KV `attending` drops."""
+    """With zeros, to what the graph takes at least: token 0 at position 0, which is none of the plan's."""
     missing = MIN_TOKENS - len(values)
     return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values

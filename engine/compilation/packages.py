@@ -1,12 +1,7 @@
 """Which package belongs to a model on this machine, and how it comes to be there."""
 
-import fcntl
-import hashlib
-import json
 import logging
 import os
-import platform
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,15 +12,19 @@ import torch
 import transformers
 
 from engine.attention.backend import StepAttention
+from engine.attention.choose import why_not_native
+from engine.attention.native_build import SOURCE
 from engine.compilation.build import Order
 from engine.compilation.forward import EagerForward, Forward, PackagedForward
+from engine.compilation.machine import compiler, fingerprint, making, processor
+from engine.compilation.trial import difference
 from engine.config import EngineConfig
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = 2  # to be raised when the code that is exported changes
+FORMAT: Final = 3  # to be raised when the code that is exported changes
 MIN_PARAMETERS: Final = 50_000_000  # smaller ones are not worth a minute of compiling
 MAX_PARAMETERS: Final = 2_000_000_000  # a package holds the weights again, on disk and in memory
 KEPT_PACKAGES: Final = 4
@@ -44,6 +43,7 @@ class CompiledWhenReady:
 
     def __init__(self, loaded: LoadedModel, order: Order) -> None:
         self._forward: Forward = EagerForward(loaded.module)
+        self._model = loaded
         self._order = order
         self._loaded: Forward | None = None  # written by the thread that makes it
         self._thread = threading.Thread(target=self._prepare, name="compile", daemon=True)
@@ -69,10 +69,23 @@ class CompiledWhenReady:
     def _prepare(self) -> None:
         try:
             _make(self._order)
-            self._loaded = PackagedForward(Path(self._order.package))
+            self._loaded = self._tried()
             log.info("the model runs compiled from here on", extra={"package": self._order.package})
         except Exception as exc:  # noqa: BLE001 - whatever a compiler or a damaged file raises: eager always works
             log.warning("the model runs eagerly: compiling it failed", extra={"reason": str(exc)})
+
+    def _tried(self) -> Forward:
+        """The package, loaded and found to compute what the eager model does. Raises: CompilationFailed."""
+        path = Path(self._order.package)
+        try:
+            forward = PackagedForward(path)
+            far = difference(self._model.module, forward, self._model.layout)
+        except Exception:
+            path.unlink(missing_ok=True)  # the next start makes another
+            raise
+        if not far <= 1:  # NaN is not
+            raise CompilationFailed(f"its logits are off by {far:.1f} times what rounding explains")
+        return forward
 
 
 def choose_forward(
@@ -95,15 +108,15 @@ def choose_forward(
 def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
     """None: compiling it is possible and pays."""
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
-    compiler = os.environ.get("CXX", "g++")
     if config.compile == "off":
         return "compile is off"
-    if loaded.device.type != "cpu":
-        return f"packages are for cpu, the model is on {loaded.device.type}"
+    obstacle = why_not_native(config.attention, loaded.device, loaded.layout)
+    if obstacle is not None:
+        return f"packages are for attention in C++, but {obstacle}"
     if config.compile == "auto" and not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
         return f"compiling pays from {MIN_PARAMETERS:,} to {MAX_PARAMETERS:,} parameters, it has {parameters:,}"
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler: install {compiler} or set CXX"
+    if compiler() is None:
+        return "there is no C++ compiler: install g++ or set CXX"
     return None
 
 
@@ -114,21 +127,14 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "model": loaded.layout.model,
         "dtype": loaded.layout.dtype,
         "threads": torch.get_num_threads(),
+        "page_size": config.page_size,
         "max_step_tokens": config.max_step_tokens,
+        "attention": SOURCE.read_text(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "processor": _processor(),
+        "processor": processor(),
     }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return state_dir.expanduser() / "compile" / f"{digest[:16]}.pt2"
-
-
-def _processor() -> str:
-    """What generated code may use: the instruction sets, where the system lists them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+    return state_dir.expanduser() / "compile" / f"{fingerprint(facts)}.pt2"
 
 
 def _make(order: Order) -> None:
@@ -137,9 +143,7 @@ def _make(order: Order) -> None:
     Raises: OSError; CompilationFailed.
     """
     package = Path(order.package)
-    package.parent.mkdir(parents=True, exist_ok=True)
-    with package.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with making(package):
         if not package.exists():
             _run_child(order, package.parent / "inductor")
             _forget_old(package.parent)

@@ -1,0 +1,472 @@
+// Attention over the page pool, reading keys and values where they lie: kvmesh::attend_pages.
+//
+// A decode is cut into spans of its context, whatever else is in the batch, and the last thread to finish a span of a
+// request and head merges them in order: the same request gives the same numbers in any batch (flash-decoding).
+// A prompt chunk goes in tiles of queries against blocks of keys that start at multiples of KEY_BLOCK, with a running
+// maximum (FlashAttention-2, Dao 2023, arXiv:2307.08691). Sums are fp32 whatever the dtype.
+//
+// Built on torch's stable ABI: it includes little, so it compiles in seconds, and one build serves later releases too.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t SPAN = 256;       // tokens of context that one decode task reads
+constexpr int64_t KEY_BLOCK = 64;   // keys that a prompt tile takes at a time
+constexpr int64_t TILE_ROWS = 128;  // query rows of a prompt tile, at least the heads of one token
+constexpr float LOWEST = -1e30f;    // the maximum of no score at all: finite, so that no difference of it is NaN
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(_Float16 x) { return static_cast<float>(x); }
+inline float widen(Bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+inline void narrow(float x, float& out) { out = x; }
+inline void narrow(float x, _Float16& out) { out = static_cast<_Float16>(x); }
+inline void narrow(float x, Bf16& out) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  out.bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+}
+
+typedef float Lanes __attribute__((vector_size(64)));  // where vectors are shorter, the compiler uses several
+constexpr int64_t LANES = sizeof(Lanes) / sizeof(float);
+
+inline Lanes load(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+inline Lanes load(const _Float16* from) {
+  _Float16 __attribute__((vector_size(32))) narrow;
+  std::memcpy(&narrow, from, sizeof narrow);
+  return __builtin_convertvector(narrow, Lanes);
+}
+inline Lanes load(const Bf16* from) {
+#ifdef __AVX512F__  // one instruction, where gcc 12 makes four of the general form
+  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return reinterpret_cast<Lanes>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+#else
+  uint16_t __attribute__((vector_size(32))) narrow;
+  std::memcpy(&narrow, from, sizeof narrow);
+  typedef uint32_t Bits __attribute__((vector_size(64)));
+  return reinterpret_cast<Lanes>(__builtin_convertvector(narrow, Bits) << 16);
+#endif
+}
+inline void save(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+// e^x for x <= 0, in plain arithmetic that a compiler turns into vectors; Cephes' polynomial, within 2 ulp.
+inline float exp_of(float x) {
+  const float n = std::nearbyint(std::max(x, -87.0f) * 1.44269504088896341f);
+  const float r = (std::max(x, -87.0f) - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x < -87.0f ? 0.0f : p * scale;
+}
+
+// What every task of one call reads.
+template <typename T>
+struct Call {
+  const T *query, *key, *value;  // [heads or kv_heads, tokens, dim], each row of dim contiguous
+  int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides
+  T* pool;  // [pages, kv_heads, layers, 2, page_size, dim]
+  T* out;   // [tokens, heads, dim]
+  const int32_t *starts, *contexts, *tables;  // [requests + 1], [requests], [requests, table_len]
+  int64_t requests, table_len, tokens, heads, kv_heads, group, layers, page_size, dim, layer;
+  float scaling, softcap;
+  int64_t window;
+
+  int64_t length(int64_t r) const { return starts[r + 1] - starts[r]; }
+
+  // First row of a page: of keys (kv = 0) or values (kv = 1) of one head in this call's layer.
+  T* rows(int64_t r, int64_t head, int64_t position, int64_t kv) const {
+    const int64_t page = tables[r * table_len + position / page_size];
+    return pool + ((((page * kv_heads + head) * layers + layer) * 2 + kv) * page_size + position % page_size) * dim;
+  }
+
+  int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+
+  float score(float product) const { return softcap > 0 ? softcap * std::tanh(product / softcap) : product; }
+};
+
+// New keys and values into their slots.
+template <typename T>
+void store_new(const Call<T>& c, int64_t r, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t token = c.starts[r] + i, position = c.contexts[r] - c.length(r) + i;
+    for (int64_t head = 0; head < c.kv_heads; ++head) {
+      std::memcpy(c.rows(r, head, position, 0), c.key + head * c.key_head + token * c.key_token, c.dim * sizeof(T));
+      std::memcpy(c.rows(r, head, position, 1), c.value + head * c.value_head + token * c.value_token, c.dim * sizeof(T));
+    }
+  }
+}
+
+// What a span of one request's context contributes to each query head of a key head: [group] maxima, sums, then rows.
+struct Partial {
+  float *max, *sum, *rows;
+};
+
+// Ask for what is going to be read soon: a page is too short a stretch of memory for the processor to guess the next.
+template <typename T>
+inline void prefetch(const T* row, int64_t dim) {
+  for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
+}
+
+// scores[g * SPAN + i] of `count` rows of keys for GROUP query rows. `soon` and `later` are as many rows, to be prefetched.
+template <int GROUP, typename T>
+inline void score_rows(const float* queries, const T* keys, int64_t count, int64_t dim, const T* soon, const T* later, float* scores) {
+  for (int64_t i = 0; i < count; ++i, keys += dim) {
+    prefetch(soon + i * dim, dim);
+    prefetch(later + i * dim, dim);
+    Lanes sums[GROUP] = {};
+    for (int64_t d = 0; d < dim; d += LANES) {
+      const Lanes key = load(keys + d);
+      for (int g = 0; g < GROUP; ++g) sums[g] += load(queries + g * dim + d) * key;
+    }
+    for (int g = 0; g < GROUP; ++g) {
+      float sum = 0;
+      for (int lane = 0; lane < LANES; ++lane) sum += sums[g][lane];
+      scores[g * SPAN + i] = sum;
+    }
+  }
+}
+
+// rows[g] += weights[g * SPAN + i] * value row i, for GROUP query rows and WIDTH vectors of each value row.
+template <int GROUP, int WIDTH, typename T>
+inline void add_values(const float* weights, const T* values, int64_t count, int64_t dim, float* rows) {
+  Lanes sums[GROUP][WIDTH];
+  for (int g = 0; g < GROUP; ++g)
+    for (int w = 0; w < WIDTH; ++w) sums[g][w] = load(rows + g * dim + w * LANES);
+  for (int64_t i = 0; i < count; ++i, values += dim) {
+    for (int w = 0; w < WIDTH; ++w) {
+      const Lanes value = load(values + w * LANES);
+      for (int g = 0; g < GROUP; ++g) sums[g][w] += weights[g * SPAN + i] * value;
+    }
+  }
+  for (int g = 0; g < GROUP; ++g)
+    for (int w = 0; w < WIDTH; ++w) save(rows + g * dim + w * LANES, sums[g][w]);
+}
+
+template <int GROUP, typename T>
+inline void add_page(const float* weights, const T* values, int64_t count, int64_t dim, float* rows) {
+  int64_t d = 0;
+  for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<GROUP, 4>(weights, values + d, count, dim, rows + d);
+  for (; d < dim; d += LANES) add_values<GROUP, 1>(weights, values + d, count, dim, rows + d);
+}
+
+// Calls f with the number of query rows, up to four at a time, as a constant.
+template <typename F>
+inline void by_rows(int64_t group, const F& f) {
+  for (int64_t g = 0; g < group; g += 4) switch (group - g) {
+      case 1: f(g, std::integral_constant<int, 1>()); break;
+      case 2: f(g, std::integral_constant<int, 2>()); break;
+      case 3: f(g, std::integral_constant<int, 3>()); break;
+      default: f(g, std::integral_constant<int, 4>());
+    }
+}
+
+template <typename T>
+void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, Partial part) {
+  thread_local std::vector<float> buffer;
+  buffer.resize(c.group * (c.dim + SPAN));
+  float *queries = buffer.data(), *scores = queries + c.group * c.dim;
+  for (int64_t g = 0; g < c.group; ++g) {
+    const T* q = c.query + (head * c.group + g) * c.query_head + c.starts[r] * c.query_token;
+    for (int64_t d = 0; d < c.dim; ++d) queries[g * c.dim + d] = widen(q[d]) * c.scaling;
+  }
+  const auto each_page = [&](int64_t kv, const auto& work) {  // work(rows, their number, place of the first in the span)
+    for (int64_t position = first; position < last;) {
+      const int64_t end = std::min(last, (position / c.page_size + 1) * c.page_size);
+      work(c.rows(r, head, position, kv), end - position, position - first);
+      position = end;
+    }
+  };
+  each_page(0, [&](const T* keys, int64_t count, int64_t place) {
+    const T *values = c.rows(r, head, first + place, 1), *next = c.rows(r, head, std::min(first + place + count, last - 1), 0);
+    by_rows(c.group, [&](int64_t g, auto rows) {
+      score_rows<rows()>(queries + g * c.dim, keys, count, c.dim, next, values, scores + g * SPAN + place);
+    });
+  });
+  const int64_t count = last - first;
+  for (int64_t g = 0; g < c.group; ++g) {
+    float *mine = scores + g * SPAN, max = LOWEST, sum = 0;
+    if (c.softcap > 0)
+      for (int64_t i = 0; i < count; ++i) mine[i] = c.score(mine[i]);
+#pragma omp simd reduction(max : max)
+    for (int64_t i = 0; i < count; ++i) max = std::max(max, mine[i]);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) sum += mine[i] = exp_of(mine[i] - max);
+    part.max[g] = max;
+    part.sum[g] = sum;
+  }
+  std::fill(part.rows, part.rows + c.group * c.dim, 0.0f);
+  each_page(1, [&](const T* values, int64_t rows_here, int64_t place) {
+    by_rows(c.group, [&](int64_t g, auto rows) {
+      add_page<rows()>(scores + g * SPAN + place, values, rows_here, c.dim, part.rows + g * c.dim);
+    });
+  });
+}
+
+// The spans of one request and key head, in order, into the output.
+template <typename T>
+void merge_spans(const Call<T>& c, int64_t r, int64_t head, const Partial* spans, int64_t count) {
+  for (int64_t g = 0; g < c.group; ++g) {
+    float max = LOWEST, sum = 0;
+    for (int64_t s = 0; s < count; ++s) max = std::max(max, spans[s].max[g]);
+    T* out = c.out + (c.starts[r] * c.heads + head * c.group + g) * c.dim;
+    for (int64_t s = 0; s < count; ++s) sum += spans[s].sum[g] * exp_of(spans[s].max[g] - max);
+    for (int64_t d = 0; d < c.dim; ++d) {
+      float total = 0;
+      for (int64_t s = 0; s < count; ++s) total += spans[s].rows[g * c.dim + d] * exp_of(spans[s].max[g] - max);
+      narrow(total / sum, out[d]);
+    }
+  }
+}
+
+// c [ROWS, 2 * LANES] (+)= a [ROWS, depth] x b [depth, 2 * LANES], the tile in registers.
+template <int ROWS>
+inline void multiply_tile(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth, bool add) {
+  Lanes left[ROWS], right[ROWS];
+  for (int i = 0; i < ROWS; ++i) {
+    if (add) {
+      left[i] = load(c + i * ldc);
+      right[i] = load(c + i * ldc + LANES);
+    } else {
+      left[i] = right[i] = Lanes{};
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    const Lanes b_left = load(b + k * ldb), b_right = load(b + k * ldb + LANES);
+    for (int i = 0; i < ROWS; ++i) {
+      const float scalar = a[i * lda + k];
+      left[i] += scalar * b_left;
+      right[i] += scalar * b_right;
+    }
+  }
+  for (int i = 0; i < ROWS; ++i) {
+    save(c + i * ldc, left[i]);
+    save(c + i * ldc + LANES, right[i]);
+  }
+}
+
+// c [rows, width] (+)= a [rows, depth] x b [depth, width]; width is a multiple of 2 * LANES. A row's sums do not depend on
+// which other rows there are.
+void multiply(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
+  for (int64_t column = 0; column < width; column += 2 * LANES) {
+    int64_t i = 0;
+    for (; i + 8 <= rows; i += 8) multiply_tile<8>(c + i * ldc + column, ldc, a + i * lda, lda, b + column, ldb, depth, add);
+    for (; i < rows; ++i) multiply_tile<1>(c + i * ldc + column, ldc, a + i * lda, lda, b + column, ldb, depth, add);
+  }
+}
+
+// Queries first..last-1 of a prompt chunk against all keys they see, for the query heads of one key head.
+template <typename T>
+void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last) {
+  const int64_t dim = c.dim, wide = (dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
+  const int64_t rows = (last - first) * c.group, before = c.contexts[r] - c.length(r);  // position of the chunk's first token
+  thread_local std::vector<float> buffer;
+  buffer.resize(rows * (2 * wide + KEY_BLOCK + 2) + 2 * KEY_BLOCK * wide);
+  float *queries = buffer.data(), *sums = queries + rows * wide, *scores = sums + rows * wide;
+  float *keys = scores + rows * KEY_BLOCK, *values = keys + KEY_BLOCK * wide;  // keys transposed
+  float *maxima = values + KEY_BLOCK * wide, *totals = maxima + rows;
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t token = c.starts[r] + first + i / c.group;
+    const T* q = c.query + (head * c.group + i % c.group) * c.query_head + token * c.query_token;
+    for (int64_t d = 0; d < dim; ++d) queries[i * wide + d] = widen(q[d]) * c.scaling;
+  }
+  std::fill(sums, sums + rows * wide, 0.0f);
+  std::fill(values, values + KEY_BLOCK * wide, 0.0f);
+  std::fill(maxima, maxima + rows, LOWEST);
+  std::fill(totals, totals + rows, 0.0f);
+  const int64_t end = before + last;  // behind the last key seen
+  for (int64_t block = c.first_visible(before + first) / KEY_BLOCK * KEY_BLOCK; block < end; block += KEY_BLOCK) {
+    const int64_t count = std::min(KEY_BLOCK, end - block);
+    for (int64_t j = 0; j < count; ++j) {
+      const T *k = c.rows(r, head, block + j, 0), *v = c.rows(r, head, block + j, 1);
+      for (int64_t d = 0; d < dim; ++d) keys[d * KEY_BLOCK + j] = widen(k[d]);
+      for (int64_t d = 0; d < dim; ++d) values[j * wide + d] = widen(v[d]);
+    }
+    for (int64_t d = 0; d < dim; ++d) std::fill(keys + d * KEY_BLOCK + count, keys + (d + 1) * KEY_BLOCK, 0.0f);
+    const int64_t skipped = std::max<int64_t>(0, block - before - first) * c.group;  // rows that see none of these keys
+    multiply(scores + skipped * KEY_BLOCK, KEY_BLOCK, queries + skipped * wide, wide, keys, KEY_BLOCK, rows - skipped, KEY_BLOCK, dim, false);
+    for (int64_t i = skipped; i < rows; ++i) {
+      const int64_t position = before + first + i / c.group;
+      const int64_t from = std::max<int64_t>(0, c.first_visible(position) - block), to = std::min(KEY_BLOCK, position - block + 1);
+      float *mine = scores + i * KEY_BLOCK, max = maxima[i], total = 0;
+      if (c.softcap > 0)
+        for (int64_t j = from; j < to; ++j) mine[j] = c.score(mine[j]);
+      for (int64_t j = 0; j < KEY_BLOCK; ++j) mine[j] = j >= from && j < to ? mine[j] : -INFINITY;
+#pragma omp simd reduction(max : max)
+      for (int64_t j = 0; j < KEY_BLOCK; ++j) max = std::max(max, mine[j]);
+#pragma omp simd reduction(+ : total)
+      for (int64_t j = 0; j < KEY_BLOCK; ++j) total += mine[j] = exp_of(mine[j] - max);
+      const float shrink = exp_of(maxima[i] - max);
+      totals[i] = totals[i] * shrink + total;
+      maxima[i] = max;
+      if (shrink != 1.0f)
+        for (int64_t d = 0; d < wide; ++d) sums[i * wide + d] *= shrink;
+    }
+    multiply(sums + skipped * wide, wide, scores + skipped * KEY_BLOCK, KEY_BLOCK, values, wide, rows - skipped, wide, KEY_BLOCK, true);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    T* out = c.out + ((c.starts[r] + first + i / c.group) * c.heads + head * c.group + i % c.group) * dim;
+    for (int64_t d = 0; d < dim; ++d) narrow(sums[i * wide + d] / totals[i], out[d]);
+  }
+}
+
+struct Task {
+  int64_t request, head, first, last;  // of a decode: span of its context; of a prompt chunk: span of its tokens
+  int64_t span;                        // index of its partial; -1: a prompt tile
+};
+
+template <typename F>
+void on_all_threads(int64_t tasks, const F& work) {
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tasks);
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < tasks; i = next++) work(i);
+  });
+}
+
+template <typename T>
+void attend(const Call<T>& c) {
+  std::vector<Task> tasks;
+  std::vector<int64_t> first_span(c.requests * c.kv_heads, 0), spans_left(c.requests * c.kv_heads, 0);
+  int64_t spans = 0;
+  const int64_t most = TILE_ROWS / c.group, tile = most < 8 ? std::max<int64_t>(1, most) : most / 8 * 8;
+  for (int64_t r = 0; r < c.requests; ++r) {  // prompt chunks first, each from its end: the longest tasks
+    const int64_t length = c.length(r);
+    if (length < 2) continue;
+    for (int64_t first = (length - 1) / tile * tile; first >= 0; first -= tile)
+      for (int64_t head = 0; head < c.kv_heads; ++head) tasks.push_back({r, head, first, std::min(length, first + tile), -1});
+  }
+  for (int64_t r = 0; r < c.requests; ++r) {
+    if (c.length(r) != 1) continue;
+    const int64_t context = c.contexts[r];
+    for (int64_t head = 0; head < c.kv_heads; ++head) {
+      first_span[r * c.kv_heads + head] = spans;
+      for (int64_t first = c.first_visible(context - 1) / SPAN * SPAN; first < context; first += SPAN) {
+        const int64_t from = std::max(first, c.first_visible(context - 1));
+        tasks.push_back({r, head, from, std::min(context, first + SPAN), spans++});
+      }
+      spans_left[r * c.kv_heads + head] = spans - first_span[r * c.kv_heads + head];
+    }
+  }
+  on_all_threads((c.tokens + 63) / 64, [&](int64_t part) {  // 64 tokens each, of whichever requests
+    for (int64_t r = 0; r < c.requests; ++r) {
+      const int64_t first = std::max<int64_t>(c.starts[r], part * 64), last = std::min<int64_t>(c.starts[r + 1], part * 64 + 64);
+      if (first < last) store_new(c, r, first - c.starts[r], last - c.starts[r]);
+    }
+  });
+  std::unique_ptr<float[]> memory(new float[spans * c.group * (c.dim + 2)]);
+  std::vector<Partial> partials(spans);
+  for (int64_t s = 0; s < spans; ++s) {
+    float* mine = memory.get() + s * c.group * (c.dim + 2);
+    partials[s] = {mine, mine + c.group, mine + 2 * c.group};
+  }
+  std::vector<std::atomic<int64_t>> left(c.requests * c.kv_heads);
+  for (size_t i = 0; i < left.size(); ++i) left[i] = spans_left[i];
+  on_all_threads(tasks.size(), [&](int64_t i) {
+    const Task& task = tasks[i];
+    if (task.span < 0) return prompt_tile(c, task.request, task.head, task.first, task.last);
+    const Partial part = partials[task.span];
+    decode_span(c, task.request, task.head, task.first, task.last, part);
+    const int64_t pair = task.request * c.kv_heads + task.head;
+    if (left[pair].fetch_sub(1) == 1) merge_spans(c, task.request, task.head, &partials[first_span[pair]], spans_left[pair]);
+  });
+  const int64_t real = c.starts[c.requests];  // tokens beyond them are padding
+  std::memset(static_cast<void*>(c.out + real * c.heads * c.dim), 0, (c.tokens - real) * c.heads * c.dim * sizeof(T));
+}
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::runtime_error(std::string("kvmesh::attend_pages: ") + what);
+}
+
+template <typename T>
+Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& pool, const Tensor& plan, int64_t layer, double scaling, int64_t window, double softcap) {
+  Call<T> c{};
+  c.query = static_cast<const T*>(query.data_ptr());
+  c.key = static_cast<const T*>(key.data_ptr());
+  c.value = static_cast<const T*>(value.data_ptr());
+  c.pool = static_cast<T*>(pool.data_ptr());
+  c.query_head = query.stride(1), c.query_token = query.stride(2);
+  c.key_head = key.stride(1), c.key_token = key.stride(2);
+  c.value_head = value.stride(1), c.value_token = value.stride(2);
+  c.heads = query.size(1), c.tokens = query.size(2), c.dim = query.size(3);
+  c.kv_heads = key.size(1), c.group = c.heads / c.kv_heads;
+  c.layers = pool.size(2), c.page_size = pool.size(4), c.layer = layer;
+  const int32_t* numbers = static_cast<const int32_t*>(plan.data_ptr());
+  c.requests = numbers[0], c.table_len = numbers[1];
+  c.starts = numbers + 2, c.contexts = c.starts + c.requests + 1, c.tables = c.contexts + c.requests;
+  require(plan.size(0) >= 3 + c.requests * (2 + c.table_len), "the plan is shorter than it says");
+  require(c.starts[c.requests] <= c.tokens, "the plan has more tokens than the query");
+  c.scaling = static_cast<float>(scaling), c.softcap = static_cast<float>(softcap), c.window = window;
+  const int64_t shape[] = {1, c.tokens, c.heads, c.dim};
+  Tensor out = torch::stable::new_empty(query, shape);
+  c.out = static_cast<T*>(out.data_ptr());
+  attend(c);
+  return out;
+}
+
+Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int64_t layer, double scaling, int64_t window, double softcap) {
+  const ScalarType dtype = pool.scalar_type();
+  require(query.scalar_type() == dtype && key.scalar_type() == dtype && value.scalar_type() == dtype, "query, key, value and pool differ in dtype");
+  require(plan.scalar_type() == ScalarType::Int, "the plan must be int32");
+  require(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
+  require(query.size(3) % LANES == 0, "the head size must be a multiple of 16");
+  require(pool.is_contiguous() && plan.is_contiguous(), "pool and plan must be contiguous");
+  require(pool.size(1) == key.size(1) && pool.size(5) == query.size(3) && query.size(1) % key.size(1) == 0, "heads do not match the pool");
+  if (dtype == ScalarType::BFloat16) return attend_with<Bf16>(query, key, value, pool, plan, layer, scaling, window, softcap);
+  if (dtype == ScalarType::Half) return attend_with<_Float16>(query, key, value, pool, plan, layer, scaling, window, softcap);
+  require(dtype == ScalarType::Float, "the pool must be float32, bfloat16 or float16");
+  return attend_with<float>(query, key, value, pool, plan, layer, scaling, window, softcap);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvmesh, library) {
+  library.def(
+      "attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int layer, float scaling, int window, "
+      "float softcap) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvmesh, CPU, library) {
+  library.impl("attend_pages", TORCH_BOX(&attend_pages));
+}

@@ -1,0 +1,62 @@
+"""Attention on the CPU that reads pages where they lie: a kernel in C++, and torch's operator for it.
+
+The operator takes the step as a tensor, so that a compiled package can have it for an input and calls the kernel without
+Python in between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from components.kv_transfer.layout import KvLayout
+from engine.attention.backend import Scoring, StepShape
+
+
+class NativeAttention:
+    """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] in main memory.
+
+    `engine.attention.native_build` must have loaded the kernel.
+    """
+
+    def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
+        self._pool = pool
+        self._layout = layout
+
+    def plan(self, shape: StepShape) -> "NativeStep":
+        """One int32 tensor that tells the kernel of the step: see `pack_plan`."""
+        pages = [self._layout.pages_for(context) for context in shape.context_lens]
+        return NativeStep(self._pool, pack_plan(shape.query_lens, shape.context_lens, shape.block_tables, max(pages)))
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStep:
+    """One step: the pool, and where in it the kernel has to write and read."""
+
+    pool: torch.Tensor
+    plan: torch.Tensor
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `StepAttention.attend`. Rows of tokens beyond the plan's are zero, and nothing is written for them."""
+        told = scoring.scaling, scoring.window, scoring.softcap
+        attended: torch.Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *told)
+        return attended
+
+
+def pack_plan(
+    query_lens: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]], table_len: int
+) -> torch.Tensor:
+    """int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts, tables."""
+    count = len(query_lens)
+    plan = np.zeros(3 + count * (2 + table_len), dtype=np.int32)
+    plan[:2] = count, table_len
+    np.cumsum(query_lens, out=plan[3 : 3 + count])
+    plan[3 + count : 3 + 2 * count] = context_lens
+    tables = plan[3 + 2 * count :].reshape(count, table_len)
+    for row, table in zip(tables, block_tables, strict=True):
+        used = table[:table_len]
+        row[: len(used)] = used
+    return torch.from_numpy(plan)

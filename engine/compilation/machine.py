@@ -1,0 +1,40 @@
+"""What compiled code depends on beyond its source: the processor, the compiler, the versions."""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler, the one in CXX or g++; None where there is none."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def processor() -> str:
+    """What generated code may use: the instruction sets, where the system lists them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+
+
+def fingerprint(facts: Mapping[str, object]) -> str:
+    """16 hex digits that change with any of `facts`."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def making(path: Path) -> Iterator[None]:
+    """Of several processes that want `path` made, one at a time. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,49 @@
+"""A step on pages of nobody's, to export a model with and to try a package before requests meet it."""
+
+from typing import Any, Final
+
+import torch
+
+from components.kv_transfer.layout import KvLayout
+from engine.attention.backend import StepShape
+from engine.attention.native import NativeAttention, NativeStep
+from engine.compilation.forward import EagerForward, Forward
+from engine.kv.storage import allocate_storage
+
+PROMPT: Final = 40  # tokens, of more than two pages of the smallest size
+# of the largest logit: bfloat16 keeps 8 bits, and layers add up what is lost
+TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def scratch_attention(layout: KvLayout, num_tokens: int) -> NativeAttention:
+    """Attention over a pool of its own for one request of `num_tokens` tokens."""
+    return NativeAttention(allocate_storage(layout, _pages(layout, num_tokens), torch.device("cpu")), layout)
+
+
+def step_of(attention: NativeAttention, layout: KvLayout, length: int, context: int) -> NativeStep:
+    """The step in which the one request's last `length` tokens of `context` are computed."""
+    return attention.plan(StepShape([length], [context], [list(range(_pages(layout, context)))]))
+
+
+@torch.inference_mode()
+def difference(module: Any, forward: Forward, layout: KvLayout) -> float:
+    """How far `forward` is from the eager `module`, on a prompt and on one decode after it; up to 1 is as it should be.
+
+    The largest difference between their logits, in units of what the dtype allows. NaN for NaN.
+    """
+    worst = torch.zeros(())
+    ids = torch.arange(PROMPT + 1) * 7919 % module.get_input_embeddings().num_embeddings
+    positions = torch.arange(PROMPT + 1)
+    eager, own = EagerForward(module), [scratch_attention(layout, PROMPT + 1) for _ in range(2)]
+    for first, last in ((0, PROMPT), (PROMPT, PROMPT + 1)):
+        keep = torch.arange(last - first)
+        steps = [step_of(attention, layout, last - first, last) for attention in own]
+        expected = eager(ids[first:last], positions[first:last], keep, steps[0])
+        found = forward(ids[first:last], positions[first:last], keep, steps[1])
+        allowed = TOLERANCE[expected.dtype] * expected.float().abs().max()
+        worst = torch.maximum(worst, (found.float() - expected.float()).abs().max() / allowed)
+    return worst.item()
+
+
+def _pages(layout: KvLayout, num_tokens: int) -> int:
+    return max(2, layout.pages_for(num_tokens))  # a dimension of 1 is compiled for 1

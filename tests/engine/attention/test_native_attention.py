@@ -1,0 +1,197 @@
+"""The C++ kernel against attention written out, and what it refuses."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.kv_transfer.layout import KvLayout
+from engine.attention import native_build
+from engine.attention.backend import Scoring, StepShape
+from engine.attention.choose import BackendUnavailable, make_attention, prepare_attention, why_not_native
+from engine.attention.cpu import CpuAttention
+from engine.attention.native import NativeAttention, pack_plan
+from engine.attention.native_build import KernelUnavailable, load_kernel
+
+LAYERS = 3
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+STEPS = [  # query lengths, contexts
+    ([1], [1]),
+    ([1, 1, 1], [3, 16, 600]),  # of which the last is cut into spans
+    ([7], [7]),
+    ([150], [150]),  # more than a tile and a block of keys
+    ([33], [300]),  # with much of it cached
+    ([1, 1, 20, 5], [4, 33, 20, 70]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _needs_kernel(kernel: str | None) -> None:
+    if kernel is not None:
+        pytest.skip(kernel)
+
+
+def layout(heads: int, page_size: int, dim: int, dtype: torch.dtype) -> KvLayout:
+    name = str(dtype).removeprefix("torch.")
+    return KvLayout(model="m", dtype=name, page_size=page_size, layers=LAYERS, kv_heads=heads, head_dim=dim)
+
+
+def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """[T, heads, D] of T last queries [heads, T, D] over keys and values [kv_heads, S, D], in fp32."""
+    group = query.shape[0] // keys.shape[0]
+    keys, values = (x.float().repeat_interleave(group, dim=0) for x in (keys, values))
+    scores = query.float() @ keys.transpose(1, 2) * scoring.scaling
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    length, context = scores.shape[1:]
+    ages = torch.arange(context - length, context)[:, None] - torch.arange(context)
+    hidden = (ages < 0) | (ages >= (scoring.window or context))
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+
+
+class Case:
+    """A pool with pages in any order, and one step over it."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, lens: list[int], contexts: list[int]):
+        heads, group, page_size, dim = shape
+        self.lens, self.contexts = lens, contexts
+        self.layout = layout(heads, page_size, dim, dtype)
+        pages_each = [self.layout.pages_for(context) for context in contexts]
+        shuffled = iter(torch.randperm(sum(pages_each) + 3).tolist())
+        self.tables = [[next(shuffled) for _ in range(count)] for count in pages_each]
+        self.pool = torch.randn(sum(pages_each) + 3, heads, LAYERS, 2, page_size, dim).to(dtype)
+        total = sum(lens)
+        # as a model has them: a view of [tokens, heads * dim]
+        self.query = torch.randn(1, total, heads * group, dim).to(dtype).transpose(1, 2)
+        self.key, self.value = torch.randn(2, 1, total, heads, dim).to(dtype).transpose(2, 3)
+
+    def step(self) -> StepShape:
+        return StepShape(self.lens, self.contexts, self.tables)
+
+    def check(self, out: torch.Tensor, before: torch.Tensor, layer: int, scoring: Scoring) -> None:
+        first = 0
+        for length, context, table in zip(self.lens, self.contexts, self.tables, strict=True):
+            new = slice(first, first + length)
+            stood = before[table, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, pages * page, D]
+            keys = torch.cat([stood[0, :, : context - length], self.key[0, :, new]], dim=1)
+            values = torch.cat([stood[1, :, : context - length], self.value[0, :, new]], dim=1)
+            wanted = expected(self.query[0, :, new], keys, values, scoring)
+            worst = TOLERANCE[self.pool.dtype]
+            torch.testing.assert_close(out[0, new].float(), wanted, atol=worst, rtol=worst)
+            first += length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("lens", "contexts"), STEPS)
+@pytest.mark.parametrize("scoring", [Scoring(0.3), Scoring(0.3, window=20), Scoring(0.3, softcap=2.0)])
+def test_each_request_attends_to_its_own_context(
+    dtype: torch.dtype, lens: list[int], contexts: list[int], scoring: Scoring
+) -> None:
+    torch.manual_seed(0)
+    case = Case((2, 3, 16, 32), dtype, lens, contexts)
+    before = case.pool.clone()
+    out = NativeAttention(case.pool, case.layout).plan(case.step()).attend(1, case.query, case.key, case.value, scoring)
+    assert out.shape == (1, sum(lens), 6, 32)
+    case.check(out, before, 1, scoring)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 7), (1, 8)], ids=["multi-head", "grouped", "multi-query"])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+def test_every_page_size_grouping_and_head_size(page_size: int, heads: int, group: int, dim: int) -> None:
+    torch.manual_seed(0)
+    case = Case((heads, group, page_size, dim), torch.float32, [1, 1, 40], [300, 17, 90])
+    before = case.pool.clone()
+    step = NativeAttention(case.pool, case.layout).plan(case.step())
+    case.check(step.attend(2, case.query, case.key, case.value, Scoring(0.1)), before, 2, Scoring(0.1))
+
+
+def test_it_writes_what_the_plain_backend_writes_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    case = Case((2, 3, 16, 32), torch.bfloat16, [1, 20, 130], [40, 50, 130])
+    other = case.pool.clone()
+    CpuAttention(other, case.layout, 3).plan(case.step()).attend(1, case.query, case.key, case.value, Scoring(0.3))
+    NativeAttention(case.pool, case.layout).plan(case.step()).attend(1, case.query, case.key, case.value, Scoring(0.3))
+    assert torch.equal(case.pool, other)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_request_gives_the_same_bits_in_any_batch_and_with_any_number_of_threads(threads: int) -> None:
+    torch.manual_seed(0)
+    case = Case((2, 3, 16, 32), torch.float32, [1, 1, 1, 90], [700, 5, 513, 200])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        step = NativeAttention(case.pool, case.layout).plan(case.step())
+        together = step.attend(0, case.query, case.key, case.value, Scoring(0.3))
+        first = 0
+        for length, context, table in zip(case.lens, case.contexts, case.tables, strict=True):
+            mine = [tensor[:, :, first : first + length] for tensor in (case.query, case.key, case.value)]
+            alone = NativeAttention(case.pool, case.layout).plan(StepShape([length], [context], [table]))
+            assert torch.equal(alone.attend(0, *mine, Scoring(0.3)), together[:, first : first + length])
+            first += length
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tokens_beyond_the_plan_are_zero_and_write_nothing() -> None:
+    torch.manual_seed(0)
+    case = Case((2, 3, 16, 32), torch.float32, [1, 1], [9, 20])
+    step = NativeAttention(case.pool, case.layout).plan(StepShape([1], [9], case.tables[:1]))
+    untouched = case.pool[case.tables[1]].clone()
+    out = step.attend(0, case.query, case.key, case.value, Scoring(0.3))
+    assert out[:, 0].any()
+    assert not out[:, 1].any()
+    assert torch.equal(case.pool[case.tables[1]], untouched)
+
+
+def test_a_plan_that_does_not_fit_is_an_error() -> None:
+    case = Case((2, 3, 16, 32), torch.float32, [1], [9])
+    step = NativeAttention(case.pool, case.layout).plan(case.step())
+    arguments = case.key, case.value, case.pool
+    tail = 0, 0.3, 0, 0.0
+    with pytest.raises(RuntimeError):
+        torch.ops.kvmesh.attend_pages(case.query, *arguments, step.plan[:-1], *tail)
+    with pytest.raises(RuntimeError):
+        torch.ops.kvmesh.attend_pages(case.query, *arguments, step.plan.long(), *tail)
+    with pytest.raises(RuntimeError):
+        torch.ops.kvmesh.attend_pages(case.query.half(), *arguments, step.plan, *tail)
+    two = pack_plan([1, 1], [9, 9], case.tables * 2, 1)
+    with pytest.raises(RuntimeError):
+        torch.ops.kvmesh.attend_pages(case.query, *arguments, two, *tail)
+
+
+def test_which_backend_an_engine_gets() -> None:
+    cpu = torch.device("cpu")
+    usual, odd = layout(2, 16, 32, torch.float32), layout(2, 16, 24, torch.float32)
+    assert why_not_native("auto", cpu, usual) is None
+    assert "attention=torch" in str(why_not_native("torch", cpu, usual))
+    assert "multiple of 16" in str(why_not_native("auto", cpu, odd))
+    assert "cuda" in str(why_not_native("auto", torch.device("cuda:0"), usual))
+    assert isinstance(make_attention("auto", torch.zeros(1), odd, 1), CpuAttention)
+    with pytest.raises(BackendUnavailable, match="multiple of 16"):
+        make_attention("cpu", torch.zeros(1), odd, 1)
+
+
+def test_a_machine_without_a_compiler_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native_build, "kernel_is_loaded", lambda: False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BackendUnavailable, match="CXX"):
+        prepare_attention("cpu", torch.device("cpu"), tmp_path)
+    with caplog.at_level(logging.INFO):
+        prepare_attention("auto", torch.device("cpu"), tmp_path)
+    assert [record.message for record in caplog.records] == ["attention runs in plain torch operations"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_kernel_that_does_not_compile_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text("this is no C++;")
+    monkeypatch.setattr(native_build, "SOURCE", source)
+    monkeypatch.setattr(native_build, "kernel_is_loaded", lambda: False)
+    with pytest.raises(KernelUnavailable, match="error"):
+        load_kernel(tmp_path)
+    assert [path.suffix for path in (tmp_path / "compile").iterdir()] == [".lock"]
