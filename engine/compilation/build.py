@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from engine.attention.native_build import load_kernel
 from engine.compilation.forward import MIN_TOKENS, Exported
+from engine.compilation.shared_linear import merge_products, share_linears
 from engine.compilation.trial import scratch_attention, step_of
 from engine.config import EngineConfig
 from engine.model.load import LoadedModel, load_model
@@ -46,6 +47,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
     tokens = torch.export.Dim("tokens", min=MIN_TOKENS, max=max_tokens)
     kept = torch.export.Dim("kept", min=MIN_TOKENS, max=max_tokens)
     sizes = tokens, tokens, kept, torch.export.Dim("pages", min=2), torch.export.Dim("plan", min=2)
+    share_linears(loaded.module)
     unfinished = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
     with torch.no_grad():
         program = torch.export.export(
@@ -54,6 +56,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
             dynamic_shapes=tuple({0: size} for size in sizes),
             strict=False,
         )
+        merge_products(program.graph)
         try:
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(unfinished), inductor_configs={"freezing": True}

@@ -24,7 +24,7 @@ from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = 3  # to be raised when the code that is exported changes
+FORMAT: Final = 4  # to be raised when the code that is exported changes
 MIN_PARAMETERS: Final = 50_000_000  # smaller ones are not worth a minute of compiling
 MAX_PARAMETERS: Final = 2_000_000_000  # a package holds the weights again, on disk and in memory
 KEPT_PACKAGES: Final = 4
