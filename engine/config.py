@@ -1,5 +1,6 @@
 """The engine's settings: plain fields, so that a service nests them as `MESH_DECODE_ENGINE__PAGE_SIZE`."""
 
+from dataclasses import field
 from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field
@@ -33,6 +34,9 @@ class EngineConfig:
     max_context: Annotated[
         int | None, Field(description="tokens of prompt and answer; default: what model and pages allow")
     ] = None
+    lora: Annotated[
+        dict[str, str], Field(description="adapters: the name that clients use as model = PEFT's directory")
+    ] = field(default_factory=dict)
     kv_events: Annotated[bool, Field(description="tell which blocks the prefix cache gains and loses")] = False
     mock: Annotated[MockConfig, Field(description="of `--model mock`")] = MockConfig()
     compile: Annotated[
@@ -58,6 +62,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
+        if not all(self.lora) or not all(self.lora.values()):
+            raise ValueError(f"lora is {self.lora}; it must give each adapter a name and a directory")
         if self.reserve_tokens < 0:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
         if self.max_step_tokens <= self.max_running:

@@ -115,6 +115,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "dtype": loaded.layout.dtype,
         "threads": torch.get_num_threads(),
         "max_step_tokens": config.max_step_tokens,
+        "adapted": loaded.adapters.layers,  # each leaves an operator in the graph; whose adapter it is does not matter
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": _processor(),
