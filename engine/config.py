@@ -35,7 +35,7 @@ class EngineConfig:
         int | None, Field(description="tokens of prompt and answer; default: what model and pages allow")
     ] = None
     lora: Annotated[
-        dict[str, str], Field(description="adapters: the name that clients use as model = PEFT's directory")
+        dict[str, str], Field(description="LoRA adapters: name that clients ask for = directory as PEFT saves it")
     ] = field(default_factory=dict)
     kv_events: Annotated[bool, Field(description="tell which blocks the prefix cache gains and loses")] = False
     mock: Annotated[MockConfig, Field(description="of `--model mock`")] = MockConfig()

@@ -23,6 +23,15 @@ WITHOUT_EFFECT: Final = frozenset({
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
     "ensure_weight_tying",
 })  # fmt: skip
+# and whatever else is set that has no name here
+REFUSED: Final = {
+    "use_dora": "it is weight-decomposed (DoRA)",
+    "modules_to_save": "it replaces whole modules (modules_to_save)",
+    "lora_bias": "it changes biases (lora_bias)",
+    "fan_in_fan_out": "its weights are transposed (fan_in_fan_out)",
+    "trainable_token_indices": "it changes embeddings (trainable_token_indices)",
+    "target_parameters": "it changes parameters that are no linear layer's (target_parameters)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +94,15 @@ def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
 
 def _reasons_against(given: Mapping[str, Any]) -> list[str]:
     """Why the adapter would be computed wrong."""
-    named = {
+    start = given.get("init_lora_weights")
+    reasons = {
         f"it is of type {given.get('peft_type')}": given.get("peft_type") != "LORA",
-        "it is weight-decomposed (DoRA)": given.get("use_dora"),
-        "it replaces whole modules (modules_to_save)": given.get("modules_to_save"),
-        "it changes biases": given.get("bias", "none") != "none" or given.get("lora_bias"),
-        "its weights are transposed (fan_in_fan_out)": given.get("fan_in_fan_out"),
-        "it changes embeddings (trainable_token_indices)": given.get("trainable_token_indices"),
-        "it changes parameters that are no linear layer's (target_parameters)": given.get("target_parameters"),
-        f"it begins from {given.get('init_lora_weights')}, which changes the model's own weights": given.get(
-            "init_lora_weights"
-        )
-        not in PLAIN_STARTS,
+        "it changes biases": given.get("bias", "none") != "none",
+        f"it begins from {start}, which changes the model's own weights": start not in PLAIN_STARTS,
     }
-    told = {
-        "use_dora", "modules_to_save", "lora_bias", "fan_in_fan_out", "trainable_token_indices", "target_parameters",
-    }  # fmt: skip
-    unknown = sorted(key for key, value in given.items() if value and key not in USED | WITHOUT_EFFECT | told)
-    return [reason for reason, applies in named.items() if applies] + [f"it sets {key}" for key in unknown]
+    unknown = sorted(key for key, value in given.items() if value and key not in USED | WITHOUT_EFFECT)
+    found = [reason for reason, applies in reasons.items() if applies]
+    return found + [REFUSED.get(key, f"it sets {key}") for key in unknown]
 
 
 def _by_pattern(patterns: Mapping[str, float], layer: str, default: float) -> float:
