@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lora_files import merge
+from lora_files import merge, save_adapter
+from safetensors.torch import load_file, save_file
 from tiny_engine import (
     Seen,
     alone,
@@ -19,6 +20,7 @@ from tiny_engine import (
     read_page,
     run,
     run_until_idle,
+    save_tiny,
     write_page,
 )
 
@@ -98,6 +100,22 @@ def test_ids_are_those_of_the_request_alone_whatever_adapters_share_the_batch(
         }
 
     together()
+
+
+def test_layers_keep_their_biases_and_all_linear_means_all_but_the_output_layer(tmp_path: Path) -> None:
+    directory = save_tiny(tmp_path / "biased", attention_bias=True, mlp_bias=True)
+    weights = directory / "model.safetensors"
+    draw = torch.Generator().manual_seed(7)
+    drawn = {
+        name: torch.randn(t.shape, generator=draw) if name.endswith("bias") else t
+        for name, t in load_file(weights).items()
+    }
+    save_file(drawn, weights, metadata={"format": "pt"})
+    adapter = save_adapter(tmp_path / "adapter", directory, 1, target_modules="all-linear")
+    expected = alone(load_tiny(merge(directory, adapter, tmp_path / "merged")), prompt(20), greedy(24))
+    engine = make_engine(load_tiny(directory, lora={"a": str(adapter)}))
+    assert run(engine, [EngineRequest("r", prompt(20), greedy(24), adapter="a")]).tokens["r"] == expected
+    assert expected != alone(load_tiny(directory), prompt(20), greedy(24))
 
 
 def test_branches_keep_the_adapter_of_their_request(adapted_tiny: LoadedModel, merged: dict[str, LoadedModel]) -> None:

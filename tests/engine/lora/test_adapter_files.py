@@ -168,6 +168,15 @@ def test_tensors_of_other_kinds_are_refused_by_name(tiny_dir: Path, tmp_path: Pa
         load_tiny(tiny_dir, lora={"legal": str(directory)})
 
 
+def test_an_adapter_may_leave_layers_out_when_its_configuration_says_so(tiny_dir: Path, tmp_path: Path) -> None:
+    half = save_adapter(tmp_path / "half", tiny_dir, 1, layers_to_transform=[0])
+    weights = half / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(weights).items() if ".layers.0." in name}, weights)
+    loaded = load_tiny(tiny_dir, lora={"half": str(half)})
+    assert len(loaded.adapters.layers) == 7
+    assert all(".layers.0." in layer for layer in loaded.adapters.layers)
+
+
 def test_an_adapter_of_the_output_layer_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
     """Logits are computed for the tokens that are sampled alone: its rows are not those of the step."""
     directory = save_adapter(tmp_path / "a", tiny_dir, 1, targets=("q_proj", "lm_head"))
