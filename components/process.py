@@ -8,8 +8,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from secrets import token_hex
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import uvloop
@@ -39,6 +40,7 @@ def record_maker(
     instance_id: str,
     *,
     model: str | None = None,
+    adapters: Mapping[str, str] = MappingProxyType({}),
     max_context: int | None = None,
     kv: KvEndpoint | None = None,
     http: str | None = None,
@@ -55,6 +57,7 @@ def record_maker(
             started_unix_ms=STARTED_UNIX_MS,
             subject=subject_of(settings.namespace, role, instance_id),
             model=model,
+            adapters=dict(adapters),
             max_context=max_context,
             kv=kv,
             http=http,

@@ -42,12 +42,13 @@ def assemble(loaded: LoadedModel, config: EngineConfig, forward: Forward | None 
     _try_one_token(loaded, attention)
     pool_tokens = num_pages * config.page_size
     return EngineCore(
-        runner=TorchRunner(loaded.device, forward or EagerForward(loaded.module), attention, storage),
+        runner=TorchRunner(loaded.device, forward or EagerForward(loaded.module), attention, storage, loaded.adapters),
         config=config,
         region=KvRegion(storage.data_ptr(), num_pages, loaded.layout, str(storage.device)),
         max_context=min(loaded.max_positions, pool_tokens, config.max_context or pool_tokens),
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
+        adapters=loaded.adapters.identities,
     )
 
 

@@ -1,5 +1,6 @@
 """The engine's settings: plain fields, so that a service nests them as `MESH_DECODE_ENGINE__PAGE_SIZE`."""
 
+from dataclasses import field
 from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field
@@ -34,6 +35,9 @@ class EngineConfig:
     max_context: Annotated[
         int | None, Field(description="tokens of prompt and answer; default: what model and pages allow")
     ] = None
+    lora: Annotated[
+        dict[str, str], Field(description="LoRA adapters: name that clients ask for = directory as PEFT saves it")
+    ] = field(default_factory=dict)
     kv_events: Annotated[bool, Field(description="tell which blocks the prefix cache gains and loses")] = False
     mock: Annotated[MockConfig, Field(description="of `--model mock`")] = MockConfig()
     compile: Annotated[
@@ -63,6 +67,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
+        if not all(self.lora) or not all(self.lora.values()):
+            raise ValueError(f"lora is {self.lora}; it must give each adapter a name and a directory")
         if self.reserve_tokens < 0:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
         if self.max_step_tokens <= self.max_running:

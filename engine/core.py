@@ -1,13 +1,14 @@
 """The engine without the device: requests in, `StepOutput` out. What computes a step is handed to it as a `Runner`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from time import perf_counter
+from types import MappingProxyType
 from typing import Protocol
 
-from components.errors import InvariantBroken, PromptTooLong, Rejected
+from components.errors import InvariantBroken, PromptTooLong, Rejected, UnknownModel
 from components.routing.block_hash import block_hashes, seed_hash
 from engine.config import EngineConfig
 from engine.kv.events import CacheEvents
@@ -62,12 +63,14 @@ class EngineCore:
         max_context: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        adapters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._runner = runner
         self._region = region
         self._max_context = max_context
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._adapters = adapters
         self._events = CacheEvents(config.page_size) if config.kv_events else None
         self._memory = RequestMemory(region.num_pages, config.page_size, config.reserve_tokens, self._events)
         self._scheduler = Scheduler(self._memory, config.max_running, config.max_step_tokens)
@@ -87,10 +90,15 @@ class EngineCore:
         """Prompt plus generated tokens that one request may have."""
         return self._max_context
 
-    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> int:
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """LoRA adapters that requests may name, and what identifies the weights of each."""
+        return self._adapters
+
+    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
         """Prompt tokens that the prefix cache holds right now. A hint, callable from any thread."""
         page_size = self._region.layout.page_size
-        hashes = block_hashes(token_ids[: len(token_ids) - 1], page_size, self._root_hash(cache_salt))
+        hashes = block_hashes(token_ids[: len(token_ids) - 1], page_size, self._root_hash(cache_salt, adapter))
         return len(self._memory.prefix.match(hashes)) * page_size
 
     def cached_blocks(self) -> list[BlockStored]:
@@ -98,7 +106,7 @@ class EngineCore:
         return self._events.blocks() if self._events is not None else []
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises: PromptTooLong, Rejected.
+        """Queue a request. Raises: PromptTooLong, UnknownModel, Rejected.
 
         A prompt must leave room for one token; an answer that outgrows `max_context` ends there, for length.
         """
@@ -112,11 +120,12 @@ class EngineCore:
             sampling=request.sampling,
             phase=request.phase,
             arrival=next(self._arrivals),
-            root_hash=self._root_hash(request.cache_salt),
+            root_hash=self._root_hash(request.cache_salt, request.adapter),
             num_generated=request.num_generated,
             eos_token_ids=self._eos_token_ids,
             mask=request.mask,
             priority=request.priority,
+            adapter=request.adapter,
         )
         self._live[queued.id] = queued
         self._scheduler.add(queued)
@@ -311,8 +320,12 @@ class EngineCore:
         check_token_ids(tokens, self._vocab_size, "token_ids")
         check_sampling(request.sampling, self._vocab_size, self._eos_token_ids, request.num_generated)
 
-    def _root_hash(self, cache_salt: str) -> bytes:
-        return seed_hash(self._region.layout.model, "", cache_salt)
+    def _root_hash(self, cache_salt: str, adapter: str) -> bytes:
+        """By what an adapter is, not by its name: that may mean other weights elsewhere."""
+        if adapter and adapter not in self._adapters:
+            there = ", ".join(sorted(self._adapters)) or "none"
+            raise UnknownModel(f"there is no LoRA adapter {adapter!r}; loaded here: {there}", param="model")
+        return seed_hash(self._region.layout.model, self._adapters.get(adapter, ""), cache_salt)
 
     def _stats(self, output: StepOutput, prompt_tokens: int, step_s: float) -> StepStats:
         scheduler, pool = self._scheduler, self._memory.pool

@@ -5,7 +5,7 @@ A request is submitted for one of three phases. Its pages are *exposed* while an
 becomes of it, until `release` says that no transfer touches them any more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -103,6 +103,7 @@ class EngineRequest:
     num_generated: int = 0  # of token_ids, the last ones that are the answer's already: a stream that has moved
     mask: TokenMask | None = None  # has seen those
     priority: int = 0  # as in vLLM: lower goes first
+    adapter: str = ""  # one of `Engine.adapters`; "": the model as it is
 
 
 class TokenOutput(NamedTuple):
@@ -231,7 +232,11 @@ class Engine(Protocol):
     def max_context(self) -> int:
         """Prompt plus generated tokens that one request may have."""
 
-    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> int:
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """LoRA adapters that requests may name, and what identifies the weights of each."""
+
+    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
         """Prompt tokens that the prefix cache holds right now. A hint, callable from any thread."""
 
     def cached_blocks(self) -> list[BlockStored]:

@@ -7,6 +7,7 @@ import torch
 from engine.attention.backend import AttentionBackend, StepShape
 from engine.compilation.forward import Forward
 from engine.core import StepFailed
+from engine.lora.load import Adapters
 from engine.sampling.logprobs import note_prompt
 from engine.sampling.sampler import sample
 from engine.scheduler.scheduler import Chunk
@@ -16,13 +17,19 @@ class TorchRunner:
     """Runs chunks through a transformers model whose attention reads and writes the page pool."""
 
     def __init__(
-        self, device: torch.device, forward: Forward, attention: AttentionBackend, storage: torch.Tensor
+        self,
+        device: torch.device,
+        forward: Forward,
+        attention: AttentionBackend,
+        storage: torch.Tensor,
+        adapters: Adapters,
     ) -> None:
         """Step a model through `forward`; `attention` keeps its KV in `storage`, [num_pages, ...]."""
         self._device = device
         self._forward = forward
         self._attention = attention
         self._storage = storage
+        self._adapters = adapters
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """Compute `chunks`, one a request; the token sampled for each, None for a prompt that goes on.
@@ -86,7 +93,8 @@ class TorchRunner:
             block_tables=[chunk.request.pages for chunk in chunks],
         )
         step = self._attention.plan(shape)
-        return self._forward(self._tensor(token_ids), self._tensor(positions), self._tensor(lasts), step).float()
+        with self._adapters.of_rows([(chunk.request.adapter, chunk.length) for chunk in chunks]):
+            return self._forward(self._tensor(token_ids), self._tensor(positions), self._tensor(lasts), step).float()
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

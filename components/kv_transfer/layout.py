@@ -43,3 +43,11 @@ def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
     if different:
         named = ", ".join(f"{n}: {getattr(ours, n)} here, {getattr(theirs, n)} there" for n in different)
         raise IncompatibleLayout(f"prefill and decode must load the same model in the same layout ({named})")
+
+
+def check_same_adapter(name: str, ours: str, theirs: str) -> None:
+    """Raises: IncompatibleLayout, naming both identities: one name may mean other weights elsewhere."""
+    if ours != theirs:
+        raise IncompatibleLayout(
+            f"prefill and decode must load the same weights as adapter {name!r} ({ours} here, {theirs} there)"
+        )

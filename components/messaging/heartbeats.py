@@ -52,12 +52,15 @@ class Liveness:
         """Call `callback(record, why)` when an instance leaves etcd, registers anew, falls silent or hangs."""
         self._on_lost.append(callback)
 
-    def usable(self, model: str | None = None) -> list[InstanceRecord]:
-        """Live instances that take new work, by instance id."""
+    def usable(self, model: str | None = None, adapter: str = "") -> list[InstanceRecord]:
+        """Live instances that take new work (of `model`, with that adapter), by instance id."""
         found = [
             p.record
             for p in self._pulses.values()
-            if not p.is_lost and not (p.last and p.last.draining) and model in (None, p.record.model)
+            if not p.is_lost
+            and not (p.last and p.last.draining)
+            and model in (None, p.record.model)
+            and (not adapter or adapter in p.record.adapters)
         ]
         return sorted(found, key=lambda r: r.instance_id)
 

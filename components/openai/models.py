@@ -6,13 +6,17 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
-    """One model; `max_model_len`, as vLLM calls it, is the tokens that prompt and answer may have together."""
+    """One model; `max_model_len` and `parent` as vLLM calls them.
+
+    The first is the tokens that prompt and answer may have together, the second the model that an adapter adapts.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "kvmesh"
     max_model_len: int
+    parent: str | None = None
 
 
 class ModelList(BaseModel):

@@ -25,7 +25,7 @@ class GenerateRequest:
 
     request_id: str  # ours and random; the client's own id is a label, never a key
     epoch: str  # of the decode instance addressed
-    model: str
+    model: str  # the name of the model itself, also with an adapter
     stream_id: int  # unique within the frontend
     reply_to: str  # NATS subject of the frontend's frames
     token_ids: bytes  # int32[T]: the prompt, and after a move the tokens already generated
@@ -33,6 +33,7 @@ class GenerateRequest:
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0  # lower goes first
+    adapter: str = ""  # of the instance's record; "": the model as it is
 
 
 @message("generate-accepted.v1")

@@ -3,6 +3,7 @@
 Key: `<namespace>/instances/<role>/<instance_id>`, attached to the instance's lease.
 """
 
+from dataclasses import field
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -41,6 +42,7 @@ class InstanceRecord:
     started_unix_ms: int
     subject: str  # NATS subject prefix of this instance: `<namespace>.<role>.<instance_id>`
     model: str | None = None  # the name clients use
+    adapters: dict[str, str] = field(default_factory=dict)  # of that model, by the name clients use: their identity
     max_context: int | None = None  # tokens, prompt and output together
     kv: KvEndpoint | None = None
     http: str | None = None  # URL of a frontend or of a metrics page

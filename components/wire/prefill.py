@@ -17,6 +17,7 @@ class PrefillRequest:
     sampling: Sampling  # as decode got it: the first token is drawn here
     cache_salt: str = ""
     priority: int = 0  # lower goes first
+    adapter: str = ""  # of the instance's record, where it stands with the identity that decode knows
 
 
 @message("prefill-accepted.v1")

@@ -130,6 +130,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "page_size": config.page_size,
         "max_step_tokens": config.max_step_tokens,
         "attention": SOURCE.read_text(),
+        "adapted": loaded.adapters.layers,  # each leaves an operator in the graph; whose adapter it is does not matter
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": processor(),

@@ -31,12 +31,13 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     pool_tokens = num_pages * config.page_size
     positions = int(described.get("max_position_embeddings", pool_tokens))
     return EngineCore(
-        runner=MockRunner(pages, config.mock, alphabet, min(eos_token_ids, default=None)),
+        runner=MockRunner(pages, config.mock, alphabet, min(eos_token_ids, default=None), config.lora),
         config=config,
         region=pages.region,
         max_context=min(positions, pool_tokens, config.max_context or pool_tokens),
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
+        adapters=config.lora,  # what a real engine takes for their directory is all that there is to a mock's adapter
     )
 
 

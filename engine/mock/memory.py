@@ -28,12 +28,13 @@ class MarkedPages:
         self._memory = mmap.mmap(-1, num_pages * layout.page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.region = KvRegion(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_pages, layout, "cpu")
 
-    def compute(self, pages: Sequence[int], tokens: Sequence[int], start: int, end: int) -> int:
+    def compute(self, pages: Sequence[int], tokens: Sequence[int], start: int, end: int, origin: int = 0) -> int:
         """Write the marks of tokens `start` to `end`; the checksum of all tokens before `end`.
 
+        `origin` is the checksum of no tokens, another one for each adapter.
         Raises: StepFailed, when the pages do not hold what was computed before `start`.
         """
-        checksum = self._read(pages, tokens, start) if start else 0
+        checksum = self._read(pages, tokens, start, origin) if start else origin
         while start < end:
             index, offset = divmod(start, self._page_size)
             stop = min(end, start + self._page_size - offset)
@@ -50,7 +51,7 @@ class MarkedPages:
             mark = MARK.unpack_from(self._memory, source * self._page_bytes + offset)
             MARK.pack_into(self._memory, target * self._page_bytes + offset, *mark)
 
-    def _read(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int) -> int:
+    def _read(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int, origin: int) -> int:
         index = (num_tokens - 1) // self._page_size
         head = pages[index] * self._page_bytes
         first = MARK.unpack_from(self._memory, head)
@@ -58,7 +59,7 @@ class MarkedPages:
         count, checksum = first
         wanted = num_tokens - index * self._page_size
         if first == last and count == wanted + 1:  # a branch computes its prompt's last token again
-            before = self._read(pages, tokens, num_tokens - wanted) if index else 0
+            before = self._read(pages, tokens, num_tokens - wanted, origin) if index else origin
             shorter = crc32(pack_tokens(tokens[num_tokens - wanted : num_tokens]), before)
             if crc32(pack_tokens(tokens[num_tokens : num_tokens + 1]), shorter) == checksum:
                 return shorter

@@ -1,7 +1,7 @@
 """A step without a device: marks instead of KV, tokens drawn from the marks, and the time that it would have taken."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from struct import Struct
 from typing import Final
 from zlib import crc32
@@ -18,17 +18,23 @@ MIX: Final = 0x9E3779B1  # 2^32 over the golden ratio: neighbouring checksums be
 class MockRunner:
     """Draws the token at a position from all tokens before it, as the pages hold them, and from the seed.
 
-    So it is the same on every worker, after a move and after a retraction, and another one where KV of another prompt was
-    moved. A temperature of 0 makes the seed irrelevant, as everywhere.
+    So it is the same on every worker, after a move and after a retraction, and another one where KV of another prompt or
+    adapter was moved. A temperature of 0 makes the seed irrelevant, as everywhere.
     """
 
     def __init__(
-        self, pages: MarkedPages, config: MockConfig, alphabet: Sequence[int], eos_token_id: int | None
+        self,
+        pages: MarkedPages,
+        config: MockConfig,
+        alphabet: Sequence[int],
+        eos_token_id: int | None,
+        adapters: Mapping[str, str],
     ) -> None:
         self._pages = pages
         self._config = config
         self._alphabet = alphabet
         self._eos_token_id = eos_token_id
+        self._origins = {name: crc32(identity.encode()) for name, identity in adapters.items()}
 
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """Mark the tokens of `chunks` and draw one for each that `samples`. Raises: StepFailed."""
@@ -38,7 +44,8 @@ class MockRunner:
         for chunk in chunks:
             request = chunk.request
             start, end = request.num_computed, request.num_computed + chunk.length
-            checksum = self._pages.compute(request.pages, request.tokens, start, end)
+            origin = self._origins.get(request.adapter, 0)
+            checksum = self._pages.compute(request.pages, request.tokens, start, end, origin)
             token_ids.append(self._draw(checksum, request.sampling) if chunk.samples else None)
             if chunk.length == 1:
                 decodes += 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.kv.storage import TORCH_DTYPES
+from engine.lora.load import Adapters, install_adapters
 from engine.model.errors import ModelUnavailable
 from engine.model.identity import random_identity, weights_identity
 from engine.model.progress import Progress
@@ -34,6 +35,7 @@ class LoadedModel:
     query_group: int  # query heads that share a key head
     max_positions: int
     eos_token_ids: frozenset[int]
+    adapters: Adapters = field(default_factory=Adapters)
 
 
 def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> LoadedModel:
@@ -72,6 +74,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         query_group=heads // kv_heads,
         max_positions=text.max_position_embeddings,
         eos_token_ids=_eos_token_ids(directory, text),
+        adapters=install_adapters(module, config.lora),
     )
 
 

@@ -52,6 +52,7 @@ class Request:
     mask: TokenMask | None = None
     branch: int = 0  # which of n
     priority: int = 0  # lower goes first
+    adapter: str = ""  # LoRA adapter, by name; "": the model as it is
     row: Row = field(init=False)
     lifecycle: Lifecycle[RequestState] = field(init=False)
 

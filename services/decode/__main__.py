@@ -1,5 +1,7 @@
 """python -m services.decode: requests in, KV from a prefill instance, tokens out."""
 
+import sys
+
 from components.aio import first, raises
 from components.discovery.registry import Registration, join_registry
 from components.kv_transfer.nixl_transfer import open_nixl
@@ -24,6 +26,8 @@ async def main(settings: DecodeSettings) -> None:
     me = new_instance_id()
     subject = subject_of(settings.namespace, "decode", me)
     model = settings.served_model_name or served_name(settings.model)
+    if model in settings.engine.lora:
+        sys.exit(f"setting engine.lora: {model!r} is the name of the model itself")
     registration = Registration(me)
     metrics = WorkerMetrics()
     async with (
@@ -47,8 +51,16 @@ async def main(settings: DecodeSettings) -> None:
             model=model,
             max_local_prefill=settings.max_local_prefill,
         )
-        context = engine.engine.max_context
-        record = record_maker(settings, "decode", me, model=model, max_context=context, kv=transfer.endpoint, http=page)
+        record = record_maker(
+            settings,
+            "decode",
+            me,
+            model=model,
+            adapters=engine.engine.adapters,
+            max_context=engine.engine.max_context,
+            kv=transfer.endpoint,
+            http=page,
+        )
         async with (
             serve_calls(bus, "decode", subject, service.endpoints(), {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat),

@@ -9,7 +9,7 @@ from opentelemetry import trace
 
 from components.discovery.registry import Registration
 from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, UnknownModel
-from components.kv_transfer.layout import check_compatible
+from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.deadline import remaining_s
 from components.messaging.heartbeats import Liveness, heartbeat_of
 from components.messaging.service import Endpoint
@@ -57,12 +57,12 @@ class DecodeService:
         self._max_local_prefill = max_local_prefill
         self._policy = RoundRobin()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._refused: set[str] = set()  # prefill instances whose layout does not fit ours, said once
+        self._refused: dict[str, set[str]] = {}  # why prefill instances do not fit us, each reason said once
         self.draining = False
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
         prefills.on_lost(remote.instance_lost)
-        prefills.on_lost(lambda record, _: self._refused.discard(record.instance_id))
+        prefills.on_lost(self._prefill_lost)
 
     def endpoints(self) -> list[Endpoint]:
         """The calls of a stream's life."""
@@ -80,6 +80,8 @@ class DecodeService:
             raise Overloaded("this decode instance is leaving")
         if request.model != self._model:
             raise UnknownModel(f"this instance serves {self._model!r}, not {request.model!r}")
+        if request.adapter and request.adapter not in self._engine.engine.adapters:
+            raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
         active = ActiveRequest(
             engine_id=f"{request.request_id}.{request.stream_id}",
             request=request,
@@ -143,32 +145,43 @@ class DecodeService:
     def _choose(self, active: ActiveRequest) -> InstanceRecord | None:
         """A prefill instance, or None when computing here is the better or the only way."""
         with tracer.start_as_current_span("decode.lookup") as span:
-            hit = self._engine.engine.peek_prefix(active.token_ids, active.request.cache_salt)
+            request = active.request
+            hit = self._engine.engine.peek_prefix(active.token_ids, request.cache_salt, request.adapter)
             span.set_attribute("kvmesh.cached_tokens", hit)
         with tracer.start_as_current_span("decode.choose_prefill") as span:
             remaining = len(active.token_ids) - hit
             if remaining <= self._max_local_prefill:
                 span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
                 return None
-            usable = [r for r in self._prefills.usable(self._model) if self._fits(r)]
+            usable = [r for r in self._prefills.usable(self._model, request.adapter) if self._fits(r, request.adapter)]
             chosen = self._policy.choose(usable)
             if chosen is None:
-                span.set_attribute("kvmesh.prefill.why_local", "no prefill instance is alive")
+                why = (
+                    f"no prefill instance with adapter {request.adapter}" if request.adapter else "no prefill instance"
+                )
+                span.set_attribute("kvmesh.prefill.why_local", f"{why} is alive")
             else:
                 span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
             return chosen
 
-    def _fits(self, record: InstanceRecord) -> bool:
+    def _fits(self, record: InstanceRecord, adapter: str) -> bool:
+        """Whether the KV that it computes with `adapter` is what we would compute."""
         if record.kv is None:
             return False
         try:
             check_compatible(self._engine.engine.kv_region.layout, record.kv.layout)
+            if adapter:
+                check_same_adapter(adapter, self._engine.engine.adapters[adapter], record.adapters[adapter])
         except MeshError as exc:
-            if record.instance_id not in self._refused:
-                self._refused.add(record.instance_id)
+            told = self._refused.setdefault(record.instance_id, set())
+            if exc.message not in told:
+                told.add(exc.message)
                 log.warning("prefill instance not used", extra={"prefill": record.instance_id, "cause": exc.message})
             return False
         return True
+
+    def _prefill_lost(self, record: InstanceRecord, _why: str) -> None:
+        self._refused.pop(record.instance_id, None)
 
     async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord) -> None:
         """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency."""
@@ -204,6 +217,7 @@ class DecodeService:
             cache_salt=request.cache_salt,
             num_generated=request.sampling.num_generated,
             priority=request.priority,
+            adapter=request.adapter,
         )
 
         def submitted(done: asyncio.Future[None]) -> None:

@@ -121,6 +121,7 @@ class RemotePrefill:
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            adapter=request.adapter,
         )
         with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
             span.set_attribute("kvmesh.prefill.instance", fetch.prefill.instance_id)

@@ -82,7 +82,7 @@ def _add_models(app: FastAPI, mesh: Mesh) -> None:
 
 
 def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created_unix_s, max_model_len=model.max_context)
+    return ModelCard(id=model.name, created=model.created_unix_s, max_model_len=model.max_context, parent=model.parent)
 
 
 def _add_operations(app: FastAPI, mesh: Mesh, registry: CollectorRegistry) -> None:

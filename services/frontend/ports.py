@@ -12,7 +12,7 @@ class Prompt:
     """One generation to do. `request_id` is ours and random."""
 
     request_id: str
-    model: str
+    model: str  # one of `Mesh.models`
     token_ids: list[int]
     sampling: Sampling
     cache_salt: str
@@ -30,11 +30,12 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that at least one live decode instance serves."""
+    """A model, or an adapter of one, that at least one live decode instance serves."""
 
     name: str
     max_context: int  # tokens of prompt and answer together
     created_unix_s: int
+    parent: str | None = None  # of an adapter: the model
 
 
 class Mesh(Protocol):

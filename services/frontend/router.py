@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from opentelemetry import trace
@@ -50,12 +50,13 @@ class MeshClient:
         decodes.on_lost(self._instance_lost)
 
     def models(self) -> list[ServedModel]:
-        """The one model this frontend can tokenise for, when a decode instance serves it."""
+        """The one model this frontend can tokenise for, when a decode instance serves it, then its adapters."""
         usable = self._decodes.usable(self._model)
         if not usable:
             return []
-        context = min(r.max_context or 0 for r in usable)
-        return [ServedModel(self._model, context, min(r.started_unix_ms for r in usable) // 1000)]
+        adapters = sorted({name for record in usable for name in record.adapters})
+        mine = _served(self._model, usable)
+        return [mine, *(_served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters)]
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[TokenDelta, None]:
         """The tokens of `prompt`. A stream whose instance is lost goes on elsewhere, from the tokens it has.
@@ -97,7 +98,7 @@ class MeshClient:
         until = time.monotonic() + (min(WAIT_FOR_DECODE_S, remaining_s(prompt.deadline_unix_ms)) if started else 0.0)
         with tracer.start_as_current_span("frontend.route") as span:
             while True:
-                usable = self._decodes.usable(prompt.model)
+                usable = self._decodes.usable(self._model, self._adapter(prompt))
                 chosen = self._policy.choose([r for r in usable if r.instance_id not in tried] or usable)
                 if chosen is not None:
                     span.set_attribute("kvmesh.decode.instance", chosen.instance_id)
@@ -113,7 +114,7 @@ class MeshClient:
         request = GenerateRequest(
             request_id=prompt.request_id,
             epoch=record.epoch,
-            model=prompt.model,
+            model=self._model,
             stream_id=stream.stream_id,
             reply_to=self._inbox.subject,
             token_ids=pack_tokens([*prompt.token_ids, *generated]),
@@ -122,11 +123,16 @@ class MeshClient:
                 prompt.sampling, max_tokens=prompt.sampling.max_tokens - len(generated), num_generated=len(generated)
             ),
             cache_salt=prompt.cache_salt,
+            adapter=self._adapter(prompt),
         )
         timeout_s = min(DISPATCH_TIMEOUT_S, remaining_s(prompt.deadline_unix_ms))
         with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT):
             call = self._bus.call(f"{record.subject}.generate", request, GenerateAccepted, timeout_s=timeout_s)
             await stream.failure.unless(call)
+
+    def _adapter(self, prompt: Prompt) -> str:
+        """Any name but the model's own is one of an adapter, as in vLLM."""
+        return "" if prompt.model == self._model else prompt.model
 
     def _delta(self, items: list[StreamItem], *, first: bool) -> TokenDelta:
         if first and items[0].sent_unix_ns:
@@ -148,3 +154,9 @@ class MeshClient:
 
     def _instance_lost(self, record: InstanceRecord, why: str) -> None:
         self._inbox.fail_instance(record.instance_id, DecodeLost(f"decode {record.instance_id}: {why}"))
+
+
+def _served(name: str, records: Sequence[InstanceRecord], parent: str | None = None) -> ServedModel:
+    """What all of `records` can do under that name."""
+    context = min(r.max_context or 0 for r in records)
+    return ServedModel(name, context, min(r.started_unix_ms for r in records) // 1000, parent)

@@ -119,7 +119,7 @@ def _row(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any]
         record.epoch,
         f"{record.host}:{record.pid}",
         f"{up_s:.0f} s",
-        record.model or "",
+        " ".join([record.model or "", *record.adapters]),
         calls,
         errors,
         load,

@@ -1,6 +1,7 @@
 """`python -m services.local`: the whole mesh on one machine, with real etcd and NATS, until Ctrl-C."""
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +48,10 @@ def main(
     kv_memory_gb: Annotated[
         float | None, typer.Option(envvar="MESH_ENGINE__KV_MEMORY_GB", help="memory for KV pages, each worker")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIRECTORY", help="a LoRA adapter, asked for as model NAME; may be repeated"),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -80,6 +85,7 @@ def main(
         "otlp_endpoint": otlp_endpoint,
         "log_level": log_level,
         "engine__dtype": dtype,
+        "engine__lora": _adapters(lora),
         "engine__kv_memory_gb": kv_memory_gb,
         "engine__threads": threads,
     }
@@ -93,6 +99,16 @@ def main(
         given={name: str(value) for name, value in given.items() if value is not None},
     )
     sys.exit(asyncio.run(run_mesh(plan)))
+
+
+def _adapters(given: list[str] | None) -> str | None:
+    """As `MESH_ENGINE__LORA` has them."""
+    if not given:
+        return None
+    pairs = [item.partition("=") for item in given]
+    if not all(name and directory for name, _, directory in pairs):
+        raise typer.BadParameter(f"{' '.join(given)}: give NAME=DIRECTORY", param_hint="--lora")
+    return json.dumps({name: directory for name, _, directory in pairs})
 
 
 if __name__ == "__main__":

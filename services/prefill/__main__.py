@@ -32,7 +32,8 @@ async def main(settings: PrefillSettings) -> None:
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
         service = PrefillService(bus, registration, registry, engine, transfer, metrics=metrics)
-        record = record_maker(settings, "prefill", me, model=model, kv=transfer.endpoint, http=page)
+        adapters = engine.engine.adapters
+        record = record_maker(settings, "prefill", me, model=model, adapters=adapters, kv=transfer.endpoint, http=page)
         async with (
             serve_calls(bus, "prefill", subject, service.endpoints(), {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat),

@@ -158,6 +158,7 @@ class PrefillService:
             cache_salt=request.cache_salt,
             num_generated=request.sampling.num_generated,
             priority=request.priority,
+            adapter=request.adapter,
         )
         layout = self._engine.engine.kv_region.layout
         num_pages = layout.pages_for(len(prompt.token_ids))

@@ -36,6 +36,16 @@ def test_nested_settings_of_both_prefixes_are_one(monkeypatch: pytest.MonkeyPatc
     assert (engine.dtype, engine.num_pages, engine.page_size) == ("float32", 128, 16)
 
 
+def test_adapters_are_given_one_by_one_or_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = DecodeSettings.read(["--engine.lora", "a=/x", "--engine.lora", "b.2=~/y"]).engine.lora
+    assert told == {"a": "/x", "b.2": "~/y"}
+    monkeypatch.setenv("MESH_ENGINE__LORA", '{"a": "/x", "Org/B": "/y"}')
+    assert DecodeSettings.read([]).engine.lora == PrefillSettings.read([]).engine.lora == {"a": "/x", "Org/B": "/y"}
+    monkeypatch.setenv("MESH_DECODE_ENGINE__LORA", '{"a": ""}')
+    with pytest.raises(SystemExit, match="it must give each adapter a name and a directory"):
+        DecodeSettings.read([])
+
+
 def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_ETCD_URL", "")
     assert BootstrapSettings.read([]).etcd_url == "http://127.0.0.1:2379"

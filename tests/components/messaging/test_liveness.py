@@ -53,6 +53,14 @@ def test_an_instance_is_usable_from_its_registration_on() -> None:
     assert watched.liveness.last_heartbeat("a") is None
 
 
+def test_of_an_adapter_those_instances_are_usable_that_have_it() -> None:
+    watched = Watched()
+    watched.book.put("c", record("c", model="m", adapters={"legal": "w1"}))
+    assert [r.instance_id for r in watched.liveness.usable("m", "legal")] == ["c"]
+    assert watched.liveness.usable("m", "medical") == []
+    assert [r.instance_id for r in watched.liveness.usable("m")] == ["a", "b", "c"]
+
+
 def test_a_silent_instance_is_lost_once_and_comes_back_with_its_next_beat() -> None:
     watched = Watched()
     watched.after(SILENT_AFTER_S)

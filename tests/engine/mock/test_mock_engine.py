@@ -11,6 +11,7 @@ import pytest
 from mock_engine import make_mock
 from tiny_engine import Seen, check_pages, greedy, prefilled, prompt, read_page, run, run_until_idle, write_page
 
+from components.errors import UnknownModel
 from engine.core import EngineCore
 from engine.mock.text import SPECIAL
 from engine.model.resolve import model_dir, served_name
@@ -70,6 +71,40 @@ def test_a_text_that_goes_on_elsewhere_from_its_tokens_is_the_same(tmp_path: Pat
     whole = alone(tmp_path, prompt(50), DRAWN)
     rest = SamplingParams(40 - 13, temperature=1.0, seed=7, ignore_eos=True)
     assert alone(tmp_path, prompt(50) + whole[:13], rest) == whole[13:]
+
+
+def test_an_adapter_has_answers_and_prefixes_of_its_own_whatever_it_is_called(tmp_path: Path) -> None:
+    engine = make_mock(tmp_path, lora={"legal": "one", "medical": "two", "law": "one"})
+    names = ("", "legal", "medical", "law")
+    seen = run(engine, [EngineRequest(name or "none", prompt(40), endless(70), adapter=name) for name in names])
+    assert seen.tokens["none"] == alone(tmp_path, prompt(40), endless(70))
+    assert seen.tokens["legal"] == seen.tokens["law"], "the same under two names"
+    assert len({tuple(made) for made in seen.tokens.values()}) == 3
+    assert [engine.peek_prefix(prompt(60), adapter=name) for name in names] == [32, 32, 32, 32]
+    run(engine, [EngineRequest("longer", prompt(60), endless(3), adapter="legal")])
+    assert [engine.peek_prefix(prompt(60), adapter=name) for name in names] == [32, 48, 32, 48]
+    branched = run(engine, [EngineRequest("n", prompt(40), greedy(70, ignore_eos=True, n=2), adapter="legal")])
+    assert branched.branches["n", 1] == branched.tokens["n"] == seen.tokens["legal"]
+    with pytest.raises(UnknownModel, match="loaded here: law, legal, medical"):
+        engine.submit(EngineRequest("r", prompt(5), endless(2), adapter="x"))
+
+
+def test_kv_of_another_adapter_is_noticed(tmp_path: Path) -> None:
+    """Its pages hold other marks, so the answer is not the one that this adapter gives."""
+    engine = make_mock(tmp_path, lora={"legal": "one", "medical": "two"})
+    expected = run(engine, [EngineRequest("alone", prompt(40), endless(20), adapter="legal")]).tokens["alone"]
+    made = {}
+    for source in ("legal", "medical"):
+        computed = run(engine, [EngineRequest("p", prompt(40), endless(20), Phase.PREFILL, adapter=source)]).computed
+        decode = make_mock(tmp_path, lora={"legal": "one"})
+        told = run(decode, [EngineRequest("d", prompt(40), endless(20), Phase.DECODE, adapter="legal")]).reserved["d"]
+        for page, target in zip(computed["p"][-1].pages, told.pages, strict=True):
+            write_page(decode, target, read_page(engine, page))
+        engine.release("p")
+        decode.deliver("d", expected[0])
+        made[source] = [expected[0], *run_until_idle(decode).tokens["d"]]
+    assert made["legal"] == expected
+    assert made["medical"] != expected
 
 
 def test_the_seed_matters_when_drawing_and_only_then(tmp_path: Path) -> None:

@@ -16,13 +16,15 @@ class FakeEngine:
 
     kv_region: KvRegion = field(default_factory=lambda: KvRegion(0, 100, LAYOUT, "cpu"))
     max_context: int = 1000
+    adapters: dict[str, str] = field(default_factory=dict)
     prefix: int = 0  # what peek_prefix finds
     refusal: Exception | None = None  # raised by submit
     delivered: Exception | list[TokenOutput] = field(default_factory=list)  # what deliver does
     did: list[tuple[Any, ...]] = field(default_factory=list)
     submitted: dict[str, EngineRequest] = field(default_factory=dict)
 
-    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> int:
+    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
+        self.did.append(("peek", cache_salt, adapter))
         return self.prefix
 
     def submit(self, request: EngineRequest) -> None:

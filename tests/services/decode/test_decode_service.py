@@ -245,6 +245,53 @@ async def test_a_prefill_of_another_layout_is_passed_over_and_said_once_until_it
     assert not decode.service._refused
 
 
+async def test_an_adapter_goes_to_the_engine_and_to_a_prefill_that_has_its_very_weights(decode: Decode) -> None:
+    decode.engine.engine.adapters = {"legal": "w1", "medical": "w2"}
+    with_adapters = {"role": "prefill", "model": "m", "kv": endpoint("prefill-p")}
+    decode.registry.book.put("p", record("p", "1", adapters={"legal": "w1", "medical": "other"}, **with_adapters))
+    await decode.ask(adapter="legal")
+    assert ("peek", "", "legal") in decode.engine.engine.did
+    submitted = decode.engine.engine.submitted[ID]
+    assert (submitted.adapter, submitted.phase) == ("legal", Phase.DECODE)
+    assert [asked.adapter for asked in decode.prefill.asked] == ["legal"]
+    await decode.reserve()
+    await decode.land()
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("adapters", [{"medical": "w2"}, {"legal": "other", "medical": "w2"}])
+async def test_no_prefill_with_the_adapters_weights_means_computing_here(
+    decode: Decode, adapters: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.engine.engine.adapters = {"legal": "w1", "medical": "w2"}
+    decode.registry.book.put(
+        "p", record("p", "1", role="prefill", model="m", kv=endpoint("prefill-p"), adapters=adapters)
+    )
+    for stream_id in (1, 2):
+        await decode.ask(stream_id, adapter="legal")
+        submitted = decode.engine.engine.submitted[f"r.{stream_id}"]
+        assert (submitted.adapter, submitted.phase) == ("legal", Phase.FULL)
+    assert not decode.prefill.asked
+    said = [r.cause for r in caplog.records if r.message == "prefill instance not used"]
+    if "legal" in adapters:
+        assert said == ["prefill and decode must load the same weights as adapter 'legal' (w1 here, other there)"], (
+            "once, and both identities"
+        )
+    await decode.ask(3, adapter="medical")
+    assert decode.engine.engine.submitted["r.3"].phase is Phase.DECODE
+    for stream_id in (1, 2, 3):
+        await decode.cancel(stream_id)
+    await decode.until_nothing_runs()
+
+
+async def test_an_adapter_that_is_not_here_is_refused_at_once(decode: Decode) -> None:
+    decode.engine.engine.adapters = {"legal": "w1"}
+    with pytest.raises(UnknownModel, match="no adapter 'medical' of 'm'"):
+        await decode.ask(adapter="medical")
+    assert not decode.engine.engine.submitted
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

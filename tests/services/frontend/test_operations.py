@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from components.errors import DecodeLost
+from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 
 pytestmark = pytest.mark.anyio
@@ -26,6 +27,18 @@ async def test_health_names_the_models(http: httpx.AsyncClient, mesh: FakeMesh) 
     assert (await http.get("/health")).json() == {"status": "ok", "models": [MODEL]}
     mesh.served.clear()
     assert (await http.get("/health")).json() == {"status": "ok", "models": []}
+
+
+async def test_an_adapter_is_a_model_with_a_parent_and_answers_under_its_name(
+    http: httpx.AsyncClient, mesh: FakeMesh
+) -> None:
+    mesh.served.append(ServedModel("legal", 256, 1_700_000_001, parent=MODEL))
+    listed = (await http.get("/v1/models")).json()["data"]
+    assert [(card["id"], card["parent"]) for card in listed] == [(MODEL, None), ("legal", MODEL)]
+    assert (await http.get("/v1/models/legal")).json() == listed[1]
+    answer = (await http.post(CHAT, json={**HELLO, "model": "legal"})).json()
+    assert answer["model"] == "legal"
+    assert [prompt.model for prompt in mesh.prompts] == ["legal"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -286,3 +286,43 @@ async def test_the_model_is_listed_while_somebody_serves_it_with_the_smallest_co
     one.lose()
     mesh.book.remove("b")
     assert mesh.client.models() == []
+
+
+def with_adapters(mesh: Mesh, name: str, adapters: dict[str, str], **facts: Any) -> Decode:
+    decode = Decode(mesh, name, answers)
+    facts = {"model": "m", "max_context": 100, "started_unix_ms": 5000, **facts}
+    mesh.book.put(name, record(name, "1", adapters=adapters, **facts))
+    return decode
+
+
+async def test_a_request_for_an_adapter_goes_to_an_instance_that_has_it_under_the_models_own_name(mesh: Mesh) -> None:
+    plain, both = with_adapters(mesh, "a", {}), with_adapters(mesh, "b", {"legal": "w1"})
+    for _ in range(3):
+        assert tokens(await mesh.ask(model="legal")) == WHOLE
+    assert not plain.requests
+    assert [(r.model, r.adapter) for r in both.requests] == [("m", "legal")] * 3
+    await mesh.ask()
+    await mesh.ask()
+    assert [(r.model, r.adapter) for r in [*plain.requests, both.requests[-1]]] == [("m", "")] * 2
+
+
+async def test_a_stream_of_an_adapter_moves_only_to_instances_that_have_it(mesh: Mesh) -> None:
+    first, plain, other = (
+        with_adapters(mesh, name, adapters) for name, adapters in (("a", {"l": "1"}), ("b", {}), ("c", {"l": "1"}))
+    )
+    first.script = dies_after(2)
+    assert tokens(await mesh.ask(model="l")) == WHOLE
+    assert (len(first.requests), len(plain.requests), len(other.requests)) == (1, 0, 1)
+
+
+async def test_nobody_having_the_adapter_is_nobody_serving_it(mesh: Mesh) -> None:
+    with_adapters(mesh, "a", {"legal": "w1"})
+    with pytest.raises(NoDecodeInstance, match="'medical'"):
+        await mesh.ask(model="medical")
+
+
+async def test_adapters_are_listed_after_their_model_with_what_those_that_have_them_can_do(mesh: Mesh) -> None:
+    with_adapters(mesh, "a", {"legal": "w1"}, max_context=80)
+    with_adapters(mesh, "b", {"legal": "w1", "medical": "w2"}, started_unix_ms=9000)
+    listed = [(m.name, m.max_context, m.created_unix_s, m.parent) for m in mesh.client.models()]
+    assert listed == [("m", 80, 5, None), ("legal", 80, 5, "m"), ("medical", 100, 9, "m")]

@@ -90,9 +90,10 @@ def test_workers_stand_with_what_etcd_knows_beside_what_nats_answers() -> None:
         held_pages=1,
         total_pages=16,
     )
-    lines = rendered(_table([record("d1", kv=endpoint(), model="m")], {"d1": beat}, {"d1": stats(errors=2)}))
+    worker = record("d1", kv=endpoint(), model="m", adapters={"legal": "w1"})
+    lines = rendered(_table([worker], {"d1": beat}, {"d1": stats(errors=2)}))
     [row] = [line for line in lines if "d1" in line]
-    for fact in ("decode", "e1", "h:1", "m", "generate:7", "2", "3/2/1 draining", "10/5/1 of 16"):
+    for fact in ("decode", "e1", "h:1", "m legal", "generate:7", "2", "3/2/1 draining", "10/5/1 of 16"):
         assert fact in row
 
 

@@ -14,6 +14,7 @@ from components.errors import (
     Rejected,
     StaleInstance,
     TransferFailed,
+    UnknownModel,
 )
 from components.messaging.deadline import now_ms
 from components.messaging.service import Endpoint
@@ -148,6 +149,15 @@ async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forg
     assert landed.done()
     assert prefill.ends == [None]
     prefill.assert_nothing_is_kept()
+
+
+async def test_the_engine_is_told_the_adapter_and_its_refusal_ends_the_room(prefill: Prefill) -> None:
+    await prefill.ask(adapter="legal")
+    assert prefill.engine.engine.submitted["r"].adapter == "legal"
+    prefill.engine.engine.refusal = UnknownModel("there is no LoRA adapter 'medical'", param="model")
+    await prefill.ask("other", adapter="medical")
+    await turns()
+    assert prefill.ends == ["UnknownModel"]
 
 
 async def test_the_engine_computes_while_the_room_is_being_opened(prefill: Prefill) -> None:

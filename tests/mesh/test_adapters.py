@@ -1,0 +1,126 @@
+"""LoRA adapters asked for by name over HTTP, prompts computed elsewhere; the answers are those of merged weights."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from components.text.tokenizer import TextModel
+from tests.components.text.tiny_model import tiny_tokenizer
+from tests.engine.lora.lora_files import merge, save_adapter
+from tests.engine.tiny_engine import save_tiny
+from tests.mesh.harness import MeshProcesses, Worker
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+
+MODEL: Final = "base"
+MAX_TOKENS: Final = 24
+PROMPTS: Final = tuple(
+    [3 + (i * 29 + j * 17 + j * j // 5) % 250 for j in range(length)] for i, length in enumerate((20, 47, 130))
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with its tokenizer, two adapters of it, and it with each of them merged."""
+    home = tmp_path_factory.mktemp("adapters")
+    tokenizer = tiny_tokenizer()
+    save_tiny(home / MODEL, vocab_size=tokenizer.get_vocab_size())
+    tokenizer.save(str(home / MODEL / "tokenizer.json"))
+    for seed, name in enumerate(("legal", "medical"), 1):
+        save_adapter(home / name, home / MODEL, seed, rank=2 * seed)
+        merge(home / MODEL, home / name, home / f"merged-{name}")
+    return home
+
+
+@pytest.fixture(scope="module")
+def expected(home: Path) -> dict[str, list[str]]:
+    """What clients should read, by model: transformers' own greedy tokens as the frontend shows them."""
+    text = TextModel.load(home / MODEL)
+    answers: dict[str, list[str]] = {}
+    for name, directory in ((MODEL, MODEL), ("legal", "merged-legal"), ("medical", "merged-medical")):
+        model: Any = AutoModelForCausalLM.from_pretrained(home / directory, dtype=torch.float32).eval()
+        model.generation_config = GenerationConfig()  # greedy, and no end of text
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                out = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, pad_token_id=0
+                )
+            detokenizer = text.detokenizer(prompt)
+            answers.setdefault(name, []).append(detokenizer.feed(out[0, len(prompt) :].tolist()) + detokenizer.flush())
+    return answers
+
+
+@pytest.fixture
+def mesh(etcd_url: str, nats_url: str, namespace: str, home: Path, tmp_path: Path) -> Any:
+    env = {
+        "MESH_ENGINE__DTYPE": "float32",
+        "MESH_ENGINE__NUM_PAGES": "512",
+        "MESH_ENGINE__MAX_STEP_TOKENS": "96",
+        "MESH_ENGINE__THREADS": "1",
+        "MESH_ENGINE__LORA": _adapters(home, legal="legal", medical="medical"),
+        "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+    }
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(home / MODEL), env) as made:
+        yield made
+
+
+def _adapters(home: Path, **directories: str) -> str:
+    return json.dumps({name: str(home / directory) for name, directory in directories.items()})
+
+
+def _models(frontend: Worker, count: int) -> list[tuple[str, str | None]]:
+    deadline = time.monotonic() + 20
+    while len(cards := httpx.get(f"{frontend.url}/v1/models").json()["data"]) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return [(card["id"], card["parent"]) for card in cards]
+
+
+async def _ask_all(frontend: Worker, models: list[str]) -> dict[str, list[str]]:
+    """Every prompt of every model at once."""
+    async with httpx.AsyncClient(timeout=60) as http:
+
+        async def ask(model: str, prompt: list[int]) -> str:
+            body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+            answer = (await http.post(f"{frontend.url}/v1/completions", json=body)).json()
+            assert answer["model"] == model
+            return str(answer["choices"][0]["text"])
+
+        texts = await asyncio.gather(*(ask(model, prompt) for model in models for prompt in PROMPTS))
+    return {model: list(texts[i * len(PROMPTS) : (i + 1) * len(PROMPTS)]) for i, model in enumerate(models)}
+
+
+def test_two_adapters_and_the_model_itself_answer_at_once_as_if_merged(
+    mesh: MeshProcesses, expected: dict[str, list[str]]
+) -> None:
+    _, _, decode, frontend = mesh.start("bootstrap", "prefill", "decode", "frontend")
+    assert _models(frontend, 3) == [(MODEL, None), ("legal", MODEL), ("medical", MODEL)]
+    for _ in range(2):  # the second time with prefixes in both caches
+        assert asyncio.run(_ask_all(frontend, [MODEL, "legal", "medical"])) == expected
+    assert len({tuple(texts) for texts in expected.values()}) == 3
+    assert "computing the prompt here" not in decode.logged()
+
+
+def test_a_prefill_that_has_other_weights_under_the_name_computes_no_prompt_of_it(
+    mesh: MeshProcesses, home: Path, expected: dict[str, list[str]]
+) -> None:
+    mesh.start_one("prefill", MESH_ENGINE__LORA=_adapters(home, legal="medical"))
+    _, decode, frontend = mesh.start("bootstrap", "decode", "frontend")
+    _models(frontend, 3)
+    assert asyncio.run(_ask_all(frontend, ["legal", MODEL, "medical"])) == expected
+    assert decode.logged().count("must load the same weights as adapter 'legal'") == 1
+    assert "computing the prompt here" not in decode.logged(), "they were not asked in the first place"
+
+
+def test_an_adapter_with_the_models_own_name_stops_the_start(mesh: MeshProcesses, home: Path) -> None:
+    worker = mesh._spawn("decode", {"MESH_ENGINE__LORA": _adapters(home, base="legal")})
+    assert worker.popen.wait(60) == 1
+    assert "setting engine.lora: 'base' is the name of the model itself" in worker.logged()
