@@ -47,7 +47,7 @@ class Server:
         while grown := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= grown
         found: dict[str, list[int]] = {}
-        for pid in family:
+        for pid in family & parents.keys():
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             names = [w.removeprefix("services.") for w in words if w.startswith("services.")]
             found.setdefault(names[0] if names else Path(words[0]).name, []).append(pid)
@@ -84,8 +84,10 @@ def serving(
     try:
         deadline = time.monotonic() + timeout_s
         while ready not in server.logged():
-            if popen.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"this did not start in {timeout_s:g} s: {' '.join(command)}\n{server.logged()}")
+            if popen.poll() is not None:
+                sys.exit(f"this ended with {popen.returncode}: {' '.join(command)}\n{server.logged()}")
+            if time.monotonic() > deadline:
+                sys.exit(f"this was not ready after {timeout_s:g} s: {' '.join(command)}\n{server.logged()}")
             time.sleep(0.2)
         yield server
     finally:
