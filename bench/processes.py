@@ -17,6 +17,7 @@ from typing import Final
 from urllib.request import urlopen
 
 from services.local.process import tethered
+from services.local.shared_memory import SharedMemoryFiles
 
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 CPU_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/<pid>/stat, counted from the state
@@ -91,12 +92,17 @@ def serving(
             time.sleep(0.2)
         yield server
     finally:
+        shared_memory, family = SharedMemoryFiles(), [pid for pids in server.processes().values() for pid in pids]
+        for pid in family:
+            shared_memory.remember(pid)
         server.signal_group(signal.SIGCONT)  # it may be stopped, and then SIGTERM would wait
         popen.terminate()
         with suppress(subprocess.TimeoutExpired):
             popen.wait(STOP_TIMEOUT_S)
         server.signal_group(signal.SIGKILL)
         popen.wait()
+        for pid in family:  # what those left that had to be killed
+            shared_memory.remove_files_of(pid)
 
 
 @contextmanager
