@@ -27,6 +27,7 @@ from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
+from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest, SamplingParams, StepOutput
@@ -171,6 +172,7 @@ def main(
         torch.set_num_threads(threads)
     loaded = load_model(model, config, state_dir, silent)
     prepare_attention(config.attention, loaded.device, state_dir)
+    pack_linears(loaded.module)
     started = time.perf_counter()
     benches = [Bench(loaded, config, EagerForward(loaded.module), "eager")]
     if compile == "wait":

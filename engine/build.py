@@ -10,6 +10,7 @@ from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.kernels.linear import pack_linears
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage
 from engine.model.errors import UnsupportedModel
@@ -28,6 +29,7 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
         torch.set_num_threads(config.threads)
     loaded = load_model(model, config, state_dir, progress)
     prepare_attention(config.attention, loaded.device, state_dir)
+    pack_linears(loaded.module)
     return assemble(loaded, config, choose_forward(model, loaded, config, state_dir, progress))
 
 

@@ -10,8 +10,8 @@ from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import AttentionBackend
 from engine.attention.cpu import CpuAttention
 from engine.attention.native import NativeAttention
-from engine.attention.native_build import KernelUnavailable, kernel_is_loaded, load_kernel
 from engine.config import AttentionKind
+from engine.kernels.build import KernelsUnavailable, kernels_are_loaded, load_kernels
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path
     if device.type != "cpu" or kind == "torch":
         return
     try:
-        load_kernel(state_dir)
-    except KernelUnavailable as exc:
+        load_kernels(state_dir)
+    except KernelsUnavailable as exc:
         if kind == "cpu":
             raise BackendUnavailable(f"attention=cpu cannot run here, attention=torch could: {exc}") from exc
         log.info("attention runs in plain torch operations", extra={"reason": str(exc)})
@@ -50,7 +50,7 @@ def why_not_native(kind: AttentionKind, device: torch.device, layout: KvLayout) 
         return "attention=torch was asked for"
     if device.type != "cpu":
         return f"the model is on {device}"
-    if not kernel_is_loaded():
+    if not kernels_are_loaded():
         return "its kernel is not loaded"
     if layout.head_dim % HEAD_DIM_STEP:
         return f"a head has {layout.head_dim} numbers, which is no multiple of {HEAD_DIM_STEP}"

@@ -17,7 +17,7 @@ from engine.attention.backend import Scoring, StepShape
 class NativeAttention:
     """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] in main memory.
 
-    `engine.attention.native_build` must have loaded the kernel.
+    `engine.kernels.build` must have loaded the kernel.
     """
 
     def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:

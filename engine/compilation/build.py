@@ -15,11 +15,12 @@ from typing import Final
 import torch
 from pydantic import TypeAdapter
 
-from engine.attention.native_build import load_kernel
 from engine.compilation.forward import MIN_TOKENS, Exported
 from engine.compilation.shared_linear import merge_products, share_linears
 from engine.compilation.trial import scratch_attention, step_of
 from engine.config import EngineConfig
+from engine.kernels.build import load_kernels
+from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 
@@ -73,8 +74,9 @@ def main() -> None:
     order = TypeAdapter(Order).validate_json(sys.argv[1])
     if order.config.threads is not None:
         torch.set_num_threads(order.config.threads)  # generated loops are cut for this many
-    load_kernel(Path(order.state_dir))
+    load_kernels(Path(order.state_dir))
     loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
+    pack_linears(loaded.module)
     build_package(loaded, Path(order.package), order.config.max_step_tokens)
 
 

@@ -13,12 +13,12 @@ import transformers
 
 from engine.attention.backend import StepAttention
 from engine.attention.choose import why_not_native
-from engine.attention.native_build import SOURCE
 from engine.compilation.build import Order
 from engine.compilation.forward import EagerForward, Forward, PackagedForward
 from engine.compilation.machine import compiler, fingerprint, making, processor
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
+from engine.kernels.build import sources
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
 
@@ -129,7 +129,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "threads": torch.get_num_threads(),
         "page_size": config.page_size,
         "max_step_tokens": config.max_step_tokens,
-        "attention": SOURCE.read_text(),
+        "attention": sources(),
         "adapted": loaded.adapters.layers,  # each leaves an operator in the graph; whose adapter it is does not matter
         "torch": torch.__version__,
         "transformers": transformers.__version__,

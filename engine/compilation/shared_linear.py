@@ -7,7 +7,6 @@ import torch
 from torch.nn.functional import linear
 
 # as transformers names them in its decoders; where a model has fused them itself there is nothing to do
-PRODUCTS: Final = (linear, torch.ops.aten.linear.default)  # in a graph of torch.compile's, of torch.export's
 SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -22,13 +21,13 @@ class SharedLinear(torch.nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self._rows = slice(first, last)
+        self.rows = slice(first, last)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., last - first]."""
         if torch.compiler.is_compiling():
-            return linear(x, self.weight, self.bias)[..., self._rows]
-        return linear(x, self.weight[self._rows], None if self.bias is None else self.bias[self._rows])
+            return linear(x, self.weight, self.bias)[..., self.rows]
+        return linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
 
 
 def share_linears(module: torch.nn.Module) -> int:
@@ -72,10 +71,13 @@ def _share(parent: torch.nn.Module, names: tuple[str, ...], layers: list[Any]) -
 
 def merge_products(graph: torch.fx.Graph) -> int:
     """Let equal calls of `linear` in a traced forward be one, which inductor does not see to; how many were dropped."""
+    products = {linear, torch.ops.aten.linear.default}  # in a graph of torch.compile's, of torch.export's
+    if hasattr(torch.ops.kvmesh, "linear"):
+        products.add(torch.ops.kvmesh.linear.default)
     found: dict[Any, torch.fx.Node] = {}
     dropped = 0
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in PRODUCTS:
+        if node.op != "call_function" or node.target not in products:
             continue
         first = found.setdefault((node.args, tuple(node.kwargs.items())), node)
         if first is not node:

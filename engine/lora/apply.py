@@ -44,17 +44,16 @@ def adapted(groups: Sequence[RowGroup]) -> Iterator[None]:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A `torch.nn.Linear` with the same parameters, and a number under which adapters keep their change of it."""
+    """A linear layer, and a number under which adapters keep their change of it."""
 
     def __init__(self, plain: torch.nn.Linear, site: int) -> None:
         super().__init__()
-        self.weight = plain.weight
-        self.bias = plain.bias
+        self.plain = plain
         self._site = site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out], where all dimensions but the last make up the rows of the step."""
-        y = linear(x, self.weight, self.bias)
+        y = self.plain(x)
         if torch.compiler.is_compiling():
             torch.ops.kvmesh.adapt(y, x, self._site)
         else:

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from tiny_engine import load_tiny, make_engine, save_tiny
 
-from engine.attention.native_build import KernelUnavailable, load_kernel
 from engine.core import EngineCore
+from engine.kernels.build import KernelsUnavailable, load_kernels
 from engine.model.load import LoadedModel
 
 
@@ -12,8 +12,8 @@ from engine.model.load import LoadedModel
 def kernel() -> str | None:
     """Attention as users have it, in C++ where there is a compiler. Why not, where there is none."""
     try:
-        load_kernel(Path("~/.cache/kvmesh"))
-    except KernelUnavailable as exc:
+        load_kernels(Path("~/.cache/kvmesh"))
+    except KernelsUnavailable as exc:
         return str(exc)
     return None
 

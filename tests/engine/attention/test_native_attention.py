@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from components.kv_transfer.layout import KvLayout
-from engine.attention import native_build
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.choose import BackendUnavailable, make_attention, prepare_attention, why_not_native
 from engine.attention.cpu import CpuAttention
 from engine.attention.native import NativeAttention, pack_plan
-from engine.attention.native_build import KernelUnavailable, load_kernel
+from engine.kernels import build as kernels_build
+from engine.kernels.build import KernelsUnavailable, load_kernels
 
 LAYERS = 3
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -177,7 +177,7 @@ def test_which_backend_an_engine_gets() -> None:
 def test_a_machine_without_a_compiler_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native_build, "kernel_is_loaded", lambda: False)
+    monkeypatch.setattr(kernels_build, "kernels_are_loaded", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendUnavailable, match="CXX"):
         prepare_attention("cpu", torch.device("cpu"), tmp_path)
@@ -190,8 +190,8 @@ def test_a_machine_without_a_compiler_is_told_so(
 def test_a_kernel_that_does_not_compile_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text("this is no C++;")
-    monkeypatch.setattr(native_build, "SOURCE", source)
-    monkeypatch.setattr(native_build, "kernel_is_loaded", lambda: False)
-    with pytest.raises(KernelUnavailable, match="error"):
-        load_kernel(tmp_path)
+    monkeypatch.setattr(kernels_build, "SOURCES", (source,))
+    monkeypatch.setattr(kernels_build, "kernels_are_loaded", lambda: False)
+    with pytest.raises(KernelsUnavailable, match="error"):
+        load_kernels(tmp_path)
     assert [path.suffix for path in (tmp_path / "compile").iterdir()] == [".lock"]

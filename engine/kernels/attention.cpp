@@ -286,9 +286,53 @@ inline void multiply_tile(float* c, int64_t ldc, const float* a, int64_t lda, co
   }
 }
 
+#ifdef __AVX512BF16__
+constexpr bool BF16_PRODUCTS = true;
+
+// As multiply_tile, of bfloat16 in pairs: a [ROWS, 2 * pairs], b [pairs, 2 * LANES] of two numbers each.
+template <int ROWS>
+inline void multiply_tile(float* c, int64_t ldc, const Bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs, bool add) {
+  __m512 left[ROWS], right[ROWS];
+  for (int i = 0; i < ROWS; ++i) {
+    left[i] = add ? _mm512_loadu_ps(c + i * ldc) : _mm512_setzero_ps();
+    right[i] = add ? _mm512_loadu_ps(c + i * ldc + LANES) : _mm512_setzero_ps();
+  }
+  for (int64_t k = 0; k < pairs; ++k) {
+    const __m512bh b_left = (__m512bh)_mm512_loadu_si512(b + k * ldb), b_right = (__m512bh)_mm512_loadu_si512(b + k * ldb + LANES);
+    for (int i = 0; i < ROWS; ++i) {
+      int32_t pair;
+      std::memcpy(&pair, a + i * lda + 2 * k, sizeof pair);
+      left[i] = _mm512_dpbf16_ps(left[i], (__m512bh)_mm512_set1_epi32(pair), b_left);
+      right[i] = _mm512_dpbf16_ps(right[i], (__m512bh)_mm512_set1_epi32(pair), b_right);
+    }
+  }
+  for (int i = 0; i < ROWS; ++i) {
+    _mm512_storeu_ps(c + i * ldc, left[i]);
+    _mm512_storeu_ps(c + i * ldc + LANES, right[i]);
+  }
+}
+#else
+constexpr bool BF16_PRODUCTS = false;
+#endif
+
+// What the products of a prompt tile read: numbers one by one, or pairs of bfloat16 where the processor multiplies those.
+struct Singles {
+  typedef float Left;    // queries, weights
+  typedef float Right;   // keys, values
+  static constexpr int64_t TOGETHER = 1;
+};
+struct Pairs {
+  typedef Bf16 Left;
+  typedef uint32_t Right;
+  static constexpr int64_t TOGETHER = 2;
+};
+template <typename T>
+using Products = std::conditional_t<BF16_PRODUCTS && std::is_same_v<T, Bf16>, Pairs, Singles>;
+
 // c [rows, width] (+)= a [rows, depth] x b [depth, width]; width is a multiple of 2 * LANES. A row's sums do not depend on
 // which other rows there are.
-void multiply(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
+template <typename A, typename B>
+void multiply(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
   for (int64_t column = 0; column < width; column += 2 * LANES) {
     int64_t i = 0;
     for (; i + 8 <= rows; i += 8) multiply_tile<8>(c + i * ldc + column, ldc, a + i * lda, lda, b + column, ldb, depth, add);
@@ -296,54 +340,83 @@ void multiply(float* c, int64_t ldc, const float* a, int64_t lda, const float* b
   }
 }
 
+// Row j of a block of keys, as column j of [dim / TOGETHER, KEY_BLOCK].
+template <typename T>
+inline void put_key(float* keys, int64_t j, const T* key, int64_t dim) {
+  for (int64_t d = 0; d < dim; ++d) keys[d * KEY_BLOCK + j] = widen(key[d]);
+}
+inline void put_key(uint32_t* keys, int64_t j, const Bf16* key, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 2) std::memcpy(keys + d / 2 * KEY_BLOCK + j, key + d, sizeof(uint32_t));
+}
+
+// Row j of a block of values, in [KEY_BLOCK / TOGETHER, wide].
+template <typename T>
+inline void put_value(float* values, int64_t j, const T* value, int64_t dim, int64_t wide) {
+  for (int64_t d = 0; d < dim; ++d) values[j * wide + d] = widen(value[d]);
+}
+inline void put_value(uint32_t* values, int64_t j, const Bf16* value, int64_t dim, int64_t wide) {
+  uint32_t* row = values + j / 2 * wide;
+  if (j % 2)
+    for (int64_t d = 0; d < dim; ++d) row[d] = (row[d] & 0xffff) | static_cast<uint32_t>(value[d].bits) << 16;
+  else
+    for (int64_t d = 0; d < dim; ++d) row[d] = value[d].bits;
+}
+
 // Queries first..last-1 of a prompt chunk against all keys they see, for the query heads of one key head.
 template <typename T>
 void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last) {
+  typedef Products<T> P;
   const int64_t dim = c.dim, wide = (dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
   const int64_t rows = (last - first) * c.group, before = c.contexts[r] - c.length(r);  // position of the chunk's first token
-  thread_local std::vector<float> buffer;
-  buffer.resize(rows * (2 * wide + KEY_BLOCK + 2) + 2 * KEY_BLOCK * wide);
-  float *queries = buffer.data(), *sums = queries + rows * wide, *scores = sums + rows * wide;
-  float *keys = scores + rows * KEY_BLOCK, *values = keys + KEY_BLOCK * wide;  // keys transposed
-  float *maxima = values + KEY_BLOCK * wide, *totals = maxima + rows;
+  thread_local std::vector<float> numbers;
+  thread_local std::vector<typename P::Left> lefts;
+  thread_local std::vector<typename P::Right> rights;
+  numbers.resize(rows * (wide + KEY_BLOCK + 2));
+  lefts.resize(rows * (wide + KEY_BLOCK));
+  rights.assign(2 * KEY_BLOCK * wide, 0);
+  float *sums = numbers.data(), *scores = sums + rows * wide, *maxima = scores + rows * KEY_BLOCK, *totals = maxima + rows;
+  typename P::Left *queries = lefts.data(), *weights = queries + rows * wide;
+  typename P::Right *keys = rights.data(), *values = keys + KEY_BLOCK * wide;
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t token = c.starts[r] + first + i / c.group;
     const T* q = c.query + (head * c.group + i % c.group) * c.query_head + token * c.query_token;
-    for (int64_t d = 0; d < dim; ++d) queries[i * wide + d] = widen(q[d]) * c.scaling;
+    for (int64_t d = 0; d < dim; ++d) narrow(widen(q[d]), queries[i * wide + d]);
   }
   std::fill(sums, sums + rows * wide, 0.0f);
-  std::fill(values, values + KEY_BLOCK * wide, 0.0f);
   std::fill(maxima, maxima + rows, LOWEST);
   std::fill(totals, totals + rows, 0.0f);
   const int64_t end = before + last;  // behind the last key seen
   for (int64_t block = c.first_visible(before + first) / KEY_BLOCK * KEY_BLOCK; block < end; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, end - block);
     for (int64_t j = 0; j < count; ++j) {
-      const T *k = c.rows(r, head, block + j, 0), *v = c.rows(r, head, block + j, 1);
-      for (int64_t d = 0; d < dim; ++d) keys[d * KEY_BLOCK + j] = widen(k[d]);
-      for (int64_t d = 0; d < dim; ++d) values[j * wide + d] = widen(v[d]);
+      put_key(keys, j, c.rows(r, head, block + j, 0), dim);
+      put_value(values, j, c.rows(r, head, block + j, 1), dim, wide);
     }
-    for (int64_t d = 0; d < dim; ++d) std::fill(keys + d * KEY_BLOCK + count, keys + (d + 1) * KEY_BLOCK, 0.0f);
     const int64_t skipped = std::max<int64_t>(0, block - before - first) * c.group;  // rows that see none of these keys
-    multiply(scores + skipped * KEY_BLOCK, KEY_BLOCK, queries + skipped * wide, wide, keys, KEY_BLOCK, rows - skipped, KEY_BLOCK, dim, false);
+    multiply(scores + skipped * KEY_BLOCK, KEY_BLOCK, queries + skipped * wide, wide, keys, KEY_BLOCK, rows - skipped, KEY_BLOCK,
+             dim / P::TOGETHER, false);
     for (int64_t i = skipped; i < rows; ++i) {
       const int64_t position = before + first + i / c.group;
       const int64_t from = std::max<int64_t>(0, c.first_visible(position) - block), to = std::min(KEY_BLOCK, position - block + 1);
       float *mine = scores + i * KEY_BLOCK, max = maxima[i], total = 0;
+      for (int64_t j = 0; j < KEY_BLOCK; ++j) mine[j] *= c.scaling;
       if (c.softcap > 0)
         for (int64_t j = from; j < to; ++j) mine[j] = c.score(mine[j]);
-      for (int64_t j = 0; j < KEY_BLOCK; ++j) mine[j] = j >= from && j < to ? mine[j] : -INFINITY;
+      if (from > 0 || to < KEY_BLOCK)
+        for (int64_t j = 0; j < KEY_BLOCK; ++j) mine[j] = j >= from && j < to ? mine[j] : -INFINITY;
 #pragma omp simd reduction(max : max)
       for (int64_t j = 0; j < KEY_BLOCK; ++j) max = std::max(max, mine[j]);
 #pragma omp simd reduction(+ : total)
       for (int64_t j = 0; j < KEY_BLOCK; ++j) total += mine[j] = exp_of(mine[j] - max);
+      for (int64_t j = 0; j < KEY_BLOCK; ++j) narrow(mine[j], weights[i * KEY_BLOCK + j]);
       const float shrink = exp_of(maxima[i] - max);
       totals[i] = totals[i] * shrink + total;
       maxima[i] = max;
       if (shrink != 1.0f)
         for (int64_t d = 0; d < wide; ++d) sums[i * wide + d] *= shrink;
     }
-    multiply(sums + skipped * wide, wide, scores + skipped * KEY_BLOCK, KEY_BLOCK, values, wide, rows - skipped, wide, KEY_BLOCK, true);
+    multiply(sums + skipped * wide, wide, weights + skipped * KEY_BLOCK, KEY_BLOCK, values, wide, rows - skipped, wide,
+             KEY_BLOCK / P::TOGETHER, true);
   }
   for (int64_t i = 0; i < rows; ++i) {
     T* out = c.out + ((c.starts[r] + first + i / c.group) * c.heads + head * c.group + i % c.group) * dim;

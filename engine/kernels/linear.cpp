@@ -1,0 +1,105 @@
+// Linear layers in bfloat16 over weights packed for the processor's dot product: kvmesh::linear.
+//
+// A decode step reads each weight once for a few tokens. What oneDNN, which torch calls, then spends around each product is
+// as long as the product itself; here a step of 1 or 8 tokens takes two thirds of its time, one of 256 as long.
+// Of a row's result every term is added in the same order however many rows there are.
+
+#ifdef __AVX512BF16__
+
+#include <immintrin.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t PANEL = 32;        // columns of a panel: two vectors of pairs
+constexpr int64_t TILE = 12;         // rows at a time: with a panel's columns they fill the registers
+constexpr int64_t FEW = 16;          // rows that leave a product waiting for weights
+constexpr int64_t AHEAD = 4096 / 2;  // numbers of a panel to ask for before they are needed
+
+// c [ROWS, PANEL] = a [ROWS, 2 * pairs] x one panel [pairs, PANEL, 2].
+template <int ROWS>
+inline void multiply(const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, uint16_t* c, int64_t ldc) {
+  __m512 left[ROWS], right[ROWS];
+  for (int i = 0; i < ROWS; ++i) left[i] = right[i] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < pairs; ++k, panel += 2 * PANEL) {
+    const __m512bh w_left = (__m512bh)_mm512_loadu_si512(panel), w_right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
+    if constexpr (ROWS <= 2) {
+      __builtin_prefetch(panel + AHEAD);
+      __builtin_prefetch(panel + AHEAD + PANEL);
+    }
+    for (int i = 0; i < ROWS; ++i) {
+      int32_t pair;
+      std::memcpy(&pair, a + i * lda + 2 * k, sizeof pair);
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+      left[i] = _mm512_dpbf16_ps(left[i], x, w_left);
+      right[i] = _mm512_dpbf16_ps(right[i], x, w_right);
+    }
+  }
+  for (int i = 0; i < ROWS; ++i) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(c + i * ldc), (__m256i)_mm512_cvtneps_pbh(left[i]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(c + i * ldc + PANEL / 2), (__m256i)_mm512_cvtneps_pbh(right[i]));
+  }
+}
+
+// The same for a number of rows, at most ROWS, that is known only now.
+template <int ROWS>
+void multiply_some(int64_t rows, const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, uint16_t* c, int64_t ldc) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) return multiply<ROWS>(a, lda, panel, pairs, c, ldc);
+    multiply_some<ROWS - 1>(rows, a, lda, panel, pairs, c, ldc);
+  }
+}
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::runtime_error(std::string("kvmesh::linear: ") + what);
+}
+
+// x [..., in] and weights packed as [out / PANEL, in / 2, PANEL, 2] to [..., out].
+Tensor linear(Tensor x, Tensor packed) {
+  require(x.scalar_type() == ScalarType::BFloat16 && packed.scalar_type() == ScalarType::BFloat16, "it is for bfloat16");
+  require(x.is_contiguous() && packed.is_contiguous() && packed.dim() == 4, "x and packed must be contiguous");
+  const int64_t in = packed.size(1) * 2, panels = packed.size(0), out_size = panels * PANEL;
+  require(packed.size(2) == PANEL && packed.size(3) == 2 && x.size(x.dim() - 1) == in, "the weights are of another size");
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = out_size;
+  Tensor out = torch::stable::new_empty(x, shape);
+  const auto* a = static_cast<const uint16_t*>(x.data_ptr());
+  const auto* weights = static_cast<const uint16_t*>(packed.data_ptr());
+  auto* c = static_cast<uint16_t*>(out.data_ptr());
+  const int64_t rows = x.numel() / in;
+  // as many panels at once as make the threads' turns few and yet even
+  const int64_t turn = rows > FEW ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    for (int64_t t = next++; t < turns; t = next++)
+      for (int64_t p = t * turn; p < std::min(panels, (t + 1) * turn); ++p) {
+        const uint16_t* panel = weights + p * in * PANEL;
+        uint16_t* columns = c + p * PANEL;
+        int64_t i = 0;
+        for (; i + TILE <= rows; i += TILE) multiply<TILE>(a + i * in, in, panel, in / 2, columns + i * out_size, out_size);
+        multiply_some<TILE - 1>(rows - i, a + i * in, in, panel, in / 2, columns + i * out_size, out_size);
+      }
+  };
+  torch::stable::parallel_for(0, std::min<int64_t>(torch::stable::get_num_threads(), turns), 1, work);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvmesh, library) { library.def("linear(Tensor x, Tensor packed) -> Tensor"); }
+
+STABLE_TORCH_LIBRARY_IMPL(kvmesh, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }
+
+#endif

@@ -1,0 +1,81 @@
+"""A model's linear layers on processors with a dot product for bfloat16: weights packed once, small products fast."""
+
+from typing import Any, Final
+
+import torch
+
+from engine.compilation.shared_linear import SharedLinear, share_linears
+
+PANEL: Final = 32  # output columns that lie together
+
+
+class PackedLinear(torch.nn.Module):
+    """As `torch.nn.Linear`, of which these are the rows `first` to `last` of packed weights that siblings may share.
+
+    A compiler is shown the whole product by each sibling, and `merge_products` leaves it one; eagerly each computes its
+    own rows.
+    """
+
+    def __init__(self, packed: torch.nn.Parameter, bias: torch.nn.Parameter | None, first: int, last: int) -> None:
+        super().__init__()
+        self.packed = packed  # [out / PANEL, in / 2, PANEL, 2]
+        self.bias = bias
+        self._rows = slice(first, last)
+        self._panels = slice(first // PANEL, last // PANEL)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] to [..., last - first]."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        if torch.compiler.is_compiling():
+            y = torch.ops.kvmesh.linear(x, self.packed)[..., self._rows]
+        else:
+            y = torch.ops.kvmesh.linear(x, self.packed[self._panels])
+        return y if self.bias is None else y + self.bias[self._rows]
+
+
+def can_pack() -> bool:
+    """Whether the kernels, which must be loaded, were compiled for a processor with that dot product."""
+    return hasattr(torch.ops.kvmesh, "linear")
+
+
+def pack_linears(module: torch.nn.Module) -> int:
+    """Replace the linear layers of `module` that can be; their plain weights are let go. Returns how many there were.
+
+    None where `can_pack` says so. Layers that read the same input are packed together.
+    """
+    if not can_pack():
+        return 0
+    share_linears(module)
+    packed: dict[int, torch.nn.Parameter] = {}  # by the weights that siblings share
+    replaced = 0
+    for parent in list(module.modules()):
+        for name, layer in list(parent.named_children()):
+            rows = _rows(layer)
+            if rows is None:
+                continue
+            plain: Any = layer
+            if id(plain.weight) not in packed:
+                packed[id(plain.weight)] = torch.nn.Parameter(pack(plain.weight.detach()), requires_grad=False)
+            setattr(parent, name, PackedLinear(packed[id(plain.weight)], plain.bias, rows.start, rows.stop))
+            replaced += 1
+    return replaced
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2]: what the kernel reads lies in the order in which it does."""
+    out_size, in_size = weight.shape
+    return weight.view(out_size // PANEL, PANEL, in_size // 2, 2).transpose(1, 2).contiguous()
+
+
+def _rows(layer: Any) -> slice | None:
+    """Which rows of its weights `layer` is; None when the kernel cannot compute it."""
+    if type(layer) is torch.nn.Linear:
+        rows = slice(0, layer.out_features)
+    elif type(layer) is SharedLinear:
+        rows = layer.rows
+    else:
+        return None
+    weight = layer.weight
+    fits = weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
+    return rows if fits and not any(n % PANEL for n in (len(weight), rows.start, rows.stop)) else None
