@@ -10,6 +10,7 @@ from families import FAMILIES, WINDOW, reference, reference_greedy, save_model
 from safetensors.torch import load_file, save_file
 from tiny_engine import EOS, greedy, load_tiny, make_engine, prompt, run, save_tiny, small, tiny_config
 from transformers import (
+    BartConfig,
     BloomConfig,
     DeepseekV3Config,
     DiffLlamaConfig,
@@ -36,6 +37,7 @@ from engine.ports import EngineRequest
 
 REPO = Path(__file__).resolve().parents[3]
 ATTENTION = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -96,7 +98,7 @@ def test_random_weights_are_the_same_in_every_process(tmp_path: Path) -> None:
         [sys.executable, __file__, *map(str, paths)], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == here
-    assert len(set(here)) == len(here) - 3, "windows alone change no weights"
+    assert len(set(here)) > 8, "of fifteen, some differ in their windows alone"
 
 
 def test_weights_have_an_identity_that_follows_them_and_not_their_place(tmp_path: Path, tiny: LoadedModel) -> None:
@@ -122,7 +124,8 @@ def test_several_end_tokens_are_read_from_the_generation_configuration(tmp_path:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (T5Config(d_model=64, num_layers=2, num_heads=4, vocab_size=128), "not a decoder-only model"),
+        (T5Config(d_model=64, num_layers=2, num_heads=4, vocab_size=128), "no text generation for t5"),
+        (BartConfig(d_model=64, vocab_size=128), "not a decoder-only model"),
         (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=128), "linear_attention"),
         (JambaConfig(**SIZES), "linear_attention"),
         (BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=128), "under the usual names"),
@@ -165,7 +168,9 @@ def test_contexts_end_where_one_long_request_would_change_the_frequencies_of_all
     """Phi-3's longer models have two sets of frequencies, and transformers takes one for a whole batch."""
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
-    loaded = load(save_model(tmp_path, Phi3Config(**SIZES, original_max_position_embeddings=64, rope_parameters=rope)))
+    loaded = load(
+        save_model(tmp_path, Phi3Config(**SIZES, **IDS, original_max_position_embeddings=64, rope_parameters=rope))
+    )
     assert loaded.max_positions == 64
     model = reference(tmp_path)
     requests = [EngineRequest(f"r{length}", prompt(length), greedy(8)) for length in (10, 50)]
