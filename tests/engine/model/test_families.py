@@ -11,9 +11,10 @@ from tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
 from transformers import PreTrainedModel
 
 from engine.attention.backend import Scoring, StepAttention, StepShape
-from engine.attention.cpu import CpuAttention
+from engine.attention.choose import make_attention
 from engine.build import assemble
 from engine.compilation.forward import EagerForward
+from engine.config import AttentionKind
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
@@ -48,11 +49,11 @@ def wanted(model: PreTrainedModel) -> dict[str, list[int]]:
 
 
 @torch.inference_mode()
-def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
+def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, backend: AttentionKind) -> torch.Tensor:
     """float32 [T, vocab], computed `chunk` tokens at a time over pages in any order."""
     num_pages = loaded.layout.pages_for(len(token_ids))
     storage = allocate_storage(loaded.layout, num_pages, loaded.device)
-    attention = CpuAttention(storage, loaded.layout, loaded.query_group)
+    attention = make_attention(backend, storage, loaded.layout, loaded.query_group)
     table = torch.randperm(num_pages).tolist()
     forward = EagerForward(loaded.module)
     logits = []
@@ -64,29 +65,33 @@ def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int) -> t
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize(("page_size", "chunk"), [(16, 7), (16, 1), (32, 50), (64, 17), (128, 131)])
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "backend"),
+    [(16, 7, "torch"), (16, 1, "auto"), (32, 50, "auto"), (64, 17, "torch"), (128, 50, "torch"), (128, 131, "auto")],
+)
 def test_logits_of_a_prompt_in_chunks_are_those_of_transformers(
-    directory: Path, truth: torch.Tensor, page_size: int, chunk: int
+    directory: Path, truth: torch.Tensor, page_size: int, chunk: int, backend: AttentionKind
 ) -> None:
-    logits = paged_logits(load_tiny(directory, page_size=page_size), prompt(131), chunk)
+    logits = paged_logits(load_tiny(directory, page_size=page_size), prompt(131), chunk, backend)
     torch.testing.assert_close(logits, truth, atol=2e-4 * float(truth.abs().max()), rtol=0)
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_near_to_the_truth_as_that_of_transformers(
-    directory: Path, truth: torch.Tensor, dtype: str
+    directory: Path, truth: torch.Tensor, dtype: str, backend: AttentionKind
 ) -> None:
     theirs = reference_logits(reference(directory, getattr(torch, dtype)), prompt(131)) - truth
-    ours = paged_logits(load_tiny(directory, dtype=dtype), prompt(131), 50) - truth
+    ours = paged_logits(load_tiny(directory, dtype=dtype), prompt(131), 50, backend) - truth
     assert 0 < ours.abs().mean() < 1.3 * theirs.abs().mean()
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(("page_size", "backend"), [(16, "torch"), (32, "auto"), (64, "torch"), (128, "auto")])
 def test_prompts_in_chunks_and_batched_decode_give_the_ids_of_generate(
-    directory: Path, wanted: dict[str, list[int]], page_size: int
+    directory: Path, wanted: dict[str, list[int]], page_size: int, backend: AttentionKind
 ) -> None:
     sizes = {"page_size": page_size, "num_pages": 1024 // page_size}
-    engine = make_engine(load_tiny(directory, **sizes), **sizes)
+    engine = make_engine(load_tiny(directory, **sizes), **sizes, attention=backend)
     seen = run(engine, [EngineRequest(name, ids, greedy(24)) for name, ids in PROMPTS.items()])
     assert max(stats.num_running for stats in seen.steps) == len(PROMPTS)
     assert seen.tokens == wanted
@@ -141,13 +146,16 @@ def test_without_its_window_or_cap_a_model_gives_other_ids(
     assert wrong["r131"] != right["r131"]
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("kv_heads", [4, 1], ids=["multi-head", "multi-query"])
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window"])
-def test_windows_and_caps_are_right_for_every_kind_of_heads(tmp_path: Path, name: str, kv_heads: int) -> None:
+def test_windows_and_caps_are_right_for_every_kind_of_heads(
+    tmp_path: Path, name: str, kv_heads: int, backend: AttentionKind
+) -> None:
     config = FAMILIES[name]()
     config.num_key_value_heads = kv_heads
     directory = save_model(tmp_path, config)
-    engine = make_engine(load_tiny(directory))
+    engine = make_engine(load_tiny(directory), attention=backend)
     seen = run(engine, [EngineRequest(name, ids, greedy(16)) for name, ids in PROMPTS.items()])
     model = reference(directory)
     assert seen.tokens == {name: reference_greedy(model, ids, 16) for name, ids in PROMPTS.items()}
