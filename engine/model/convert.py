@@ -103,7 +103,7 @@ def main() -> int:
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]))
     except CannotConvert as exc:
-        sys.stdout.write(f"{REASON_MARK}{exc}\n")
+        sys.stdout.write(f"{REASON_MARK}{' '.join(str(exc).split())}\n")
         return 1
     return 0
 
