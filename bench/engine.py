@@ -135,7 +135,8 @@ def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: in
     parameters = list(loaded.module.parameters())  # a tied table is listed once, and read once, by the output layer
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     kv_bytes = kv_tokens * loaded.layout.page_bytes / loaded.layout.page_size
-    flop = 2 * tokens * sum(parameter.numel() for parameter in loaded.module.model.layers.parameters())
+    tables = {loaded.module.get_input_embeddings().weight, loaded.module.get_output_embeddings().weight}
+    flop = 2 * tokens * sum(parameter.numel() for parameter in parameters if parameter not in tables)
     return max((weight_bytes + kv_bytes) / machine.copy_bytes_s, flop / machine.matmul_flop_s)
 
 

@@ -43,7 +43,7 @@ class MeshSettings(BaseSettings):
     model: Annotated[
         str,
         Field(
-            description="smollm2-135m, a local directory, a hub id, a config.json (random weights), mock or mock:<any of these>"
+            description="smollm2-135m, a directory, hub id, GGUF file or config.json (random weights), mock, or mock:<of these>"
         ),
     ] = "smollm2-135m"
     served_model_name: Annotated[str | None, Field(description="the name clients use; default: from --model")] = None

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from engine.attention.backend import AttentionBackend, Scoring, StepAttention, StepShape
 from engine.attention.choose import make_attention, prepare_attention
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
@@ -13,8 +12,8 @@ from engine.core import EngineCore
 from engine.kernels.linear import pack_linears
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage
-from engine.model.errors import UnsupportedModel
 from engine.model.load import LoadedModel, load_model
+from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.ports import KvRegion
 from engine.runner import TorchRunner
@@ -41,7 +40,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig, forward: Forward | None 
     num_pages = count_pages(config, loaded.layout)
     storage = allocate_storage(loaded.layout, num_pages, loaded.device)
     attention = make_attention(config.attention, storage, loaded.layout, loaded.query_group)
-    _try_one_token(loaded, attention)
+    check_attention(loaded, attention)
     pool_tokens = num_pages * config.page_size
     return EngineCore(
         runner=TorchRunner(loaded.device, forward or EagerForward(loaded.module), attention, storage, loaded.adapters),
@@ -52,37 +51,3 @@ def assemble(loaded: LoadedModel, config: EngineConfig, forward: Forward | None 
         eos_token_ids=loaded.eos_token_ids,
         adapters=loaded.adapters.identities,
     )
-
-
-class _Witness:
-    """A `StepAttention` that notes which layers came to it."""
-
-    def __init__(self, step: StepAttention) -> None:
-        self.layers: list[int] = []
-        self._step = step
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
-        """Note and pass on."""
-        self.layers.append(layer)
-        return self._step.attend(layer, query, key, value, scoring)
-
-
-@torch.inference_mode()
-def _try_one_token(loaded: LoadedModel, attention: AttentionBackend) -> None:
-    """Run one token through page 0, which nobody has yet.
-
-    Raises: UnsupportedModel, when shapes are not ours or a layer attends without us: it would be silently wrong.
-    """
-    zero = torch.zeros((1, 1), dtype=torch.int64, device=loaded.device)
-    witness = _Witness(attention.plan(StepShape(query_lens=[1], context_lens=[1], block_tables=[[0]])))
-    try:
-        loaded.module(input_ids=zero, position_ids=zero, use_cache=False, step_attention=witness)
-    except (RuntimeError, TypeError, AttributeError) as exc:
-        raise UnsupportedModel(f"{loaded.layout.model} does not run on paged attention: {exc}") from exc
-    if witness.layers != list(range(loaded.layout.layers)):
-        raise UnsupportedModel(
-            f"{loaded.layout.model} does not run on paged attention: of {loaded.layout.layers} layers, "
-            f"those that use it are {witness.layers}"
-        )

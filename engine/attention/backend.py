@@ -10,6 +10,9 @@ from transformers import AttentionInterface
 from engine.model.errors import UnsupportedModel
 
 IMPLEMENTATION: Final = "kvmesh"  # what `from_pretrained(attn_implementation=...)` is told
+# What attention modules pass that changes nothing here: nothing is dropped out in eval mode, positions are in the queries
+# and keys already, and the rest is what the forward was asked to return.
+HARMLESS: Final = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +70,20 @@ def attend_paged(
     *,
     scaling: float,
     step_attention: StepAttention,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention modules call. The step travels as an argument of the forward.
 
-    Raises: UnsupportedModel, for attention that is more than causal softmax; loading runs one token to find out.
+    Raises: UnsupportedModel, for attention that is more than this; loading runs one token to find out.
     """
-    if attention_mask is not None or any(options.get(name) for name in ("sliding_window", "softcap")):
-        raise UnsupportedModel(f"{type(module).__name__} asks for more than plain causal attention")
-    return step_attention.attend(module.layer_idx, query, key, value, Scoring(scaling)), None
+    unknown = [name for name, given in options.items() if given is not None and name not in HARMLESS]
+    if attention_mask is not None or unknown:
+        asked = ", ".join(sorted(unknown)) or "a mask"
+        raise UnsupportedModel(f"{type(module).__name__} asks attention for {asked}")
+    scoring = Scoring(scaling, sliding_window or 0, softcap or 0.0)
+    return step_attention.attend(module.layer_idx, query, key, value, scoring), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_paged)

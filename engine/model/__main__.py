@@ -15,7 +15,7 @@ from engine.model.resolve import model_dir
 def main() -> int:
     """The directory goes to stdout, the progress bar to stderr; 1 when there is no such model."""
     parser = argparse.ArgumentParser(prog="python -m engine.model", description=__doc__)
-    parser.add_argument("model", help="smollm2-135m, a directory, a config.json, or a hub id")
+    parser.add_argument("model", help="smollm2-135m, a directory, a config.json, a GGUF file, or a hub id")
     parser.add_argument("--state-dir", type=Path, default=Path("~/.cache/kvmesh"), help="default: %(default)s")
     args = parser.parse_args()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -1,28 +1,48 @@
-"""GGUF to safetensors, once: `python -m engine.model.convert <file.gguf> <directory>`; run by `engine.model.wheel`.
+"""GGUF to safetensors, once: `python -m engine.model.convert <file.gguf> <directory>`; run by `engine.model.converted`.
 
-transformers can read GGUF directly, but takes 13 s each time, and `save_pretrained` refuses a model so loaded.
+transformers can read GGUF directly, but takes 13 s each time for the smallest model, and `save_pretrained` refuses a
+model so loaded. What its reader leaves out, and what a model needs, is refused.
 """
 
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
 
-from engine.model.wheel import PROGRESS_MARK
+from engine.model.converted import PROGRESS_MARK, REASON_MARK
 
 STEPS: Final = 3
+EXACT: Final = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
+# Keys that change the result, after the architecture's name, and what transformers' configurations call them.
+TELLING: Final = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+class CannotConvert(Exception):
+    """The file is damaged or of a kind that would not come out right; the message says which."""
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write weights (bf16), configuration and tokenizer of the GGUF file `source` into the directory `target`."""
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    """Write weights, configuration and tokenizer of the GGUF file `source` into the directory `target`.
+
+    Raises: CannotConvert.
+    """
     _report(0)
+    reader = _read(source)
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     AutoTokenizer.from_pretrained(**where).save_pretrained(target)
     _report(1)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    model, loading = AutoModelForCausalLM.from_pretrained(**where, dtype=_dtype(reader), output_loading_info=True)
+    _check(reader, model.config, loading)
     _report(2)
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
@@ -34,10 +54,59 @@ def convert(source: Path, target: Path) -> None:
     _report(STEPS)
 
 
+def _read(source: Path) -> GGUFReader:
+    """The file's table of contents, known to be whole and of a kind that transformers reads."""
+    try:
+        reader = GGUFReader(source)
+        architecture = reader.fields["general.architecture"].contents()
+    except (ValueError, LookupError, OSError, OverflowError, MemoryError) as exc:
+        raise CannotConvert(f"it is no GGUF file, or truncated ({type(exc).__name__}: {exc})") from exc
+    if "split.count" in reader.fields and reader.fields["split.count"].contents() > 1:
+        raise CannotConvert("it is one part of several: merge them first")
+    if "tokenizer.ggml.tokens" not in reader.fields:
+        raise CannotConvert("it has no tokenizer")
+    try:
+        load_gguf_checkpoint(source)
+    except ValueError as exc:
+        known = ", ".join(sorted(GGUF_SUPPORTED_ARCHITECTURES))
+        raise CannotConvert(f"transformers does not read {architecture!r} from GGUF ({exc}), only {known}") from exc
+    return reader
+
+
+def _check(reader: GGUFReader, config: Any, loading: dict[str, Any]) -> None:
+    """Raises: CannotConvert, when something that the file says did not arrive in the model."""
+    if missing := sorted(loading["missing_keys"]):
+        raise CannotConvert(f"it lacks {len(missing)} of the model's tensors, among them {missing[0]}")
+    architecture = reader.fields["general.architecture"].contents()
+    for key, name in TELLING.items():
+        field = reader.fields.get(f"{architecture}.{key}")
+        if field is not None and field.contents() != (read := getattr(config, name, None)):
+            raise CannotConvert(f"its {name} is {field.contents()}, which transformers reads as {read}")
+    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
+    if any(tensor.name in ROPE_FACTORS for tensor in reader.tensors) or (scaling and scaling.contents() != "none"):
+        raise CannotConvert("its rotary frequencies are scaled, which transformers does not read from GGUF")
+
+
+def _dtype(reader: GGUFReader) -> torch.dtype:
+    """What holds the matrices without loss, where they are not quantised; else bfloat16."""
+    kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
+    return EXACT.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
+
+
 def _report(done: int) -> None:
     sys.stdout.write(f"{PROGRESS_MARK}{done}/{STEPS}\n")
     sys.stdout.flush()
 
 
+def main() -> int:
+    """1 when the file cannot be converted; why is told in a line of its own."""
+    try:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except CannotConvert as exc:
+        sys.stdout.write(f"{REASON_MARK}{' '.join(str(exc).split())}\n")
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main())

@@ -6,8 +6,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from engine.model.resolve import CONFIG_FILE
-
+CONFIG_FILE: Final = "config.json"
 SAMPLES: Final = 16  # pieces of each weight file that are read
 SAMPLE_BYTES: Final = 4096
 INCIDENTAL: Final = ("transformers_version", "_name_or_path", "architectures")  # differ where the weights do not
@@ -20,20 +19,27 @@ def weights_identity(name: str, directory: Path) -> str:
     """
     digest = _config_digest(directory)
     for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
+        digest.update(path.name.encode())
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             digest.update(file.read(header_bytes))
-            for i in range(SAMPLES):
-                file.seek(8 + header_bytes + (size - 8 - header_bytes) * i // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
+        sample_file(digest, path, 8 + header_bytes)
     return f"{name}@{digest.hexdigest()[:12]}"
 
 
 def random_identity(name: str, directory: Path, seed: int, device: str) -> str:
     """`name@random<seed>-<device>-<hash>`: equal seeds draw equal weights on equal devices only."""
     return f"{name}@random{seed}-{device}-{_config_digest(directory).hexdigest()[:12]}"
+
+
+def sample_file(digest: "hashlib._Hash", path: Path, start: int = 0) -> None:
+    """Feed `digest` the size of a file and samples of it, evenly spread from `start` on."""
+    size = path.stat().st_size
+    digest.update(f"\0{size}\0".encode())
+    with path.open("rb") as file:
+        for i in range(SAMPLES):
+            file.seek(start + (size - start) * i // SAMPLES)
+            digest.update(file.read(SAMPLE_BYTES))
 
 
 def _config_digest(directory: Path) -> "hashlib._Hash":

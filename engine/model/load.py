@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -19,7 +21,7 @@ from engine.model.errors import ModelUnavailable
 from engine.model.identity import random_identity, weights_identity
 from engine.model.progress import Progress
 from engine.model.resolve import is_random, model_dir, served_name
-from engine.model.support import check_config, check_model
+from engine.model.support import check_config, max_positions
 
 RANDOM_SEED: Final = 0
 
@@ -54,7 +56,6 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     else:
         identity = weights_identity(name, directory)
         module = _trained_model(directory, TORCH_DTYPES[dtype], device, progress)
-    check_model(name, module)
     text = model_config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -72,7 +73,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         device=device,
         vocab_size=text.vocab_size,
         query_group=heads // kv_heads,
-        max_positions=text.max_position_embeddings,
+        max_positions=max_positions(text),
         eos_token_ids=_eos_token_ids(directory, text),
         adapters=install_adapters(module, config.lora),
     )
@@ -87,17 +88,26 @@ def _pick_device(device: str) -> str:
 def _read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as exc:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
         raise ModelUnavailable(f"the configuration in {directory} cannot be read: {exc}") from exc
 
 
 def _trained_model(directory: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Any:
     if not any(directory.glob("*.safetensors")):
         raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
-    with _reported_bars("Loading weights", progress):
-        module = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
-        )
+    try:
+        with _reported_bars("Loading weights", progress):
+            module, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, SafetensorError) as exc:
+        raise ModelUnavailable(f"the weights in {directory} cannot be read: {exc}") from exc
+    if missing := sorted(report["missing_keys"]):  # transformers would make them up
+        raise ModelUnavailable(f"the weights in {directory} lack {len(missing)} tensors, among them {missing[0]}")
     return module.to(device)
 
 

@@ -9,21 +9,25 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from engine.mock.text import MOCK, inner_model, mock_dir
+from engine.model.converted import converted_dir
 from engine.model.errors import ModelUnavailable
+from engine.model.gguf_file import SUFFIX, content_key, gguf_file
+from engine.model.identity import CONFIG_FILE
 from engine.model.progress import Progress, silent
-from engine.model.wheel import WHEEL_MODELS, converted_dir
+from engine.model.wheel import WHEEL_MODELS, wheel_dir
 
-CONFIG_FILE: Final = "config.json"
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def served_name(model: str) -> str:
-    """The name under which clients ask for `model`: a directory's own name, any other model's as given."""
+    """The name under which clients ask for `model`: a directory's or GGUF file's own, any other model's as given."""
     if (inner := inner_model(model)) is not None:
         return f"{MOCK}:{served_name(inner)}"
-    path = _local_dir(model)
-    return path.resolve().name if path else model
+    path = _local_path(model)
+    if path is None:
+        return model
+    return path.stem if path.suffix == SUFFIX else path.resolve().name
 
 
 def is_random(model: str) -> bool:
@@ -35,19 +39,23 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
     """Directory with config.json, weights and tokenizer of `model`; converts or downloads it first where needed.
 
     Args:
-        model: a built-in name, a directory, the config.json in one (random weights), a hub id, `mock`, or any of
-            these after `mock:`.
-        state_dir: built-in models are converted once into its `models/`; several processes may ask at once.
+        model: a built-in name, a directory, the config.json in one (random weights), a GGUF file, a hub id, `mock`, or
+            any of these after `mock:`.
+        state_dir: GGUF files are converted once into its `models/`; several processes may ask at once.
         progress: called while there is work to do.
     Raises: ModelUnavailable, saying what to do.
     """
     if (inner := inner_model(model)) is not None:
         return model_dir(inner, state_dir, progress)
+    models_dir = state_dir.expanduser() / "models"
     if model == MOCK:
-        return mock_dir(state_dir.expanduser() / "models")
+        return mock_dir(models_dir)
     if model in WHEEL_MODELS:
-        return converted_dir(model, state_dir.expanduser() / "models", progress)
-    path = _local_dir(model)
+        return wheel_dir(model, models_dir, progress)
+    path = _local_path(model)
+    if path is not None and (file := gguf_file(path)) is not None:
+        key = content_key(file)
+        return converted_dir(file.stem, key, models_dir, progress, source=lambda: file, generation={})
     if path is not None:
         if not (path / CONFIG_FILE).is_file():
             raise ModelUnavailable(f"{path} has no {CONFIG_FILE}: it is not a Hugging Face model directory")
@@ -55,18 +63,19 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
     if model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(model):
         raise ModelUnavailable(
             f"no model {model!r}: give one of {', '.join(WHEEL_MODELS)}, a directory that exists, "
-            f"a {CONFIG_FILE} (random weights), a hub id such as org/name, or mock"
+            f"a {CONFIG_FILE} (random weights), a GGUF file, a hub id such as org/name, or mock"
         )
     return _fetch(model, progress)
 
 
-def _local_dir(model: str) -> Path | None:
+def _local_path(model: str) -> Path | None:
+    """A directory that exists, or a GGUF file that may be missing."""
     if not model or model == MOCK or model in WHEEL_MODELS:
         return None
     path = Path(model).expanduser()
     if path.is_file() and path.name == CONFIG_FILE:
         return path.parent
-    return path if path.is_dir() else None
+    return path if path.is_dir() or path.suffix == SUFFIX else None
 
 
 def _fetch(model: str, progress: Progress) -> Path:

@@ -1,40 +1,51 @@
-"""What this engine cannot compute right is refused at load, by the model's name."""
+"""What this engine cannot compute right is refused at load, by the model's name and before weights are read."""
 
-from typing import Any
+from typing import Any, Final
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.model.errors import UnsupportedModel
 
+LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+NEEDED: Final = ("num_attention_heads", "num_hidden_layers", "hidden_size", "max_position_embeddings")
+
 
 def check_config(name: str, config: Any) -> None:
-    """Raises: UnsupportedModel, when the configuration asks for attention other than full causal softmax."""
-    text = config.get_text_config()
-    layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
-    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    reasons = {
-        "it is not a decoder-only model": config.is_encoder_decoder,
-        f"its layers are of the kinds {sorted(layer_types)}": layer_types != {"full_attention"},
-        "its attention has a sliding window": windowed,
-        "its attention caps logits": getattr(text, "attn_logit_softcapping", None),
-        "it compresses keys and values (MLA)": getattr(text, "kv_lora_rank", None),
-        "its configuration does not give heads, layers, width and positions under the usual names": not all(
-            getattr(text, field, None)
-            for field in ("num_attention_heads", "num_hidden_layers", "hidden_size", "max_position_embeddings")
-        ),
-    }
-    _refuse(name, reasons)
-
-
-def check_model(name: str, module: Any) -> None:
-    """Raises: UnsupportedModel, when the model class cannot use our attention or keeps state beside KV."""
-    kind = type(module).__name__
-    reasons = {
-        f"{kind} has no exchangeable attention": not getattr(module, "_supports_attention_backend", False),
-        f"{kind} keeps a recurrent state": getattr(module, "_is_stateful", False),
-    }
-    _refuse(name, reasons)
-
-
-def _refuse(name: str, reasons: dict[str, Any]) -> None:
-    found = [reason for reason, applies in reasons.items() if applies]
+    """Raises: UnsupportedModel, for what configuration and model class tell; `engine.model.probe` looks at the rest."""
+    try:
+        found = [reason for reason, applies in _reasons(config).items() if applies]
+    except RuntimeError as exc:  # so do configurations whose layers differ answer for the whole
+        found = [str(exc)]
     if found:
         raise UnsupportedModel(f"{name} is not supported: {'; '.join(found)}")
+
+
+def _reasons(config: Any) -> dict[str, Any]:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return {f"transformers has no text generation for {config.model_type}": True}
+    text = config.get_text_config()
+    layer_types = set(getattr(text, "layer_types", None) or LAYER_TYPES)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return {
+        "it is not a decoder-only model": config.is_encoder_decoder,
+        f"its layers are of the kinds {sorted(layer_types)}": not layer_types <= LAYER_TYPES,
+        "it compresses keys and values (MLA)": getattr(text, "kv_lora_rank", None),
+        f"{model_class.__name__} has no exchangeable attention": not model_class._supports_attention_backend,
+        f"{model_class.__name__} keeps a recurrent state": model_class._is_stateful,
+        "its configuration does not give heads, layers, width and positions under the usual names": not all(
+            getattr(text, name, None) for name in NEEDED
+        ),
+        "its layers differ in shape": not isinstance(getattr(text, "head_dim", None), int | None),
+    }
+
+
+def max_positions(config: Any) -> int:
+    """Longest context in which the rotary frequencies of one request do not depend on the others of its batch.
+
+    transformers changes from the short to the long frequencies of "longrope" when any position of a batch lies beyond
+    the context of the first training; so does a request's own text when it grows, while its keys stay as they were.
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    each = list(ropes.values()) if all(isinstance(rope, dict) for rope in ropes.values()) else [ropes]
+    limits = [rope["original_max_position_embeddings"] for rope in each if rope.get("rope_type") == "longrope"]
+    return min([config.max_position_embeddings, *limits])

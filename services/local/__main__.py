@@ -23,7 +23,8 @@ def main(
     model: Annotated[
         str | None,
         typer.Option(
-            envvar="MESH_MODEL", help="smollm2-135m (default), a local directory, a hub id, a config.json, or mock"
+            envvar="MESH_MODEL",
+            help="smollm2-135m (default), a local directory, a hub id, a GGUF file, a config.json, or mock",
         ),
     ] = None,
     host: Annotated[

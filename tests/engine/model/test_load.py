@@ -1,27 +1,43 @@
-import copy
+import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES, WINDOW, reference, reference_greedy, save_model
+from safetensors.torch import load_file, save_file
 from tiny_engine import EOS, greedy, load_tiny, make_engine, prompt, run, save_tiny, small, tiny_config
 from transformers import (
-    AutoModelForCausalLM,
+    BartConfig,
     BloomConfig,
-    Gemma2Config,
-    GPT2Config,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    JambaConfig,
+    Llama4TextConfig,
     MambaConfig,
-    MistralConfig,
+    Phi3Config,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen2Config,
-    Qwen3Config,
+    Qwen2VLConfig,
     T5Config,
 )
 
+from engine.attention.backend import attend_paged
 from engine.model.errors import ModelUnavailable, UnsupportedModel
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest
 
+REPO = Path(__file__).resolve().parents[3]
+ATTENTION = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -43,6 +59,13 @@ def write_config(directory: Path, config: PretrainedConfig) -> Path:
     return directory / "config.json"
 
 
+def weights_digest(loaded: LoadedModel) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in loaded.module.state_dict().items():
+        digest.update(name.encode() + parameter.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def test_the_facts_of_a_model_are_read_from_its_configuration(tiny: LoadedModel) -> None:
     assert (tiny.layout.layers, tiny.layout.kv_heads, tiny.layout.head_dim, tiny.query_group) == (2, 2, 16, 2)
     assert (tiny.vocab_size, tiny.max_positions, tiny.eos_token_ids) == (128, 512, frozenset({EOS}))
@@ -56,9 +79,9 @@ def test_the_dtype_is_bfloat16_unless_said_otherwise(tiny_dir: Path) -> None:
     assert len(run(make_engine(loaded), [EngineRequest("r", prompt(40), greedy(5, ignore_eos=True))]).tokens["r"]) == 5
 
 
-@pytest.mark.parametrize("config", [Qwen2Config(**SIZES), Qwen3Config(**SIZES, head_dim=16)], ids=["qwen2", "qwen3"])
-def test_random_weights_from_a_configuration_are_the_same_every_time(tmp_path: Path, config: PretrainedConfig) -> None:
-    path = write_config(tmp_path, config)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_from_a_configuration_are_the_same_every_time(tmp_path: Path, family: str) -> None:
+    path = write_config(tmp_path, FAMILIES[family]())
     before = torch.random.get_rng_state()
     first, second = load(path), load(tmp_path, load_format="dummy")
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -67,26 +90,15 @@ def test_random_weights_from_a_configuration_are_the_same_every_time(tmp_path: P
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Qwen2Config(**SIZES),
-        Qwen3Config(**SIZES, head_dim=16),
-        MistralConfig(**SIZES, sliding_window=None),
-        GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, initializer_range=0.3),
-    ],
-    ids=["qwen2", "qwen3", "mistral", "gpt2"],
-)
-def test_other_families_give_the_ids_of_generate(tmp_path: Path, config: PretrainedConfig) -> None:
-    loaded = load(write_config(tmp_path, config))
-    reference = AutoModelForCausalLM.from_config(copy.deepcopy(loaded.module.config), attn_implementation="sdpa")
-    reference.load_state_dict(loaded.module.state_dict())
-    ids = torch.tensor([prompt(30)])
-    made = reference.eval().generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+def test_random_weights_are_the_same_in_every_process(tmp_path: Path) -> None:
+    paths = [write_config(tmp_path / family, config()) for family, config in FAMILIES.items()]
+    here = [weights_digest(load(path)) for path in paths]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, __file__, *map(str, paths)], env=environment, capture_output=True, text=True, check=True
     )
-    seen = run(make_engine(loaded), [EngineRequest("r", prompt(30), greedy(12))])
-    assert seen.tokens["r"] == made[0, 30:].tolist()
+    assert done.stdout.split() == here
+    assert len(set(here)) > 8, "of fifteen, some differ in their windows alone"
 
 
 def test_weights_have_an_identity_that_follows_them_and_not_their_place(tmp_path: Path, tiny: LoadedModel) -> None:
@@ -112,19 +124,75 @@ def test_several_end_tokens_are_read_from_the_generation_configuration(tmp_path:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (MistralConfig(**SIZES, sliding_window=32), "sliding window"),
-        (Gemma2Config(**SIZES, head_dim=16), "caps logits"),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=1), "sliding_attention"),
-        (T5Config(d_model=64, num_layers=2, num_heads=4, vocab_size=128), "not a decoder-only model"),
-        (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=128), "under the usual names"),
+        (T5Config(d_model=64, num_layers=2, num_heads=4, vocab_size=128), "no text generation for t5"),
+        (BartConfig(d_model=64, vocab_size=128), "not a decoder-only model"),
+        (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=128), "linear_attention"),
+        (JambaConfig(**SIZES), "linear_attention"),
         (BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=128), "under the usual names"),
+        (FalconConfig(**ATTENTION, alibi=True), "no exchangeable attention"),
+        (GptOssConfig(**SIZES, head_dim=16, num_local_experts=4), "s_aux"),
+        (DeepseekV3Config(**SIZES), "MLA"),
+        (Llama4TextConfig(**SIZES, head_dim=16), "chunked_attention"),
+        (Gemma3TextConfig(**SIZES, head_dim=16, use_bidirectional_attention=True), "neither causal nor"),
+        (Gemma4TextConfig(**SIZES, head_dim=16, global_head_dim=32), "per-layer attribute"),
+        (DiffLlamaConfig(**SIZES), r"those that use it are \[0, 0, 1, 1\]"),
+        (PhimoeConfig(**SIZES, sliding_window=32, num_local_experts=4), "asks for a window of None, and masks 32"),
+        (Qwen2VLConfig(text_config=SIZES), "no text generation for qwen2_vl"),
     ],
-    ids=["mistral", "gemma2", "qwen2", "t5", "mamba", "bloom"],
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "",
 )
 def test_what_cannot_be_computed_right_is_refused_by_name(tmp_path: Path, config: PretrainedConfig, said: str) -> None:
     path = write_config(tmp_path / "odd-model", config)
-    with pytest.raises(UnsupportedModel, match=f"odd-model is not supported: .*{said}"):
+    with pytest.raises(
+        UnsupportedModel, match=f"odd-model.* (is not supported|does not run on paged attention): .*{said}"
+    ):
         make_engine(load(path))
+
+
+def test_a_window_that_only_the_configuration_knows_is_refused(tmp_path: Path) -> None:
+    """The model masks by its configuration, and its layers ask for what they were made with."""
+    loaded = load(write_config(tmp_path, FAMILIES["gemma3"]()))
+    loaded.module.config.sliding_window = 50
+    with pytest.raises(UnsupportedModel, match=f"asks for a window of {WINDOW}, and masks 50"):
+        make_engine(loaded)
+
+
+@pytest.mark.parametrize("asked", [{"s_aux": torch.zeros(4)}, {"is_causal": False}, {"something_new": 1}])
+def test_what_attention_is_told_and_does_not_know_is_refused(asked: dict[str, object]) -> None:
+    heads = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(UnsupportedModel, match=f"Linear asks attention for {next(iter(asked))}"):
+        attend_paged(torch.nn.Linear(1, 1), heads, heads, heads, None, scaling=1.0, step_attention=None, **asked)
+
+
+def test_contexts_end_where_one_long_request_would_change_the_frequencies_of_all(tmp_path: Path) -> None:
+    """Phi-3's longer models have two sets of frequencies, and transformers takes one for a whole batch."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    loaded = load(
+        save_model(tmp_path, Phi3Config(**SIZES, **IDS, original_max_position_embeddings=64, rope_parameters=rope))
+    )
+    assert loaded.max_positions == 64
+    model = reference(tmp_path)
+    requests = [EngineRequest(f"r{length}", prompt(length), greedy(8)) for length in (10, 50)]
+    seen = run(make_engine(loaded), requests)
+    assert seen.tokens == {r.request_id: reference_greedy(model, r.token_ids, 8) for r in requests}
+
+
+def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
+    """transformers would make it up."""
+    directory = save_tiny(tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelUnavailable, match=r"lack 1 tensors, among them model.layers.1.mlp.up_proj.weight"):
+        load(directory)
+
+
+def test_weights_that_are_truncated_are_refused(tmp_path: Path) -> None:
+    file = save_tiny(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelUnavailable, match=f"the weights in {tmp_path} cannot be read"):
+        load(tmp_path)
 
 
 def test_a_model_whose_attention_goes_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -145,3 +213,7 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ModelUnavailable, match="cannot be read"):
         load(tmp_path)
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(weights_digest(load(Path(path))) for path in sys.argv[1:]))

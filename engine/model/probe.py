@@ -1,0 +1,100 @@
+"""What a model's attention really asks for, found by running one token through it at load.
+
+Configurations name their windows, chunks and caps in many ways. transformers turns all of them into a mask function for
+each layer; here it hands them over, and they are held against what the layer tells our attention.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.attention.backend import IMPLEMENTATION, AttentionBackend, Scoring, StepAttention, StepShape, attend_paged
+from engine.model.errors import UnsupportedModel
+from engine.model.load import LoadedModel
+
+PROBE: Final = "kvmesh-probe"
+POSITIONS: Final = 1 << 18  # that masks are tried on; a window as wide as this is none
+
+
+@torch.inference_mode()
+def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> None:
+    """Run one token through page 0, which nobody has yet.
+
+    Raises: UnsupportedModel, naming the model, when a layer attends without us or in a way that is not ours: it would
+    be silently wrong.
+    """
+    config = loaded.module.config
+    refused = f"{loaded.layout.model} does not run on paged attention"
+    if config._attn_implementation != IMPLEMENTATION:
+        raise UnsupportedModel(f"{refused}: it was set to {config._attn_implementation}")
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=loaded.device)
+    witness = _Witness(attention.plan(StepShape(query_lens=[1], context_lens=[1], block_tables=[[0]])), loaded)
+    config._attn_implementation = PROBE
+    try:
+        loaded.module(input_ids=zero, position_ids=zero, use_cache=False, step_attention=witness)
+    except (RuntimeError, TypeError, AttributeError, LookupError, ValueError, UnsupportedModel) as exc:
+        raise UnsupportedModel(f"{refused}: {exc}") from exc
+    finally:
+        config._attn_implementation = IMPLEMENTATION
+    if witness.layers != list(range(loaded.layout.layers)):
+        raise UnsupportedModel(f"{refused}: of {loaded.layout.layers} layers, those that use it are {witness.layers}")
+
+
+class _Witness:
+    """A `StepAttention` that notes which layers came to it, and refuses those that ask for what they do not get."""
+
+    def __init__(self, step: StepAttention, loaded: LoadedModel) -> None:
+        self.layers: list[int] = []
+        self._step = step
+        layout = loaded.layout
+        self._kv_shape = (1, layout.kv_heads, 1, layout.head_dim)
+        self._query_shape = (1, layout.kv_heads * loaded.query_group, 1, layout.head_dim)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """Note, check and pass on."""
+        shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+        if shapes != [self._query_shape, self._kv_shape, self._kv_shape]:
+            raise UnsupportedModel(f"layer {layer} has queries, keys and values of shapes {shapes}")
+        self.layers.append(layer)
+        return self._step.attend(layer, query, key, value, scoring)
+
+
+def _mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:
+    """What transformers makes masks with: int64 [1, 1, 1, 1], how many keys the last of `POSITIONS` queries sees.
+
+    Raises: UnsupportedModel, when that is not all there is to say.
+    """
+    keys = torch.arange(POSITIONS + 1)
+    queries = torch.tensor([[0], [POSITIONS // 2], [POSITIONS - 2], [POSITIONS - 1]])
+    zero = torch.zeros((), dtype=torch.int64)
+    seen = mask_function(zero, zero, queries, keys).expand(len(queries), -1)
+    window = seen[-1].sum()
+    if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
+        raise UnsupportedModel("its attention is neither causal nor through a sliding window")
+    return window.view(1, 1, 1, 1)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attend_paged`, once the mask is known to be what it is going to do. Raises: UnsupportedModel."""
+    if attention_mask is None or attention_mask.shape != (1, 1, 1, 1) or attention_mask.dtype != torch.int64:
+        raise UnsupportedModel(f"{type(module).__name__} does not take transformers' masks as they are")
+    if min(sliding_window or POSITIONS, POSITIONS) != (window := int(attention_mask)):
+        raise UnsupportedModel(f"{type(module).__name__} asks for a window of {sliding_window}, and masks {window}")
+    return attend_paged(module, query, key, value, None, sliding_window=sliding_window, **options)
+
+
+AttentionInterface.register(PROBE, _attend)
+AttentionMaskInterface.register(PROBE, _mask)

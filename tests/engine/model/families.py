@@ -1,0 +1,105 @@
+"""Tiny models of each family, as different from zero as real ones, with windows much shorter than the prompts."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
+
+WINDOW: Final = 21  # no multiple of a page, less than two of the smallest
+SIZES: Final = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 5,
+    "pad_token_id": 0,
+}
+ALTERNATING: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+GEMMA: Final = {**SIZES, "head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": False, **ALTERNATING}
+
+FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen2-window": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=10.0),
+    "gemma3": lambda: Gemma3TextConfig(**GEMMA),
+    "gemma3n": lambda: Gemma3nTextConfig(
+        **{**GEMMA, "intermediate_size": [96] * 4},
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+    ),
+    "phi3": lambda: Phi3Config(**SIZES),
+    "phi3-window": lambda: Phi3Config(**SIZES, sliding_window=WINDOW),
+    "olmo2": lambda: Olmo2Config(**SIZES),
+    "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layer_interval=2),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SIZES, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
+    ),
+    "gpt2": lambda: GPT2Config(
+        n_embd=64, n_layer=4, n_head=4, n_positions=256, vocab_size=128, initializer_range=0.2, eos_token_id=5
+    ),
+}
+WINDOWED: Final = ("qwen2-window", "mistral-window", "gemma2", "gemma3", "gemma3n", "phi3-window")
+
+
+def save_model(directory: Path, config: PretrainedConfig) -> Path:
+    """Weights of `config`, norms and biases random too: at their initial ones and zeros, leaving them out goes unseen."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
+def reference(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' own model, with attention written out."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
+    """float32 [T, vocab]."""
+    return model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+
+
+def reference_greedy(model: PreTrainedModel, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+    """Ids made with transformers' own cache."""
+    ids = torch.tensor([list(token_ids)])
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+    )
+    return made[0, ids.shape[1] :].tolist()

@@ -1,0 +1,161 @@
+"""Every family against transformers' own model: logits of prompts in chunks, ids of batches, over all page sizes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, WINDOWED, reference, reference_greedy, reference_logits, save_model
+from tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
+from transformers import PreTrainedModel
+
+from engine.attention.backend import Scoring, StepAttention, StepShape
+from engine.attention.choose import make_attention
+from engine.build import assemble
+from engine.compilation.forward import EagerForward
+from engine.config import AttentionKind
+from engine.kv.storage import allocate_storage
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest
+
+# the longest is six windows, and three chunks of 48
+PROMPTS = {f"r{length}": prompt(length, start=length) for length in (5, 20, 43, 131)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("families") / family, FAMILIES[family]())
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> PreTrainedModel:
+    return reference(directory)
+
+
+@pytest.fixture(scope="module")
+def truth(model: PreTrainedModel) -> torch.Tensor:
+    return reference_logits(model, prompt(131))
+
+
+@pytest.fixture(scope="module")
+def wanted(model: PreTrainedModel) -> dict[str, list[int]]:
+    return {name: reference_greedy(model, ids, 24) for name, ids in PROMPTS.items()}
+
+
+@torch.inference_mode()
+def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, backend: AttentionKind) -> torch.Tensor:
+    """float32 [T, vocab], computed `chunk` tokens at a time over pages in any order."""
+    num_pages = loaded.layout.pages_for(len(token_ids))
+    storage = allocate_storage(loaded.layout, num_pages, loaded.device)
+    attention = make_attention(backend, storage, loaded.layout, loaded.query_group)
+    table = torch.randperm(num_pages).tolist()
+    forward = EagerForward(loaded.module)
+    logits = []
+    for start in range(0, len(token_ids), chunk):
+        ids = torch.tensor(token_ids[start : start + chunk])
+        positions = start + torch.arange(len(ids))
+        step = attention.plan(StepShape([len(ids)], [start + len(ids)], [table]))
+        logits.append(forward(ids, positions, torch.arange(len(ids)), step).float())
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "backend"),
+    [(16, 7, "torch"), (16, 1, "auto"), (32, 50, "auto"), (64, 17, "torch"), (128, 50, "torch"), (128, 131, "auto")],
+)
+def test_logits_of_a_prompt_in_chunks_are_those_of_transformers(
+    directory: Path, truth: torch.Tensor, page_size: int, chunk: int, backend: AttentionKind
+) -> None:
+    logits = paged_logits(load_tiny(directory, page_size=page_size), prompt(131), chunk, backend)
+    torch.testing.assert_close(logits, truth, atol=2e-4 * float(truth.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_near_to_the_truth_as_that_of_transformers(
+    directory: Path, truth: torch.Tensor, dtype: str, backend: AttentionKind
+) -> None:
+    theirs = reference_logits(reference(directory, getattr(torch, dtype)), prompt(131)) - truth
+    ours = paged_logits(load_tiny(directory, dtype=dtype), prompt(131), 50, backend) - truth
+    assert 0 < ours.abs().mean() < 1.3 * theirs.abs().mean()
+
+
+@pytest.mark.parametrize(("page_size", "backend"), [(16, "torch"), (32, "auto"), (64, "torch"), (128, "auto")])
+def test_prompts_in_chunks_and_batched_decode_give_the_ids_of_generate(
+    directory: Path, wanted: dict[str, list[int]], page_size: int, backend: AttentionKind
+) -> None:
+    sizes = {"page_size": page_size, "num_pages": 1024 // page_size}
+    engine = make_engine(load_tiny(directory, **sizes), **sizes, attention=backend)
+    seen = run(engine, [EngineRequest(name, ids, greedy(24)) for name, ids in PROMPTS.items()])
+    assert max(stats.num_running for stats in seen.steps) == len(PROMPTS)
+    assert seen.tokens == wanted
+
+
+def test_a_request_gives_the_same_ids_alone_and_among_others(directory: Path) -> None:
+    loaded = load_tiny(directory)
+    requests = [EngineRequest(f"r{i}", prompt(9 + 11 * i, start=i), greedy(16)) for i in range(12)]
+    together = run(make_engine(loaded), requests).tokens
+    for request in requests[::4]:
+        assert run(make_engine(loaded, max_step_tokens=29), [request]).tokens == {
+            request.request_id: together[request.request_id]
+        }
+
+
+class Otherwise:
+    """The eager forward, with attention told something else than the layer asks for."""
+
+    def __init__(self, loaded: LoadedModel, **changes: float) -> None:
+        self._forward = EagerForward(loaded.module)
+        self._changes = changes
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        changes = self._changes
+
+        class Step:
+            def attend(
+                self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+            ) -> torch.Tensor:
+                told = {name: change for name, change in changes.items() if getattr(scoring, name)}
+                return step.attend(layer, query, key, value, replace(scoring, **told))
+
+        return self._forward(ids, positions, keep, Step())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*((name, {"window": 0}) for name in WINDOWED), ("gemma2", {"softcap": 0.0})],
+    ids=[*WINDOWED, "gemma2-softcap"],
+)
+def test_without_its_window_or_cap_a_model_gives_other_ids(
+    tmp_path: Path, name: str, changes: dict[str, float]
+) -> None:
+    """What proves that the tests above would see them ignored."""
+    loaded = load_tiny(save_model(tmp_path, FAMILIES[name]()))
+    requests = [EngineRequest(name, ids, greedy(24)) for name, ids in PROMPTS.items()]
+    right = run(make_engine(loaded), requests).tokens
+    wrong = run(assemble(loaded, small(), Otherwise(loaded, **changes)), requests).tokens
+    assert len(set(right["r131"])) > 5, "it repeats itself: whatever it is told, it would"
+    assert wrong["r131"] != right["r131"]
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("kv_heads", [4, 1], ids=["multi-head", "multi-query"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window"])
+def test_windows_and_caps_are_right_for_every_kind_of_heads(
+    tmp_path: Path, name: str, kv_heads: int, backend: AttentionKind
+) -> None:
+    config = FAMILIES[name]()
+    config.num_key_value_heads = kv_heads
+    directory = save_model(tmp_path, config)
+    engine = make_engine(load_tiny(directory), attention=backend)
+    seen = run(engine, [EngineRequest(name, ids, greedy(16)) for name, ids in PROMPTS.items()])
+    model = reference(directory)
+    assert seen.tokens == {name: reference_greedy(model, ids, 16) for name, ids in PROMPTS.items()}

@@ -1,0 +1,141 @@
+"""A GGUF file as model: converted once, giving the ids of the model it was made from; or refused with the reason."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, reference, reference_greedy, save_model
+from tiny_engine import greedy, make_engine, prompt, run, small
+from tiny_gguf import TOKENS, write_gguf
+from transformers import PreTrainedModel
+
+from components.text.tokenizer import TextModel
+from engine.model.convert import CannotConvert, convert
+from engine.model.errors import ModelUnavailable
+from engine.model.load import load_model
+from engine.model.progress import silent
+from engine.model.resolve import model_dir, served_name
+from engine.ports import EngineRequest
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    config = FAMILIES["qwen2"]()
+    config.rope_parameters["rope_theta"] = 5000.0
+    config.tie_word_embeddings = False
+    return reference(save_model(tmp_path_factory.mktemp("original"), config))
+
+
+@pytest.fixture(scope="module")
+def file(original: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("files") / "tiny.F32.gguf", original)
+
+
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gguf_file_gives_the_ids_of_the_model_in_it(
+    original: PreTrainedModel, file: Path, state_dir: Path, dtype: str
+) -> None:
+    loaded = load_model(str(file), small(dtype=dtype), state_dir, silent)
+    assert loaded.layout.model.startswith("tiny.F32@")
+    assert loaded.eos_token_ids == {TOKENS.index("<|endoftext|>")}
+    seen = run(make_engine(loaded), [EngineRequest("r", prompt(60), greedy(16))])
+    if dtype == "float32":
+        assert seen.tokens["r"] == reference_greedy(original, prompt(60), 16)
+    else:
+        assert seen.tokens["r"]
+
+
+def test_it_is_converted_once_wherever_it_lies(file: Path, state_dir: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    first = model_dir(str(file), state_dir, lambda task, _done, _total: told.append(task))
+    copied = Path(shutil.copy(file, tmp_path / "tiny.F32.gguf"))
+    os.utime(copied, (0, 0))
+    told.clear()
+    assert model_dir(str(copied), state_dir, lambda task, _done, _total: told.append(task)) == first
+    assert model_dir(str(tmp_path), state_dir) == first, "the directory that holds it"
+    assert told == []
+    assert first.parent == state_dir / "models"
+
+
+def test_the_frontend_finds_its_tokenizer_and_chat_template(file: Path, state_dir: Path) -> None:
+    text = TextModel.load(model_dir(str(file), state_dir))
+    assert text.has_chat_template
+    assert text.vocab_size == len(TOKENS)
+    ids = text._encode("cab", add_special_tokens=False)
+    assert [TOKENS[token_id] for token_id in ids] == ["c", "ab"]
+    assert text.decode([*ids, TOKENS.index("<|endoftext|>")]) == "cab"
+
+
+def test_it_is_served_under_the_name_of_the_file_or_of_its_directory(file: Path) -> None:
+    assert served_name(str(file)) == "tiny.F32"
+    assert served_name(str(file.parent)) == file.parent.name
+
+
+def test_other_weights_under_the_same_name_are_another_model(
+    original: PreTrainedModel, file: Path, tmp_path: Path, state_dir: Path
+) -> None:
+    original.lm_head.weight.data[0, 0] += 1
+    other = write_gguf(tmp_path / file.name, original)
+    original.lm_head.weight.data[0, 0] -= 1
+    assert model_dir(str(other), state_dir) != model_dir(str(file), state_dir)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable, match=f"there is no file {tmp_path / 'no.gguf'}"):
+        model_dir(str(tmp_path / "no.gguf"), tmp_path)
+
+
+def test_a_directory_of_several_files_is_answered_with_their_names(file: Path, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(file, tmp_path / name)
+    with pytest.raises(ModelUnavailable, match=r"name one of them: a\.gguf, b\.gguf"):
+        model_dir(str(tmp_path), tmp_path)
+
+
+def test_weights_beside_a_gguf_file_are_preferred(file: Path, tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "both", FAMILIES["llama"]())
+    shutil.copy(file, directory)
+    assert model_dir(str(directory), tmp_path) == directory
+
+
+def test_a_file_that_cannot_be_converted_leaves_nothing_behind(file: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(
+        ModelUnavailable, match=r"damaged\.gguf could not be converted: it is no GGUF file, or truncated"
+    ):
+        model_dir(str(damaged), tmp_path / "state")
+    assert not [path for path in (tmp_path / "state" / "models").iterdir() if not path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.0001, 0.001, 0.01, 0.5, 0.999])
+def test_a_truncated_file_is_called_that(file: Path, tmp_path: Path, kept: float) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    whole = file.read_bytes()
+    damaged.write_bytes(whole[: int(kept * len(whole))])
+    with pytest.raises(CannotConvert, match="truncated"):
+        convert(damaged, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"architecture": "rwkv6"}, "transformers does not read 'rwkv6' from GGUF"),
+        ({"qwen2.attention.sliding_window": 32}, "its sliding_window is 32, which transformers reads as None"),
+        ({"qwen2.block_count": 5}, r"lacks 12 of the model's tensors, among them model\.layers\.4"),
+        ({"split.count": 3}, "one part of several"),
+    ],
+    ids=["architecture", "window", "tensor", "split"],
+)
+def test_what_would_not_come_out_right_is_refused(
+    original: PreTrainedModel, tmp_path: Path, fields: dict[str, object], said: str
+) -> None:
+    path = write_gguf(tmp_path / "odd.gguf", original, **fields)
+    with pytest.raises(CannotConvert, match=said):
+        convert(path, tmp_path)
