@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from engine.mock.config import MockConfig
 
 PAGE_SIZES: Final = (16, 32, 64, 128)
+AttentionKind = Literal["auto", "cpu", "triton", "flashinfer"]
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
@@ -40,6 +41,9 @@ class EngineConfig:
         Field(
             description="auto: run eagerly until a compiled model is ready, where it pays; wait: be ready first; off"
         ),
+    ] = "auto"
+    attention: Annotated[
+        AttentionKind, Field(description="auto: triton on a CUDA device, else cpu; flashinfer when it is installed")
     ] = "auto"
     compile_timeout_s: Annotated[float, Field(description="how long compile=wait waits, then runs eagerly")] = 300.0
 

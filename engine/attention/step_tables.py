@@ -99,7 +99,8 @@ class StepTables:
         array[: 2 * self._rows] = 0
         array[: len(contexts)] = contexts
         array[self._rows :][: len(tables)] = starts[:-1]
-        np.concatenate(tables, out=array[at[1] :][: lengths[1]])
+        if tables:
+            np.concatenate(tables, out=array[at[1] :][: lengths[1]])
         for where, values in zip(at[2:], (query_starts, requests, firsts), strict=False):
             array[where:][: len(values)] = values
         self._buffer[: len(host)].copy_(host, non_blocking=True)

@@ -29,12 +29,12 @@ class Tiles:
 
 
 def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """What fits into a streaming multiprocessor's shared memory and registers."""
+    """What fits into a streaming multiprocessor of a Hopper GPU: no register is spilled, as its assembler reports."""
     if dtype == torch.float32:
-        return Tiles(32, 4, 2, 32, 32, 4, 2)
-    if head_dim > 128:
-        return Tiles(32, 4, 3, 64, 64, 4, 2)
-    return Tiles(64, 4, 3, 128, 64, 8, 3)
+        if head_dim <= 64:
+            return Tiles(32, 4, 2, 32, 32, 4, 2)
+        return Tiles(32, 8, 2, 16, 16, 4, 2) if head_dim <= 128 else Tiles(16, 8, 2, 16, 16, 8, 2)
+    return Tiles(64, 4, 5, 128, 64, 8, 3) if head_dim <= 128 else Tiles(32, 4, 4, 128, 32, 8, 3)
 
 
 class TritonAttention:
@@ -75,6 +75,11 @@ class TritonAttention:
     def limits(self) -> StepLimits:
         """What steps must keep within."""
         return self._tables.limits
+
+    @property
+    def device(self) -> torch.device:
+        """Where pool and tables are."""
+        return self._pool.device
 
     def plan(self, shape: StepShape) -> "TritonStep":
         """Put the step's tables on the device."""
@@ -155,6 +160,11 @@ class TritonStep:
     num_decodes: int
     splits: int  # of a decode's context
     prompts: PromptBlocks | None
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether a graph recorded for decodes computes it."""
+        return self.prompts is None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring

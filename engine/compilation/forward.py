@@ -69,11 +69,11 @@ class PackagedForward:
     ) -> torch.Tensor:
         """See `Forward`."""
         with attending(step, len(token_ids)):
-            logits: torch.Tensor = self._run(_padded(token_ids), _padded(positions), _padded(keep))
+            logits: torch.Tensor = self._run(padded(token_ids), padded(positions), padded(keep))
         return logits[: len(keep)]
 
 
-def _padded(values: torch.Tensor) -> torch.Tensor:
+def padded(values: torch.Tensor) -> torch.Tensor:
     """With zeros, to what the graph takes at least: token 0 at position 0, whose KV `attending` drops."""
     missing = MIN_TOKENS - len(values)
     return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values
