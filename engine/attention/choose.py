@@ -48,7 +48,9 @@ def make_attention(
 def _automatic(device: torch.device) -> str:
     if device.type != "cuda":
         return "cpu"
-    missing = [name for name, there in (("triton", find_spec("triton")), ("a C compiler", find_c_compiler())) if not there]
+    missing = [
+        name for name, there in (("triton", find_spec("triton")), ("a C compiler", find_c_compiler())) if not there
+    ]
     if missing:
         log.warning("attention runs in plain torch operations, slow on a GPU", extra={"missing": " and ".join(missing)})
         return "cpu"

@@ -104,8 +104,8 @@ class StepTables:
         for where, values in zip(at[2:], (query_starts, requests, firsts), strict=False):
             array[where:][: len(values)] = values
         self._buffer[: len(host)].copy_(host, non_blocking=True)
-        parts = [self._buffer[where:][:length] for where, length in zip(at[2:], lengths[2:], strict=False)]
-        return PromptBlocks(*parts, block_m=block_m)
+        on_device = [self._buffer[where:][:length] for where, length in zip(at[2:], lengths[2:], strict=False)]
+        return PromptBlocks(on_device[0], on_device[1], on_device[2], block_m)
 
 
 def _blocks(query_lens: Ints, contexts: Ints, block_m: int) -> tuple[Ints, Ints]:

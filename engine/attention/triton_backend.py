@@ -46,6 +46,7 @@ class TritonAttention:
         layout: KvLayout,
         query_group: int,
         limits: StepLimits,
+        *,
         tiles: Tiles | None = None,
         programs: int | None = None,
     ) -> None:

@@ -82,10 +82,8 @@ def _take_block(
     if MASKED:
         scores = tl.where(seen, scores, -float("inf"))
     above = tl.maximum(highest, tl.max(scores, 1))
-    if MASKED:  # a row that has seen nothing yet stays at -inf, and -inf from -inf is no number
-        base = tl.where(above == -float("inf"), 0.0, above)
-    else:
-        base = above
+    # a row that has seen nothing yet stays at -inf, and -inf from -inf is no number
+    base = tl.where(above == -float("inf"), 0.0, above) if MASKED else above
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(highest - base)
     values = tl.load(starts[:, None] + (PAGE * HEAD_DIM) + dims[None, :], mask=of_values, other=0.0)

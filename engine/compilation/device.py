@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from time import monotonic
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from engine.attention.opaque import attending
 from engine.attention.step_tables import SMALLEST_BLOCK
 from engine.compilation.forward import EagerForward, Exported, Forward, padded
 from engine.compilation.graphs import Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
-from engine.compilation.shared_linear import share_linears
+from engine.compilation.shared_linear import merge_products, share_linears
 from engine.config import EngineConfig
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
@@ -143,7 +143,7 @@ def choose_device_forward(
         log.info("the model runs eagerly", extra={"reason": reason})
         return EagerForward(loaded.module)
     record = CudaRecorder() if isinstance(attention, Recordable) else None
-    forward = DeviceForward(loaded, attention, record, _torch_compile)
+    forward = DeviceForward(loaded, attention, record, torch_compile)
     forward.start(config.compile_timeout_s if config.compile == "wait" else 0.0, progress)
     return forward
 
@@ -159,8 +159,16 @@ def why_eager(config: EngineConfig) -> str | None:
     return None
 
 
-def _torch_compile(module: torch.nn.Module) -> Compute:
-    return torch.compile(module, fullgraph=True)
+def torch_compile(module: torch.nn.Module) -> Compute:
+    """By inductor, siblings' products merged first."""
+
+    def merged(traced: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        merge_products(traced.graph)
+        traced.recompile()
+        return torch._dynamo.lookup_backend("inductor")(traced, inputs)
+
+    compiled: Compute = torch.compile(module, fullgraph=True, backend=merged)
+    return compiled
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

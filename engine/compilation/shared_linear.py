@@ -13,7 +13,8 @@ SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class SharedLinear(torch.nn.Module):
     """Some rows of a linear layer that siblings share: those of one that was loaded apart.
 
-    A compiler is shown the whole product, and computes it once for all siblings; eagerly each computes its own rows.
+    A compiler is shown the whole product by each sibling, and `merge_products` leaves it one; eagerly each computes its
+    own rows.
     """
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, first: int, last: int) -> None:
@@ -66,3 +67,18 @@ def _share(parent: torch.nn.Module, names: tuple[str, ...], layers: list[Any]) -
         ends.append(ends[-1] + layer.out_features)
     for name, (first, last) in zip(names, pairwise(ends), strict=True):
         setattr(parent, name, SharedLinear(weight, bias, first, last))
+
+
+def merge_products(graph: torch.fx.Graph) -> int:
+    """Let equal calls of `linear` in a traced forward be one, which inductor does not see to; how many were dropped."""
+    found: dict[Any, torch.fx.Node] = {}
+    dropped = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not linear:
+            continue
+        first = found.setdefault((node.args, tuple(node.kwargs.items())), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            dropped += 1
+    return dropped
