@@ -15,6 +15,7 @@ TOLERANCE: Final = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of ou
 LAYERS: Final = 3
 LAYER: Final = 1  # the one attended to: neighbours on both sides must stay as they are
 SPARE_PAGES: Final = 3
+PLAIN: Final = Scoring(0.3)
 
 MakeBackend = Callable[[torch.Tensor, KvLayout, int, StepLimits], AttentionBackend]
 
@@ -25,7 +26,7 @@ class AttentionCase:
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
-    scoring: Scoring = Scoring(0.3)
+    scoring: Scoring = PLAIN
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     kv_heads: int = 2
     group: int = 3  # query heads that share a key head

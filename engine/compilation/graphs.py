@@ -68,6 +68,7 @@ class CudaRecorder:
 class DecodeGraphs:
     """Decode steps of up to `attention.limits.requests` requests through `compute`, recorded when first needed."""
 
+    @torch.inference_mode()  # to a compiler, buffers made outside it would be other kinds of tensors than a step's
     def __init__(self, compute: Compute, attention: Recordable, record: Recorder) -> None:
         self._compute = compute
         self._attention = attention

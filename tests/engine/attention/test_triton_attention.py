@@ -79,7 +79,9 @@ def test_chunks_longer_than_a_block_of_queries() -> None:
 
 def test_a_few_decodes_are_split_to_fill_the_device_and_many_are_not() -> None:
     outcome = Outcome(DECODES, partial(TritonAttention, programs=528))
-    splits = [outcome.backend._splits(rows, context) for rows, context in ((1, 200), (1, 40000), (16, 40000), (300, 40000))]
+    splits = [
+        outcome.backend._splits(rows, context) for rows, context in ((1, 200), (1, 40000), (16, 40000), (300, 40000))
+    ]
     assert splits == [4, 64, 16, 1]
 
 
