@@ -1,6 +1,7 @@
 """Which graph a decode step runs in, and what it finds there. The recorder is a fake: replaying is doing it again."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from time import monotonic
 
 import pytest
@@ -113,7 +114,7 @@ def test_graph_sizes_end_with_the_largest_step_and_waste_little(requests: int) -
     sizes = graph_sizes(requests)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max(2, requests), "no more rows than the tables have"
-    assert all(b - a <= max(4, min(8, a)) for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(b - a <= max(4, min(8, a)) for a, b in pairwise(sizes))
 
 
 def test_the_triton_backend_can_be_recorded_and_the_fake_is_one() -> None:
