@@ -13,7 +13,8 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +23,7 @@ import torch
 import typer
 
 from engine.attention.choose import prepare_attention
-from engine.build import assemble
+from engine.build import Pool, assemble
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
@@ -62,9 +63,11 @@ class TimedRunner:
 class Bench:
     """One engine and what runs through it."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, forward: Forward, label: str) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, forward: Forward, label: str, pool: Pool | None = None
+    ) -> None:
         self.label = label
-        self.engine: EngineCore = assemble(loaded, config, forward)
+        self.engine: EngineCore = assemble(loaded, config, forward, pool)
         self._runner = TimedRunner(self.engine._runner)
         self.engine._runner = self._runner
         self._vocab_size = loaded.vocab_size
@@ -80,20 +83,26 @@ class Bench:
             self.engine.submit(EngineRequest(name, tokens, sampling))
         return names
 
-    def decode(self, batch: int, context: int, steps: int) -> tuple[list[float], list[float]]:
-        """Seconds of each decode step, and of its part outside the runner."""
+    @contextmanager
+    def decoding(self, batch: int, context: int, steps: int) -> Iterator[None]:
+        """`batch` requests that decode, for `steps` steps at least, up to `context` tokens."""
         filling = batch * context // self._step_tokens + 2  # steps until all prompts are in: the first decode meanwhile
         names = self.submit(batch, context - steps, filling + steps)
         while len(self._step().tokens) < batch:
             pass
-        total, host = [], []
-        for _ in range(steps):
-            before, started = self._runner.spent_s, time.perf_counter()
-            self._step()
-            total.append(time.perf_counter() - started)
-            host.append(total[-1] - (self._runner.spent_s - before))
+        yield
         for name in names:
             self.engine.cancel(name)
+
+    def decode(self, batch: int, context: int, steps: int) -> tuple[list[float], list[float]]:
+        """Seconds of each decode step, and of its part outside the runner."""
+        total, host = [], []
+        with self.decoding(batch, context, steps):
+            for _ in range(steps):
+                before, started = self._runner.spent_s, time.perf_counter()
+                self._step()
+                total.append(time.perf_counter() - started)
+                host.append(total[-1] - (self._runner.spent_s - before))
         return total, host
 
     def prompt(self, length: int) -> float:
@@ -111,21 +120,26 @@ class Bench:
         return output
 
 
-def measure_machine(dtype: torch.dtype) -> Machine:
-    """Best of several, so that a neighbour's burst does not lower the roof."""
-    source, target = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.empty(COPY_BYTES, dtype=torch.uint8)
-    left, right = torch.ones(1024, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype)
+def measure_machine(dtype: torch.dtype, device: str = "cpu") -> Machine:
+    """Best of several, so that a neighbour's burst does not lower the roof. Random numbers: a GPU is faster on zeros."""
+    rows, width, copied = (1024, 2048, COPY_BYTES) if device == "cpu" else (8192, 8192, 16 * COPY_BYTES)
+    source = torch.randint(255, (copied,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left, right = torch.randn(rows, width, device=device).to(dtype), torch.randn(width, width, device=device).to(dtype)
     return Machine(
-        copy_bytes_s=2 * COPY_BYTES / _best(lambda: target.copy_(source)),
-        matmul_flop_s=2 * 1024 * 2048 * 2048 / _best(lambda: left @ right),
+        copy_bytes_s=2 * copied / best_s(lambda: target.copy_(source), device),
+        matmul_flop_s=2 * rows * width * width / best_s(lambda: left @ right, device),
     )
 
 
-def _best(work: Callable[[], object], times: int = 8) -> float:
+def best_s(work: Callable[[], object], device: str = "cpu", times: int = 8) -> float:
+    """Seconds of the best of some runs, until `device` is done."""
     spent = []
     for _ in range(times):
         started = time.perf_counter()
         work()
+        if device != "cpu":
+            torch.cuda.synchronize()
         spent.append(time.perf_counter() - started)
     return min(spent)
 
@@ -140,7 +154,7 @@ def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: in
     return max((weight_bytes + kv_bytes) / machine.copy_bytes_s, flop / machine.matmul_flop_s)
 
 
-def _say(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
+def say(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
     line = {
         "figure": figure,
         **facts,
@@ -178,7 +192,7 @@ def main(
     benches = [Bench(loaded, config, EagerForward(loaded.module), "eager")]
     if compile == "wait":
         forward = choose_forward(model, loaded, config, state_dir, silent)
-        _say("compile or load package", [time.perf_counter() - started], 0.0)
+        say("compile or load package", [time.perf_counter() - started], 0.0)
         benches.append(Bench(loaded, config, forward, "compiled"))
     machine = measure_machine(next(loaded.module.parameters()).dtype)
     for size in batch:
@@ -189,14 +203,14 @@ def main(
                 total, host = bench.decode(size, length, steps)
                 facts = {"label": bench.label, "batch": size, "context": length}
                 host_share = round(statistics.median(host) / statistics.median(total), 4)
-                _say("decode step", total, roof_s, **facts, host_share=host_share)
-                _say("scheduler and bookkeeping", host, 0.0, **facts)
+                say("decode step", total, roof_s, **facts, host_share=host_share)
+                say("scheduler and bookkeeping", host, 0.0, **facts)
     for length in prompt:
         roof_s = roofline_s(loaded, machine, length, length)
         for bench in benches:
             bench.prompt(length)
             spent = [bench.prompt(length) for _ in range(4)]
-            _say("prompt", spent, roof_s, label=bench.label, tokens=length, tok_s=round(length / min(spent)))
+            say("prompt", spent, roof_s, label=bench.label, tokens=length, tok_s=round(length / min(spent)))
 
 
 if __name__ == "__main__":

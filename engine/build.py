@@ -1,10 +1,14 @@
 """A model's name to an engine that answers: the parts put together."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from engine.attention.backend import AttentionBackend
 from engine.attention.choose import make_attention, prepare_attention
+from engine.attention.step_tables import StepLimits
+from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
@@ -19,6 +23,15 @@ from engine.ports import KvRegion
 from engine.runner import TorchRunner
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Pages, and attention over them."""
+
+    storage: torch.Tensor  # [num_pages, kv_heads, layers, 2, page_size, head_dim]
+    attention: AttentionBackend
+    max_context: int  # tokens of one request
+
+
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
     """Load `model` and give it a page pool. To be called on the thread that will step the engine.
 
@@ -29,24 +42,42 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     loaded = load_model(model, config, state_dir, progress)
     prepare_attention(config.attention, loaded.device, state_dir)
     pack_linears(loaded.module)
-    return assemble(loaded, config, choose_forward(model, loaded, config, state_dir, progress))
+    if loaded.device.type != "cuda":
+        return assemble(loaded, config, choose_forward(model, loaded, config, state_dir, progress))
+    torch.cuda.set_device(loaded.device)  # kernels of ours are launched on this thread's device
+    pool = make_pool(loaded, config)
+    return assemble(loaded, config, choose_device_forward(loaded, config, pool.attention, progress), pool)
 
 
-def assemble(loaded: LoadedModel, config: EngineConfig, forward: Forward | None = None) -> EngineCore:
-    """An engine over `loaded`, with a page pool of its own; eager, unless told how else.
+def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
+    """Pages for `loaded`, and attention over them, tried out. Raises: UnsupportedModel, BackendUnavailable."""
+    layout = loaded.layout
+    num_pages = count_pages(config, layout)
+    storage = allocate_storage(layout, num_pages, loaded.device)
+    pool_tokens = num_pages * config.page_size
+    max_context = min(loaded.max_positions, pool_tokens, config.max_context or pool_tokens)
+    limits = StepLimits(config.max_running, config.max_step_tokens, max_context)
+    attention = make_attention(config.attention, storage, layout, loaded.query_group, limits)
+    check_attention(loaded, attention)
+    return Pool(storage, attention, max_context)
+
+
+def assemble(
+    loaded: LoadedModel, config: EngineConfig, forward: Forward | None = None, pool: Pool | None = None
+) -> EngineCore:
+    """An engine over `loaded`; eager and with a pool of its own, unless told how else.
 
     Raises: UnsupportedModel, BackendUnavailable.
     """
-    num_pages = count_pages(config, loaded.layout)
-    storage = allocate_storage(loaded.layout, num_pages, loaded.device)
-    attention = make_attention(config.attention, storage, loaded.layout, loaded.query_group)
-    check_attention(loaded, attention)
-    pool_tokens = num_pages * config.page_size
+    pool = pool or make_pool(loaded, config)
+    storage = pool.storage
     return EngineCore(
-        runner=TorchRunner(loaded.device, forward or EagerForward(loaded.module), attention, storage, loaded.adapters),
+        runner=TorchRunner(
+            loaded.device, forward or EagerForward(loaded.module), pool.attention, storage, loaded.adapters
+        ),
         config=config,
-        region=KvRegion(storage.data_ptr(), num_pages, loaded.layout, str(storage.device)),
-        max_context=min(loaded.max_positions, pool_tokens, config.max_context or pool_tokens),
+        region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device)),
+        max_context=pool.max_context,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         adapters=loaded.adapters.identities,

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from engine.mock.config import MockConfig
 
 PAGE_SIZES: Final = (16, 32, 64, 128)
-AttentionKind = Literal["auto", "cpu", "torch"]
+AttentionKind = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
@@ -48,7 +48,10 @@ class EngineConfig:
     ] = "auto"
     attention: Annotated[
         AttentionKind,
-        Field(description="cpu: a C++ kernel that reads pages in place; torch: plain operations; auto: what there is"),
+        Field(
+            description="auto: triton on a CUDA device, else cpu, a C++ kernel that reads pages in place, where it can be "
+            "compiled; torch: plain operations on any device; flashinfer when it is installed"
+        ),
     ] = "auto"
     compile_timeout_s: Annotated[float, Field(description="how long compile=wait waits, then runs eagerly")] = 300.0
 

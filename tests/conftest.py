@@ -20,6 +20,9 @@ import pytest
 from services.local.process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
 
+# Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and other packages import it too.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 REPO: Final = Path(__file__).resolve().parents[1]
 ENDS_WITH_US: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
 _counter: Final = itertools.count()

@@ -1,7 +1,12 @@
-"""Which backend of attention an engine gets."""
+"""Which backend of attention an engine gets. Only that one is imported: kernels and their compilers are optional."""
 
 import logging
+import os
+import shutil
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -9,13 +14,19 @@ from components.errors import MeshError
 from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import AttentionBackend
 from engine.attention.cpu import CpuAttention
-from engine.attention.native import NativeAttention
+from engine.attention.plain import PlainAttention
+from engine.attention.step_tables import StepLimits
 from engine.config import AttentionKind
 from engine.kernels.build import KernelsUnavailable, kernels_are_loaded, load_kernels
 
 log = logging.getLogger(__name__)
 
-HEAD_DIM_STEP = 16  # the C++ kernel takes heads of so many numbers, or a multiple
+HEAD_DIM_STEP: Final = 16  # the C++ kernel takes heads of so many numbers, or a multiple
+# backend: the module that its kernels need, what pip calls it, and the class of ours
+ON_CUDA: Final = {
+    "triton": ("triton", "triton", "engine.attention.triton_backend", "TritonAttention"),
+    "flashinfer": ("flashinfer", "flashinfer-python", "engine.attention.flashinfer_backend", "FlashInferAttention"),
+}
 
 
 class BackendUnavailable(MeshError):
@@ -24,7 +35,7 @@ class BackendUnavailable(MeshError):
 
 def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path) -> None:
     """Load what `make_attention` may need; it can take some seconds, once for a machine. Raises: BackendUnavailable."""
-    if device.type != "cpu" or kind == "torch":
+    if device.type != "cpu" or kind not in ("auto", "cpu"):
         return
     try:
         load_kernels(state_dir)
@@ -34,20 +45,31 @@ def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path
         log.info("attention runs in plain torch operations", extra={"reason": str(exc)})
 
 
-def make_attention(kind: AttentionKind, pool: torch.Tensor, layout: KvLayout, query_group: int) -> AttentionBackend:
+def make_attention(
+    kind: AttentionKind, pool: torch.Tensor, layout: KvLayout, query_group: int, limits: StepLimits
+) -> AttentionBackend:
     """The backend `kind` over `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim]. Raises: BackendUnavailable."""
-    obstacle = why_not_native(kind, pool.device, layout)
-    if obstacle is None:
-        return NativeAttention(pool, layout)
-    if kind == "cpu":
-        raise BackendUnavailable(f"attention=cpu cannot run here, attention=torch could: {obstacle}")
-    return CpuAttention(pool, layout, query_group)
+    chosen = _automatic(pool.device, layout) if kind == "auto" else kind
+    if chosen == "torch":
+        return PlainAttention(pool, layout, query_group)
+    if chosen == "cpu":
+        obstacle = why_not_cpu("cpu", pool.device, layout)
+        if obstacle is not None:
+            raise BackendUnavailable(f"attention=cpu cannot run here, attention=torch could: {obstacle}")
+        return CpuAttention(pool, layout)
+    needed, distribution, module, name = ON_CUDA[chosen]
+    if find_spec(needed) is None:
+        raise BackendUnavailable(f"attention={chosen} needs the package {distribution}: pip install {distribution}")
+    if pool.device.type != "cuda" and not (chosen == "triton" and _interpreted()):
+        raise BackendUnavailable(f"attention={chosen} needs a CUDA device, the model is on {pool.device}")
+    backend: AttentionBackend = getattr(import_module(module), name)(pool, layout, query_group, limits)
+    return backend
 
 
-def why_not_native(kind: AttentionKind, device: torch.device, layout: KvLayout) -> str | None:
+def why_not_cpu(kind: AttentionKind, device: torch.device, layout: KvLayout) -> str | None:
     """Why attention is not the C++ kernel's; None: it is."""
-    if kind == "torch":
-        return "attention=torch was asked for"
+    if kind not in ("auto", "cpu"):
+        return f"attention={kind} was asked for"
     if device.type != "cpu":
         return f"the model is on {device}"
     if not kernels_are_loaded():
@@ -55,3 +77,25 @@ def why_not_native(kind: AttentionKind, device: torch.device, layout: KvLayout) 
     if layout.head_dim % HEAD_DIM_STEP:
         return f"a head has {layout.head_dim} numbers, which is no multiple of {HEAD_DIM_STEP}"
     return None
+
+
+def _automatic(device: torch.device, layout: KvLayout) -> str:
+    if device.type != "cuda":
+        return "cpu" if why_not_cpu("auto", device, layout) is None else "torch"
+    missing = [
+        name for name, there in (("triton", find_spec("triton")), ("a C compiler", find_c_compiler())) if not there
+    ]
+    if missing:
+        log.warning("attention runs in plain torch operations, slow on a GPU", extra={"missing": " and ".join(missing)})
+        return "torch"
+    return "triton"
+
+
+def find_c_compiler() -> str | None:
+    """The one with which triton makes its kernels callable."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs kernels in Python, as it does for tests: it looks at this itself when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

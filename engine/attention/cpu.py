@@ -1,177 +1,62 @@
-"""Attention in plain torch operations: written for the CPU, right on any device.
+"""Attention on the CPU that reads pages where they lie: a kernel in C++, and torch's operator for it.
 
-Pages are gathered layer by layer with one `index_select` of whole rows of memory (page_size x head_dim), and the query
-group is folded into rows, so that grouped-query attention needs no copy of keys and values for each query head.
-Measured on two cores with SmolLM2-135M in bf16 at 320 tokens of context, all 30 layers of a step: batched matmuls
-4.1 ms at batch 8 where `scaled_dot_product_attention` takes 5.9; gathering by row 3.8 ms, by indexing the pool 9.2.
+The operator takes the step as a tensor, so that a compiled package can have it for an input and calls the kernel without
+Python in between.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import accumulate
-from typing import Final
 
+import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 
-PADDING_FREE_PAGES: Final = 8  # tables this short may be padded to each other, whatever their ratio
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """What a group of N requests sees through a window, padded to S tokens."""
-
-    rows: torch.Tensor  # int64 [2 * N * kv_heads * pages], rows of keys, then of values, of layer 0
-    bias: torch.Tensor  # [N, query_group * query_len, S]: 0 where a query sees a key, else -inf
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Requests of one step that attend together: N of them, `query_len` tokens each."""
-
-    first_token: int  # in the step
-    num_requests: int
-    query_len: int
-    reach: Callable[[int], Reach]  # by window, made when the first layer of that window asks for it
-
 
 class CpuAttention:
-    """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim]."""
+    """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] in main memory.
 
-    def __init__(self, pool: torch.Tensor, layout: KvLayout, query_group: int) -> None:
-        self._layout = layout
-        self._query_group = query_group  # query heads that share a key head
+    `engine.kernels.build` must have loaded the kernel.
+    """
+
+    def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
         self._pool = pool
-        # id of a page's row at layer 0, for each head and for keys and values: page * stride + offsets[kv, head]
-        heads = torch.arange(layout.kv_heads, device=pool.device) * (layout.layers * 2)
-        self._row_offsets = torch.stack([heads, heads + 1])  # [2, kv_heads]
-        self._row_stride = layout.kv_heads * layout.layers * 2
+        self._layout = layout
 
     def plan(self, shape: StepShape) -> "CpuStep":
-        """Index tensors of one step."""
-        groups = [self._group(shape, first, last, token) for first, last, token in _spans(shape)]
-        return CpuStep(self._pool, self._layout, self._slots(shape), groups)
-
-    def _slots(self, shape: StepShape) -> torch.Tensor:
-        """Where layer 0 of each new token goes: int64 [2 * kv_heads * T], in rows of head_dim."""
-        page_size = self._layout.page_size
-        pages: list[int] = []
-        offsets: list[int] = []
-        for query_len, context, table in zip(shape.query_lens, shape.context_lens, shape.block_tables, strict=True):
-            positions = range(context - query_len, context)
-            pages += [table[position // page_size] for position in positions]
-            offsets += [position % page_size for position in positions]
-        page_rows = self._tensor(pages) * self._row_stride + self._row_offsets.unsqueeze(-1)  # [2, kv_heads, T]
-        return (page_rows * page_size + self._tensor(offsets)).flatten()
-
-    def _group(self, shape: StepShape, first: int, last: int, first_token: int) -> Group:
-        """Requests first..last-1, padded to the longest, which is the last."""
-        query_len = shape.query_lens[first]
-        reach = partial(self._reach, shape.context_lens[first:last], query_len, shape.block_tables[first:last])
-        return Group(first_token, last - first, query_len, cache(reach))
-
-    def _reach(
-        self, contexts: Sequence[int], query_len: int, block_tables: Sequence[Sequence[int]], window: int
-    ) -> Reach:
-        """Pages from the one that the first query sees first; without a window, from the start of the context."""
-        page_size = self._layout.page_size
-        skipped = [max(context - query_len - window + 1, 0) // page_size if window else 0 for context in contexts]
-        pages = max(self._layout.pages_for(context) - skip for context, skip in zip(contexts, skipped, strict=True))
-        # a request is padded with a page of its own: whatever it reads, it reads nothing of another's
-        padded = [_pad(table, skip, pages) for table, skip in zip(block_tables, skipped, strict=True)]
-        tables = self._tensor(padded) * self._row_stride  # [N, P]
-        rows = tables[None, :, None, :] + self._row_offsets[:, None, :, None]  # [2, N, kv_heads, P]
-        first_query = [context - query_len - skip * page_size for context, skip in zip(contexts, skipped, strict=True)]
-        return Reach(rows.flatten(), self._bias(first_query, query_len, pages * page_size, window))
-
-    def _bias(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> torch.Tensor:
-        """Causal mask [N, query_group * query_len, S]; a request's first query stands at `first_query` among its keys."""
-        queries = (self._tensor(first_query)[:, None] + self._tensor(range(query_len))).unsqueeze(-1)  # [N, T, 1]
-        keys = self._tensor(range(padded_len))
-        hidden = keys > queries
-        if window:
-            hidden |= keys <= queries - window
-        zero = torch.zeros((), dtype=self._pool.dtype, device=self._pool.device)
-        return torch.where(hidden, -torch.inf, zero).repeat(1, self._query_group, 1)
-
-    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._pool.device)
+        """One int32 tensor that tells the kernel of the step: see `pack_plan`."""
+        pages = [self._layout.pages_for(context) for context in shape.context_lens]
+        return CpuStep(self._pool, pack_plan(shape.query_lens, shape.context_lens, shape.block_tables, max(pages)))
 
 
+@dataclass(frozen=True, slots=True)
 class CpuStep:
-    """One step's index tensors; a layer is reached by adding a constant to them."""
+    """One step: the pool, and where in it the kernel has to write and read."""
 
-    def __init__(self, pool: torch.Tensor, layout: KvLayout, slots: torch.Tensor, groups: list[Group]) -> None:
-        self._layout = layout
-        self._slots = slots
-        self._groups = groups
-        self._by_token = pool.view(-1, layout.head_dim)
-        self._by_page = pool.view(-1, layout.page_size * layout.head_dim)
+    pool: torch.Tensor
+    plan: torch.Tensor
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
-        new = torch.stack([key, value]).view(-1, self._layout.head_dim)  # [2 * kv_heads * T, head_dim]
-        self._by_token.index_copy_(0, self._slots + layer * 2 * self._layout.page_size, new)
-        outputs = [self._attend_group(group, layer, query, scoring) for group in self._groups]
-        return torch.cat(outputs, dim=1)
-
-    def _attend_group(self, group: Group, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        """[1, N * query_len, heads, head_dim] of one group."""
-        kv_heads, head_dim = self._layout.kv_heads, self._layout.head_dim
-        num, length = group.num_requests, group.query_len
-        reach = group.reach(scoring.window)
-        gathered = self._by_page.index_select(0, reach.rows + layer * 2)
-        keys, values = gathered.view(2, num, kv_heads, -1, head_dim)  # [N, kv_heads, S, head_dim] each
-        mine = query[0, :, group.first_token : group.first_token + num * length]
-        folded = mine.view(kv_heads, -1, num, length, head_dim).permute(2, 0, 1, 3, 4)  # [N, kv_heads, group, T, D]
-        folded = folded.reshape(num, kv_heads, -1, head_dim)
-        bias = reach.bias.unsqueeze(1)
-        if length == 1 or scoring.softcap:
-            out = _attend_rows(folded, keys, values, bias, scoring)
-        else:
-            out = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scoring.scaling)
-        out = out.view(num, kv_heads, -1, length, head_dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(1, num * length, -1, head_dim)
+        """See `StepAttention.attend`. Rows of tokens beyond the plan's are zero, and nothing is written for them."""
+        told = scoring.scaling, scoring.window, scoring.softcap
+        attended: torch.Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *told)
+        return attended
 
 
-def _attend_rows(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scoring: Scoring
+def pack_plan(
+    query_lens: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]], table_len: int
 ) -> torch.Tensor:
-    """Attention [N, H, R, D] to [N, H, S, D] as two batched matmuls: for few rows they beat a fused one."""
-    num, heads, rows, dim = query.shape
-    spread = bias.expand(num, heads, rows, -1).reshape(num * heads, rows, -1)
-    query, keys = query.reshape(-1, rows, dim), keys.flatten(0, 1).transpose(1, 2)
-    if scoring.softcap:
-        scores = torch.bmm(query, keys).mul_(scoring.scaling / scoring.softcap).tanh_()
-        scores = scores.mul_(scoring.softcap).add_(spread)
-    else:
-        scores = torch.baddbmm(spread, query, keys, alpha=scoring.scaling)
-    return torch.bmm(scores.softmax(dim=-1), values.flatten(0, 1)).view(num, heads, rows, dim)
-
-
-def _spans(shape: StepShape) -> Iterator[tuple[int, int, int]]:
-    """Cut a step into groups: (first request, request after the last, first token).
-
-    Decodes go together as long as padding at most doubles the short ones; a prompt chunk goes alone.
-    """
-    tokens = [0, *accumulate(shape.query_lens)]
-    first = 0
-    for i in range(1, len(shape.query_lens) + 1):
-        if i < len(shape.query_lens) and shape.query_lens[i] == 1:
-            pages = len(shape.block_tables[i])
-            if pages <= max(PADDING_FREE_PAGES, 2 * len(shape.block_tables[first])):
-                continue
-        yield first, i, tokens[first]
-        first = i
-
-
-def _pad(table: Sequence[int], skip: int, num_pages: int) -> list[int]:
-    """`num_pages` pages of `table` from `skip` on; where it has no more, the first of them again."""
-    kept = table[skip : skip + num_pages]
-    return [*kept, *[table[skip]] * (num_pages - len(kept))]
+    """int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts, tables."""
+    count = len(query_lens)
+    plan = np.zeros(3 + count * (2 + table_len), dtype=np.int32)
+    plan[:2] = count, table_len
+    np.cumsum(query_lens, out=plan[3 : 3 + count])
+    plan[3 + count : 3 + 2 * count] = context_lens
+    tables = plan[3 + 2 * count :].reshape(count, table_len)
+    for row, table in zip(tables, block_tables, strict=True):
+        used = table[:table_len]
+        row[: len(used)] = used
+    return torch.from_numpy(plan)

@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from engine.attention.backend import StepAttention
-from engine.attention.native import NativeStep
+from engine.attention.cpu import CpuStep
 
 # A dimension that may be 1 is compiled for 1 and again for the rest. With two at least, one graph does for all.
 MIN_TOKENS: Final = 2
@@ -59,7 +59,7 @@ class Exported(torch.nn.Module):
         plan: torch.Tensor,
     ) -> torch.Tensor:
         """Logits of the tokens at `keep`."""
-        return self._eager(token_ids, positions, keep, NativeStep(pool, plan))
+        return self._eager(token_ids, positions, keep, CpuStep(pool, plan))
 
 
 class PackagedForward:
@@ -75,13 +75,13 @@ class PackagedForward:
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
         """See `Forward`."""
-        assert isinstance(step, NativeStep), "packages are for the C++ kernel's steps"
-        inputs = _padded(token_ids), _padded(positions), _padded(keep), step.pool, step.plan
+        assert isinstance(step, CpuStep), "packages are for the C++ kernel's steps"
+        inputs = padded(token_ids), padded(positions), padded(keep), step.pool, step.plan
         logits: torch.Tensor = self._run(*inputs)
         return logits[: len(keep)]
 
 
-def _padded(values: torch.Tensor) -> torch.Tensor:
+def padded(values: torch.Tensor) -> torch.Tensor:
     """With zeros, to what the graph takes at least: token 0 at position 0, which is none of the plan's."""
     missing = MIN_TOKENS - len(values)
     return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values

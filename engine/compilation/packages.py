@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from engine.attention.backend import StepAttention
-from engine.attention.choose import why_not_native
+from engine.attention.choose import why_not_cpu
 from engine.compilation.build import Order
 from engine.compilation.forward import EagerForward, Forward, PackagedForward
 from engine.compilation.machine import compiler, fingerprint, making, processor
@@ -110,7 +110,7 @@ def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     if config.compile == "off":
         return "compile is off"
-    obstacle = why_not_native(config.attention, loaded.device, loaded.layout)
+    obstacle = why_not_cpu(config.attention, loaded.device, loaded.layout)
     if obstacle is not None:
         return f"packages are for attention in C++, but {obstacle}"
     if config.compile == "auto" and not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:

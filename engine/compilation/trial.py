@@ -6,7 +6,7 @@ import torch
 
 from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import StepShape
-from engine.attention.native import NativeAttention, NativeStep
+from engine.attention.cpu import CpuAttention, CpuStep
 from engine.compilation.forward import EagerForward, Forward
 from engine.kv.storage import allocate_storage
 
@@ -16,12 +16,12 @@ PROMPT: Final = 40  # tokens, of more than two pages of the smallest size
 TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 
-def scratch_attention(layout: KvLayout, num_tokens: int) -> NativeAttention:
+def scratch_attention(layout: KvLayout, num_tokens: int) -> CpuAttention:
     """Attention over a pool of its own for one request of `num_tokens` tokens."""
-    return NativeAttention(allocate_storage(layout, _pages(layout, num_tokens), torch.device("cpu")), layout)
+    return CpuAttention(allocate_storage(layout, _pages(layout, num_tokens), torch.device("cpu")), layout)
 
 
-def step_of(attention: NativeAttention, layout: KvLayout, length: int, context: int) -> NativeStep:
+def step_of(attention: CpuAttention, layout: KvLayout, length: int, context: int) -> CpuStep:
     """The step in which the one request's last `length` tokens of `context` are computed."""
     return attention.plan(StepShape([length], [context], [list(range(_pages(layout, context)))]))
 

@@ -43,6 +43,11 @@ def adapted(groups: Sequence[RowGroup]) -> Iterator[None]:
         _groups.reset(token)
 
 
+def any_adapted() -> bool:
+    """Whether forwards on this thread have rows to change."""
+    return bool(_groups.get())
+
+
 class AdaptedLinear(torch.nn.Module):
     """A linear layer, and a number under which adapters keep their change of it."""
 

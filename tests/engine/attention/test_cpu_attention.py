@@ -1,146 +1,199 @@
-"""The backend against attention written out, with pages in any order and other layers untouched."""
+"""The C++ kernel against attention written out, and what it refuses."""
+
+import logging
+from pathlib import Path
 
 import pytest
 import torch
 
 from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
-from engine.attention.cpu import CpuAttention, _spans
+from engine.attention.choose import BackendUnavailable, make_attention, prepare_attention, why_not_cpu
+from engine.attention.cpu import CpuAttention, pack_plan
+from engine.attention.plain import PlainAttention
+from engine.attention.step_tables import StepLimits
+from engine.kernels import build as kernels_build
+from engine.kernels.build import KernelsUnavailable, load_kernels
 
-KV_HEADS, LAYERS, PAGE, DIM = 2, 3, 16, 8
-PLAIN = Scoring(0.3)
+LAYERS = 3
+LIMITS = StepLimits(max_running=2, max_step_tokens=8, max_context=64)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+STEPS = [  # query lengths, contexts
+    ([1], [1]),
+    ([1, 1, 1], [3, 16, 600]),  # of which the last is cut into spans
+    ([7], [7]),
+    ([150], [150]),  # more than a tile and a block of keys
+    ([33], [300]),  # with much of it cached
+    ([1, 1, 20, 5], [4, 33, 20, 70]),
+]
 
 
-def layout(dtype: str, page_size: int = PAGE) -> KvLayout:
-    return KvLayout(model="m", dtype=dtype, page_size=page_size, layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM)
+@pytest.fixture(autouse=True)
+def _needs_kernel(kernel: str | None) -> None:
+    if kernel is not None:
+        pytest.skip(kernel)
+
+
+def layout(heads: int, page_size: int, dim: int, dtype: torch.dtype) -> KvLayout:
+    name = str(dtype).removeprefix("torch.")
+    return KvLayout(model="m", dtype=name, page_size=page_size, layers=LAYERS, kv_heads=heads, head_dim=dim)
 
 
 def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """[T, heads, D] of T last queries [heads, T, D] over keys and values [kv_heads, S, D], in fp32."""
-    keys, values = (x.float().repeat_interleave(len(query) // KV_HEADS, dim=0) for x in (keys, values))
+    group = query.shape[0] // keys.shape[0]
+    keys, values = (x.float().repeat_interleave(group, dim=0) for x in (keys, values))
     scores = query.float() @ keys.transpose(1, 2) * scoring.scaling
     if scoring.softcap:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     length, context = scores.shape[1:]
-    back = torch.arange(context - length, context)[:, None] - torch.arange(context)  # how far a key lies behind
-    seen = (back >= 0) & (back < (scoring.window or context))
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+    ages = torch.arange(context - length, context)[:, None] - torch.arange(context)
+    hidden = (ages < 0) | (ages >= (scoring.window or context))
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-@pytest.mark.parametrize(
-    ("query_lens", "context_lens"),
-    [
-        ([1], [1]),
-        ([1], [16]),
-        ([1, 1, 1], [1, 17, 40]),
-        ([1, 1, 1], [3, 5, 400]),  # too far apart to pad
-        ([7], [7]),
-        ([16], [48]),
-        ([1, 1, 20, 5], [4, 33, 20, 70]),
-    ],
-)
+class Case:
+    """A pool with pages in any order, and one step over it."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, lens: list[int], contexts: list[int]):
+        heads, group, page_size, dim = shape
+        self.lens, self.contexts = lens, contexts
+        self.layout = layout(heads, page_size, dim, dtype)
+        pages_each = [self.layout.pages_for(context) for context in contexts]
+        shuffled = iter(torch.randperm(sum(pages_each) + 3).tolist())
+        self.tables = [[next(shuffled) for _ in range(count)] for count in pages_each]
+        self.pool = torch.randn(sum(pages_each) + 3, heads, LAYERS, 2, page_size, dim).to(dtype)
+        total = sum(lens)
+        # as a model has them: a view of [tokens, heads * dim]
+        self.query = torch.randn(1, total, heads * group, dim).to(dtype).transpose(1, 2)
+        self.key, self.value = torch.randn(2, 1, total, heads, dim).to(dtype).transpose(2, 3)
+
+    def step(self) -> StepShape:
+        return StepShape(self.lens, self.contexts, self.tables)
+
+    def check(self, out: torch.Tensor, before: torch.Tensor, layer: int, scoring: Scoring) -> None:
+        first = 0
+        for length, context, table in zip(self.lens, self.contexts, self.tables, strict=True):
+            new = slice(first, first + length)
+            stood = before[table, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, pages * page, D]
+            keys = torch.cat([stood[0, :, : context - length], self.key[0, :, new]], dim=1)
+            values = torch.cat([stood[1, :, : context - length], self.value[0, :, new]], dim=1)
+            wanted = expected(self.query[0, :, new], keys, values, scoring)
+            worst = TOLERANCE[self.pool.dtype]
+            torch.testing.assert_close(out[0, new].float(), wanted, atol=worst, rtol=worst)
+            first += length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("lens", "contexts"), STEPS)
+@pytest.mark.parametrize("scoring", [Scoring(0.3), Scoring(0.3, window=20), Scoring(0.3, softcap=2.0)])
 def test_each_request_attends_to_its_own_context(
-    dtype: str, tolerance: float, query_lens: list[int], context_lens: list[int]
+    dtype: torch.dtype, lens: list[int], contexts: list[int], scoring: Scoring
 ) -> None:
-    check(query_lens, context_lens, PLAIN, dtype=dtype, tolerance=tolerance)
-
-
-@pytest.mark.parametrize("softcap", [0.0, 0.5])
-@pytest.mark.parametrize("window", [1, 5, 15, 16, 17, 40, 1000])
-@pytest.mark.parametrize(
-    ("query_lens", "context_lens"),
-    [([1], [40]), ([1, 1, 1, 1], [1, 17, 40, 97]), ([20], [97]), ([33], [33]), ([1, 1, 20, 5], [4, 50, 20, 70])],
-)
-def test_a_query_sees_no_further_back_than_its_window(
-    query_lens: list[int], context_lens: list[int], window: int, softcap: float
-) -> None:
-    check(query_lens, context_lens, Scoring(0.3, window, softcap))
-
-
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("page_size", [32, 64, 128])
-def test_windows_hold_for_every_page_size_and_kind_of_heads(page_size: int, group: int) -> None:
-    for window in (0, 33, 64, 200):
-        check([1, 1, 30], [10, 200, 300], Scoring(0.3, window, 1.0), page_size=page_size, group=group)
-
-
-def test_layers_of_one_step_may_see_differently_far() -> None:
-    """The second window of a step must not find what was made for the first, nor the third what was for the second."""
-    pool, attention, tables = made([1, 6], [50, 90], page_size=PAGE, group=1, dtype="float32")
-    step = attention.plan(StepShape([1, 6], [50, 90], tables))
-    query, key, value = torch.randn(3, 1, KV_HEADS, 7, DIM)
-    for layer, window in ((0, 20), (1, 0), (2, 20)):
-        out = step.attend(layer, query, key, value, Scoring(0.3, window))
-        alone = attention.plan(StepShape([1, 6], [50, 90], tables))
-        assert torch.equal(out, alone.attend(layer, query, key, value, Scoring(0.3, window)))
-    assert pool.isfinite().all()
-
-
-def test_pages_behind_the_window_are_not_read() -> None:
-    pool, attention, (table,) = made([1], [100], page_size=PAGE, group=1, dtype="float32")
-    step = attention.plan(StepShape([1], [100], [table]))
-    pool[table[:5]] = torch.nan  # the last query stands at 99 and sees from 80 on, which page 5 begins with
-    query, key, value = torch.randn(3, 1, KV_HEADS, 1, DIM)
-    assert step.attend(0, query, key, value, Scoring(0.3, 20)).isfinite().all()
-    assert step.attend(0, query, key, value, Scoring(0.3, 21)).isnan().all()
-
-
-def made(
-    query_lens: list[int], context_lens: list[int], *, page_size: int, group: int, dtype: str
-) -> tuple[torch.Tensor, CpuAttention, list[list[int]]]:
-    """A pool of random pages, attention over it, and block tables in any order."""
     torch.manual_seed(0)
-    pages_each = [-(-context // page_size) for context in context_lens]
-    shuffled = iter(torch.randperm(sum(pages_each) + 3).tolist())
-    tables = [[next(shuffled) for _ in range(count)] for count in pages_each]
-    pool = torch.randn(sum(pages_each) + 3, KV_HEADS, LAYERS, 2, page_size, DIM).to(getattr(torch, dtype))
-    return pool, CpuAttention(pool, layout(dtype, page_size), group), tables
+    case = Case((2, 3, 16, 32), dtype, lens, contexts)
+    before = case.pool.clone()
+    out = CpuAttention(case.pool, case.layout).plan(case.step()).attend(1, case.query, case.key, case.value, scoring)
+    assert out.shape == (1, sum(lens), 6, 32)
+    case.check(out, before, 1, scoring)
 
 
-def check(
-    query_lens: list[int],
-    context_lens: list[int],
-    scoring: Scoring,
-    *,
-    dtype: str = "float32",
-    tolerance: float = 1e-5,
-    page_size: int = PAGE,
-    group: int = 3,
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 7), (1, 8)], ids=["multi-head", "grouped", "multi-query"])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+def test_every_page_size_grouping_and_head_size(page_size: int, heads: int, group: int, dim: int) -> None:
+    torch.manual_seed(0)
+    case = Case((heads, group, page_size, dim), torch.float32, [1, 1, 40], [300, 17, 90])
+    before = case.pool.clone()
+    step = CpuAttention(case.pool, case.layout).plan(case.step())
+    case.check(step.attend(2, case.query, case.key, case.value, Scoring(0.1)), before, 2, Scoring(0.1))
+
+
+def test_it_writes_what_the_plain_backend_writes_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    case = Case((2, 3, 16, 32), torch.bfloat16, [1, 20, 130], [40, 50, 130])
+    other = case.pool.clone()
+    PlainAttention(other, case.layout, 3).plan(case.step()).attend(1, case.query, case.key, case.value, Scoring(0.3))
+    CpuAttention(case.pool, case.layout).plan(case.step()).attend(1, case.query, case.key, case.value, Scoring(0.3))
+    assert torch.equal(case.pool, other)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_request_gives_the_same_bits_in_any_batch_and_with_any_number_of_threads(threads: int) -> None:
+    torch.manual_seed(0)
+    case = Case((2, 3, 16, 32), torch.float32, [1, 1, 1, 90], [700, 5, 513, 200])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        step = CpuAttention(case.pool, case.layout).plan(case.step())
+        together = step.attend(0, case.query, case.key, case.value, Scoring(0.3))
+        first = 0
+        for length, context, table in zip(case.lens, case.contexts, case.tables, strict=True):
+            mine = [tensor[:, :, first : first + length] for tensor in (case.query, case.key, case.value)]
+            alone = CpuAttention(case.pool, case.layout).plan(StepShape([length], [context], [table]))
+            assert torch.equal(alone.attend(0, *mine, Scoring(0.3)), together[:, first : first + length])
+            first += length
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tokens_beyond_the_plan_are_zero_and_write_nothing() -> None:
+    torch.manual_seed(0)
+    case = Case((2, 3, 16, 32), torch.float32, [1, 1], [9, 20])
+    step = CpuAttention(case.pool, case.layout).plan(StepShape([1], [9], case.tables[:1]))
+    untouched = case.pool[case.tables[1]].clone()
+    out = step.attend(0, case.query, case.key, case.value, Scoring(0.3))
+    assert out[:, 0].any()
+    assert not out[:, 1].any()
+    assert torch.equal(case.pool[case.tables[1]], untouched)
+
+
+def test_a_plan_that_does_not_fit_is_an_error() -> None:
+    case = Case((2, 3, 16, 32), torch.float32, [1], [9])
+    step = CpuAttention(case.pool, case.layout).plan(case.step())
+    arguments = case.key, case.value, case.pool
+    tail = 0, 0.3, 0, 0.0
+    with pytest.raises(RuntimeError):
+        torch.ops.kvmesh.attend_pages(case.query, *arguments, step.plan[:-1], *tail)
+    with pytest.raises(RuntimeError):
+        torch.ops.kvmesh.attend_pages(case.query, *arguments, step.plan.long(), *tail)
+    with pytest.raises(RuntimeError):
+        torch.ops.kvmesh.attend_pages(case.query.half(), *arguments, step.plan, *tail)
+    two = pack_plan([1, 1], [9, 9], case.tables * 2, 1)
+    with pytest.raises(RuntimeError):
+        torch.ops.kvmesh.attend_pages(case.query, *arguments, two, *tail)
+
+
+def test_which_backend_an_engine_gets() -> None:
+    cpu = torch.device("cpu")
+    usual, odd = layout(2, 16, 32, torch.float32), layout(2, 16, 24, torch.float32)
+    assert why_not_cpu("auto", cpu, usual) is None
+    assert "attention=torch" in str(why_not_cpu("torch", cpu, usual))
+    assert "multiple of 16" in str(why_not_cpu("auto", cpu, odd))
+    assert "cuda" in str(why_not_cpu("auto", torch.device("cuda:0"), usual))
+    assert isinstance(make_attention("auto", torch.zeros(1), odd, 1, LIMITS), PlainAttention)
+    with pytest.raises(BackendUnavailable, match="multiple of 16"):
+        make_attention("cpu", torch.zeros(1), odd, 1, LIMITS)
+
+
+def test_a_machine_without_a_compiler_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One layer of one step against attention written out; other layers and slots stay as they were."""
-    pool, attention, tables = made(query_lens, context_lens, page_size=page_size, group=group, dtype=dtype)
-    before, torch_dtype = pool.clone(), pool.dtype
-    total = sum(query_lens)
-    query = torch.randn(1, KV_HEADS * group, total, DIM).to(torch_dtype)
-    key, value = torch.randn(2, 1, KV_HEADS, total, DIM).to(torch_dtype)
-    step = attention.plan(StepShape(query_lens, context_lens, tables))
-    layer = 1
-    out = step.attend(layer, query, key, value, scoring)
-    first = 0
-    for length, context, table in zip(query_lens, context_lens, tables, strict=True):
-        new = slice(first, first + length)
-        stood = before[table, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, S, D]
-        keys, values = stood[:, :, : context - length]
-        keys, values = torch.cat([keys, key[0, :, new]], 1), torch.cat([values, value[0, :, new]], 1)
-        assert (out[0, new].float() - expected(query[0, :, new], keys, values, scoring)).abs().max() < tolerance
-        written = pool[table, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
-        assert torch.equal(written[:, :, :context], torch.stack([keys, values]))
-        assert torch.equal(written[:, :, context:], stood[:, :, context:])
-        first += length
-    assert torch.equal(pool[:, :, [0, 2]], before[:, :, [0, 2]]), "another layer was written"
+    monkeypatch.setattr(kernels_build, "kernels_are_loaded", lambda: False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BackendUnavailable, match="CXX"):
+        prepare_attention("cpu", torch.device("cpu"), tmp_path)
+    with caplog.at_level(logging.INFO):
+        prepare_attention("auto", torch.device("cpu"), tmp_path)
+    assert [record.message for record in caplog.records] == ["attention runs in plain torch operations"]
+    assert not list(tmp_path.iterdir())
 
 
-def test_decodes_of_like_length_attend_together_and_others_apart() -> None:
-    tables = [[0] * pages for pages in (1, 2, 8, 9, 15, 40, 3, 4)]
-    shape = StepShape([1, 1, 1, 1, 1, 1, 20, 9], [16 * len(table) for table in tables], tables)
-    assert list(_spans(shape)) == [(0, 3, 0), (3, 5, 3), (5, 6, 5), (6, 7, 6), (7, 8, 26)]
-
-
-def test_what_another_request_left_behind_the_end_of_a_page_has_no_weight() -> None:
-    pool = torch.zeros(2, KV_HEADS, LAYERS, 2, PAGE, DIM)
-    pool[:, :, :, :, 1:] = 1e6
-    attention = CpuAttention(pool, layout("float32"), 3)
-    new = torch.ones(1, KV_HEADS, 1, DIM)
-    out = attention.plan(StepShape([1], [1], [[1]])).attend(0, torch.ones(1, 6, 1, DIM), new, new, Scoring(1.0))
-    assert torch.equal(out, torch.ones(1, 1, 6, DIM))
+def test_a_kernel_that_does_not_compile_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text("this is no C++;")
+    monkeypatch.setattr(kernels_build, "SOURCES", (source,))
+    monkeypatch.setattr(kernels_build, "kernels_are_loaded", lambda: False)
+    with pytest.raises(KernelsUnavailable, match="error"):
+        load_kernels(tmp_path)
+    assert [path.suffix for path in (tmp_path / "compile").iterdir()] == [".lock"]

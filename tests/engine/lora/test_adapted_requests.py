@@ -26,7 +26,7 @@ from tiny_engine import (
 
 from components.errors import UnknownModel
 from engine.attention.backend import StepShape
-from engine.attention.cpu import CpuAttention
+from engine.attention.plain import PlainAttention
 from engine.compilation.forward import EagerForward
 from engine.core import EngineCore
 from engine.kv.storage import allocate_storage
@@ -133,7 +133,7 @@ def test_a_row_without_adapter_is_bit_by_bit_what_it_is_without_any_loaded(
 
     def logits(loaded: LoadedModel, *names: str) -> torch.Tensor:
         storage = allocate_storage(loaded.layout, 4, loaded.device)
-        step = CpuAttention(storage, loaded.layout, loaded.query_group).plan(
+        step = PlainAttention(storage, loaded.layout, loaded.query_group).plan(
             StepShape([1, 1, 3], [1, 1, 3], [[1], [2], [3]])
         )
         lengths = (1, 1, 3)

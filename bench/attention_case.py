@@ -1,0 +1,116 @@
+"""One step over a pool of random pages, and attention to it written out: what a backend's output is held against."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from components.kv_transfer.layout import KvLayout
+from engine.attention.backend import AttentionBackend, Scoring, StepShape
+from engine.attention.step_tables import StepLimits
+from engine.kv.storage import TORCH_DTYPES
+
+TOLERANCE: Final = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of outputs of about 1
+LAYERS: Final = 3
+LAYER: Final = 1  # the one attended to: neighbours on both sides must stay as they are
+SPARE_PAGES: Final = 3
+PLAIN: Final = Scoring(0.3)
+
+MakeBackend = Callable[[torch.Tensor, KvLayout, int, StepLimits], AttentionBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Shapes of a step; R requests, decodes first."""
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    scoring: Scoring = PLAIN
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    kv_heads: int = 2
+    group: int = 3  # query heads that share a key head
+    page_size: int = 16
+    head_dim: int = 16
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout(
+            model="random",
+            dtype=self.dtype,
+            page_size=self.page_size,
+            layers=LAYERS,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+        )
+
+    @property
+    def limits(self) -> StepLimits:
+        return StepLimits(len(self.query_lens), sum(self.query_lens), max(self.context_lens))
+
+
+class Outcome:
+    """What a backend made of a case."""
+
+    def __init__(self, case: AttentionCase, make: MakeBackend, device: str = "cpu", seed: int = 0) -> None:
+        """Draw pages, queries, keys and values, and attend to them with a backend of `make`."""
+        draw = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw, device=device).to(TORCH_DTYPES[case.dtype])
+
+        self.case = case
+        counts = [case.layout.pages_for(context) for context in case.context_lens]
+        pages = sum(counts) + SPARE_PAGES
+        shuffled = iter(torch.randperm(pages, generator=draw, device=device).tolist())
+        self.tables = [[next(shuffled) for _ in range(count)] for count in counts]
+        self.pool = normal(pages, case.kv_heads, LAYERS, 2, case.page_size, case.head_dim)
+        self.before = self.pool.clone()
+        total = sum(case.query_lens)
+        # strides as transformers leaves them: tokens outermost
+        self.query = normal(1, total, case.kv_heads * case.group, case.head_dim).transpose(1, 2)
+        self.key, self.value = (normal(1, total, case.kv_heads, case.head_dim).transpose(1, 2) for _ in range(2))
+        self.backend = make(self.pool, case.layout, case.group, case.limits)
+        step = self.backend.plan(StepShape(case.query_lens, case.context_lens, self.tables))
+        self.out = step.attend(LAYER, self.query, self.key, self.value, case.scoring)
+
+    def check(self) -> float:
+        """The largest error of the output. AssertionError, when it is too large or the pool is not as it must be."""
+        first, worst = 0, 0.0
+        after = self.before.clone()
+        for length, context, table in zip(self.case.query_lens, self.case.context_lens, self.tables, strict=True):
+            new = slice(first, first + length)
+            stood = _in_order(self.before, table)
+            kv = torch.stack([self.key[0, :, new], self.value[0, :, new]])
+            keys, values = torch.cat([stood[:, :, : context - length], kv], 2)
+            expected = written_out(self.query[0, :, new], keys, values, self.case.scoring)
+            worst = max(worst, (self.out[0, new].double() - expected).abs().max().item())
+            for i, position in enumerate(range(context - length, context)):
+                page, offset = table[position // self.case.page_size], position % self.case.page_size
+                after[page, :, LAYER, :, offset] = kv[:, :, i].transpose(0, 1)
+            first += length
+        assert worst < TOLERANCE[self.case.dtype], f"{self.case}: off by {worst}"
+        assert torch.equal(self.pool, after), f"{self.case}: the pool is not as it was but for the new slots"
+        return worst
+
+
+def written_out(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """float64 [T, heads, D], of the T last queries [heads, T, D] over keys and values [kv_heads, S, D].
+
+    Query q sees key k when 0 <= q - k, and q - k < window if there is one, as in transformers' masks.
+    """
+    group = len(query) // len(keys)
+    keys, values = (x.double().repeat_interleave(group, dim=0) for x in (keys, values))
+    scores = query.double() @ keys.transpose(1, 2) * scoring.scaling
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    length, context = scores.shape[1:]
+    positions = torch.arange(context, device=query.device)
+    back = positions[context - length :, None] - positions
+    seen = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+
+
+def _in_order(pool: torch.Tensor, table: list[int]) -> Any:
+    """[2, kv_heads, S, D]: the pages of a request one after the other."""
+    return pool[table, :, LAYER].permute(2, 1, 0, 3, 4).flatten(2, 3)

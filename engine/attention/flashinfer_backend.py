@@ -1,0 +1,159 @@
+"""The backend `flashinfer`: its paged wrappers over our pool, whose layers are strided views of it.
+
+A layer's keys are [num_pages, kv_heads, page_size, head_dim] with the strides of a page that holds all layers, which its
+kernels take as long as keys and values have the same (flashinfer, "HND" layout). Written against flashinfer 0.6 and never
+run with it: tests put a stand-in in its place. Its plans are made on the host, so that decodes are not recorded in graphs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import flashinfer
+import numpy as np
+import torch
+
+from components.kv_transfer.layout import KvLayout
+from engine.attention.backend import Scoring, StepShape
+from engine.attention.choose import BackendUnavailable
+from engine.attention.step_tables import PageRows, StepLimits, count_decodes
+
+WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # what its documentation recommends
+HEAD_DIMS: Final = (64, 128, 256)  # those that its kernels are generated for
+TENSOR_CORE_GROUP: Final = 4  # from so many query heads to a key head on, tensor cores pay in decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Requests of a step that one wrapper computes; int32 tensors on the host."""
+
+    tokens: slice  # of the step
+    query_starts: torch.Tensor  # [R + 1], counted from the span's first token
+    page_starts: torch.Tensor  # [R + 1]
+    pages: torch.Tensor
+    last_page_lens: torch.Tensor  # [R]
+    decodes: bool
+
+
+class FlashInferAttention:
+    """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] on a CUDA device."""
+
+    def __init__(self, pool: torch.Tensor, layout: KvLayout, query_group: int, _limits: StepLimits) -> None:
+        """Raises: BackendUnavailable, for what its kernels do not compute."""
+        if pool.dtype == torch.float32 or layout.head_dim not in HEAD_DIMS:
+            raise BackendUnavailable(
+                f"attention=flashinfer computes in 16 bits with head dimensions of {', '.join(map(str, HEAD_DIMS))}; "
+                f"{layout.model} has {layout.dtype} and {layout.head_dim}: try attention=triton"
+            )
+        self.pool = pool
+        self.layout = layout
+        self.query_group = query_group
+        self._rows = PageRows(layout.page_size)
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._wrappers: dict[tuple[bool, Scoring], Any] = {}
+
+    def plan(self, shape: StepShape) -> "FlashInferStep":
+        """Cut the step into its decodes and its prompt chunks; wrappers are planned when a layer's scoring is known."""
+        arrays = self._rows.take(shape)
+        num_decodes = count_decodes(shape.query_lens)
+        starts = [0, num_decodes, len(shape.query_lens)]
+        spans = [
+            self._span(shape, arrays, first, last, decodes=last == num_decodes)
+            for first, last in pairwise(starts)
+            if first < last
+        ]
+        return FlashInferStep(self, shape, spans)
+
+    def wrapper(self, decodes: bool, scoring: Scoring) -> Any:
+        """One for each kind of span and scoring: a model with windows in some layers has several in use at once."""
+        key = (decodes, scoring)
+        if key not in self._wrappers:
+            if decodes:
+                made = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace, "HND", use_tensor_cores=self.query_group >= TENSOR_CORE_GROUP
+                )
+            else:
+                made = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+            self._wrappers[key] = made
+        return self._wrappers[key]
+
+    def _span(self, shape: StepShape, arrays: Sequence[Any], first: int, last: int, *, decodes: bool) -> Span:
+        before = sum(shape.query_lens[:first])
+        query_starts = np.cumsum([0, *shape.query_lens[first:last]])
+        contexts = np.array(shape.context_lens[first:last])
+        return Span(
+            tokens=slice(before, before + int(query_starts[-1])),
+            query_starts=_int32(query_starts),
+            page_starts=_int32(np.cumsum([0, *map(len, arrays[first:last])])),
+            pages=_int32(np.concatenate(arrays[first:last])),
+            last_page_lens=_int32((contexts - 1) % self.layout.page_size + 1),
+            decodes=decodes,
+        )
+
+
+class FlashInferStep:
+    """One step; wrappers keep its plan until the next."""
+
+    def __init__(self, backend: FlashInferAttention, shape: StepShape, spans: list[Span]) -> None:
+        self._backend = backend
+        self._spans = spans
+        self._planned: set[tuple[bool, Scoring]] = set()
+        device = backend.pool.device
+        lengths = np.array(shape.query_lens)
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        ends = np.cumsum(lengths)
+        positions = np.arange(len(owners)) - (ends - np.array(shape.context_lens))[owners]
+        counts = np.concatenate([np.diff(span.page_starts) for span in spans])
+        # of all requests together, on the device: where new keys and values go
+        self._slots = [
+            tensor.to(device)
+            for tensor in (
+                _int32(owners),
+                _int32(positions),
+                torch.cat([span.pages for span in spans]),
+                _int32(np.cumsum([0, *counts])),
+                torch.cat([span.last_page_lens for span in spans]),
+            )
+        ]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `StepAttention.attend`."""
+        owners, positions, pages, page_starts, last_page_lens = self._slots
+        kv = self._backend.pool[:, :, layer, 0], self._backend.pool[:, :, layer, 1]
+        queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
+        flashinfer.append_paged_kv_cache(
+            keys, values, owners, positions, kv, pages, page_starts, last_page_lens, kv_layout="HND"
+        )
+        outputs = [self._run(span, queries[span.tokens].contiguous(), kv, scoring) for span in self._spans]
+        return torch.cat(outputs)[None]
+
+    def _run(
+        self, span: Span, queries: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scoring: Scoring
+    ) -> torch.Tensor:
+        wrapper = self._backend.wrapper(span.decodes, scoring)
+        if (span.decodes, scoring) not in self._planned:
+            layout = self._backend.layout
+            heads = layout.kv_heads * self._backend.query_group
+            tables = span.page_starts, span.pages, span.last_page_lens
+            sizes = heads, layout.kv_heads, layout.head_dim, layout.page_size
+            options = {
+                "sm_scale": scoring.scaling,
+                "window_left": scoring.window - 1,  # theirs does not count the query's own key; -1 is none
+                "logits_soft_cap": scoring.softcap,
+                "q_data_type": queries.dtype,
+                "kv_data_type": queries.dtype,
+            }
+            if span.decodes:
+                wrapper.plan(*tables, *sizes, **options)
+            else:
+                wrapper.plan(span.query_starts, *tables, *sizes, causal=True, **options)
+            self._planned.add((span.decodes, scoring))
+        attended: torch.Tensor = wrapper.run(queries, kv)
+        return attended
+
+
+def _int32(values: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.int32))

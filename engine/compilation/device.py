@@ -1,0 +1,191 @@
+"""The forward on a CUDA device: compiled by torch at run time, decode steps replayed from CUDA graphs."""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from time import monotonic
+from typing import Any, Final, Protocol, cast
+
+import torch
+
+from engine.attention.backend import AttentionBackend, Scoring, StepAttention, StepShape
+from engine.attention.choose import find_c_compiler
+from engine.attention.opaque import OpaqueAttention, attending
+from engine.attention.step_tables import SMALLEST_BLOCK
+from engine.compilation.forward import EagerForward, Forward, padded
+from engine.compilation.graphs import Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
+from engine.compilation.shared_linear import merge_products, share_linears
+from engine.config import EngineConfig
+from engine.lora.apply import any_adapted
+from engine.model.load import LoadedModel
+from engine.model.progress import Progress
+
+log = logging.getLogger(__name__)
+
+TASK: Final = "Compiling the model"
+EXAMPLE: Final = (8, 4)  # tokens and kept ones, unequal: a compiler takes equal sizes for the same size
+
+Compiler = Callable[[torch.nn.Module], Compute]
+
+
+class _Step(StepAttention, Protocol):
+    """A step of a `Recordable`."""
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether a graph recorded for decodes computes it."""
+
+
+class NoAttention:
+    """A `StepAttention` for a model that is being compiled: it reads and writes no page."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """Zeros."""
+        return torch.zeros_like(query).transpose(1, 2)
+
+
+class Traced(torch.nn.Module):
+    """The forward as torch.compile is given it: attention an operator that finds its step by itself, to be recorded too."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._eager = EagerForward(module)
+        self.module = module  # so that its parameters are found
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Logits of the tokens at `keep`."""
+        return self._eager(token_ids, positions, keep, OpaqueAttention())
+
+
+class DeviceForward:
+    """Eager until torch has compiled the model in a thread beside; then compiled, and decodes from graphs.
+
+    Weights of linear layers that read the same input move together (`share_linears`) when this is made.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, attention: AttentionBackend, record: Recorder | None, compiler: Compiler
+    ) -> None:
+        """Record graphs with `record`, unless it is None: then `attention` need not be `Recordable`."""
+        self._eager = EagerForward(loaded.module)
+        self._traced = Traced(loaded.module)
+        self._attention = attention
+        self._record = record
+        self._compiler = compiler
+        self._device = loaded.device
+        self._made: Compute | None = None  # written by the thread that compiles
+        self._compute: Compute | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
+        share_linears(loaded.module)
+
+    @torch.inference_mode()
+    def start(self, timeout_s: float, progress: Progress) -> None:
+        """Begin compiling; wait `timeout_s` for it and for graphs at most. What is not ready then comes as it comes."""
+        deadline = monotonic() + timeout_s
+        progress(TASK, 0, 1)
+        self._thread.start()
+        self._thread.join(timeout_s)
+        progress(TASK, 1, 1)
+        self._adopt()
+        if self._compute is not None and timeout_s > 0:
+            self._warm_prompts()
+            if self._graphs is not None:
+                self._graphs.record_all(deadline, progress)
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        self._adopt()
+        if self._compute is None:
+            return self._eager(token_ids, positions, keep, step)
+        graphs = None if any_adapted() else self._graphs  # what was recorded knows no adapter
+        if graphs is not None and len(keep) == len(token_ids) and cast("_Step", step).decodes_only:
+            return graphs(token_ids, positions)
+        with attending(step, len(token_ids)):
+            logits = self._compute(padded(token_ids), padded(positions), padded(keep))
+        return logits[: len(keep)]
+
+    def _adopt(self) -> None:
+        """Use what the thread has made, once; the thread that steps the engine does it, between two steps."""
+        if self._compute is None and self._made is not None:
+            self._compute = self._made
+            if self._record is not None:
+                self._graphs = DecodeGraphs(self._compute, cast("Recordable", self._attention), self._record)
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        try:
+            with _current(self._device):
+                self._made = self._compiled()
+            log.info("the model runs compiled from here on")
+        except Exception as exc:  # noqa: BLE001 - whatever a compiler raises: eager always works
+            log.warning("the model runs without torch.compile: compiling it failed", extra={"reason": str(exc)})
+            self._made = self._traced if self._record is not None else None  # eager modules can be recorded too
+
+    def _compiled(self) -> Compute:
+        """Compiled for any number of tokens from two on: with attention opaque, that takes one graph."""
+        tokens, kept = EXAMPLE
+        token_ids = torch.zeros(tokens, dtype=torch.int64, device=self._device)
+        keep = torch.arange(kept, device=self._device)
+        example = token_ids, token_ids.clone(), keep
+        for tensor in example:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        compiled = self._compiler(self._traced)
+        with attending(NoAttention(), tokens):
+            compiled(*example)
+        return compiled
+
+    def _warm_prompts(self) -> None:
+        """Run a short and a longer prompt through page 0, which nobody has yet: their kernels are compiled now."""
+        for length in (SMALLEST_BLOCK, SMALLEST_BLOCK + 1):
+            ids = torch.zeros(length, dtype=torch.int64, device=self._device)
+            positions = torch.arange(length, device=self._device)
+            self(ids, positions, positions[-1:], self._attention.plan(StepShape([length], [length], [[0, 0]])))
+
+
+def choose_device_forward(
+    loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress
+) -> Forward:
+    """How `loaded`, on a CUDA device, is going to run, as `config.compile` asks for it. Once for an engine."""
+    reason = why_eager(config)
+    if reason is not None:
+        log.info("the model runs eagerly", extra={"reason": reason})
+        return EagerForward(loaded.module)
+    record = CudaRecorder() if isinstance(attention, Recordable) else None
+    forward = DeviceForward(loaded, attention, record, torch_compile)
+    forward.start(config.compile_timeout_s if config.compile == "wait" else 0.0, progress)
+    return forward
+
+
+def why_eager(config: EngineConfig) -> str | None:
+    """None: what torch.compile needs is there."""
+    if config.compile == "off":
+        return "compile is off"
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if find_c_compiler() is None:
+        return "there is no C compiler: install gcc or set CC"
+    return None
+
+
+def torch_compile(module: torch.nn.Module) -> Compute:
+    """By inductor, siblings' products merged first."""
+
+    def merged(traced: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        merge_products(traced.graph)
+        traced.recompile()
+        return torch._dynamo.lookup_backend("inductor")(traced, inputs)
+
+    compiled: Compute = torch.compile(module, fullgraph=True, backend=merged)
+    return compiled
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the one on which this thread launches kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,117 @@
+"""Our use of flashinfer against a stand-in that has its wrappers' arguments, and computes what they promise."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from bench.attention_case import AttentionCase, Outcome, written_out
+from engine.attention.backend import AttentionBackend, Scoring, StepShape
+from engine.attention.choose import BackendUnavailable
+
+CASE = AttentionCase((1, 1, 20, 5), (4, 33, 20, 70), dtype="bfloat16", head_dim=64)
+
+
+class Wrapper:
+    """What both wrappers have: a plan, then runs over it."""
+
+    plans = 0
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str, use_tensor_cores: bool = False) -> None:
+        assert kv_layout == "HND"
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """[T, heads, head_dim] of packed queries; strided views of pages, of equal strides."""
+        assert kv[0].stride() == kv[1].stride()
+        outputs = []
+        for i, last in enumerate(self.last_page_lens.tolist()):
+            pages = self.pages[self.page_starts[i] : self.page_starts[i + 1]].long()
+            context = (len(pages) - 1) * self.page_size + last
+            keys, values = (x[pages].transpose(0, 1).flatten(1, 2)[:, :context] for x in kv)
+            mine = q[self.query_starts[i] : self.query_starts[i + 1]].transpose(0, 1)
+            outputs.append(written_out(mine, keys, values, self.scoring).to(q.dtype))
+        return torch.cat(outputs)
+
+    def _note(self, starts: Any, pages: Any, lasts: Any, page_size: int, options: dict[str, Any]) -> None:
+        Wrapper.plans += 1
+        self.page_starts, self.pages, self.last_page_lens, self.page_size = starts, pages, lasts, page_size
+        assert options["q_data_type"] == options["kv_data_type"]
+        window = options["window_left"] + 1
+        self.scoring = Scoring(options["sm_scale"], window, options["logits_soft_cap"])
+
+
+class Decode(Wrapper):
+    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options):
+        self.query_starts = torch.arange(len(last_page_len) + 1)
+        self._note(indptr, indices, last_page_len, page_size, options)
+
+
+class Prefill(Wrapper):
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        *,
+        causal,
+        **options,
+    ):
+        assert causal
+        self.query_starts = qo_indptr
+        self._note(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, options)
+
+
+def append(key, value, batch_indices, positions, kv, kv_indices, kv_indptr, kv_last_page_len, kv_layout):
+    assert kv_layout == "HND"
+    page_size = kv[0].shape[2]
+    pages = kv_indices[kv_indptr[batch_indices] + positions // page_size]
+    for cache, new in zip(kv, (key, value), strict=True):
+        cache[pages, :, positions % page_size] = new
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AttentionBackend]]:
+    stand_in = ModuleType("flashinfer")
+    stand_in.BatchDecodeWithPagedKVCacheWrapper = Decode
+    stand_in.BatchPrefillWithPagedKVCacheWrapper = Prefill
+    stand_in.append_paged_kv_cache = append
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    name = "engine.attention.flashinfer_backend"
+    yield importlib.import_module(name).FlashInferAttention
+    sys.modules.pop(name)
+
+
+@pytest.mark.parametrize("scoring", [Scoring(0.3), Scoring(0.3, window=7), Scoring(0.2, 20, 5.0)], ids=str)
+@pytest.mark.parametrize("lengths", [((1, 1, 20, 5), (4, 33, 20, 70)), ((1, 1), (16, 17)), ((5,), (5,))], ids=str)
+def test_spans_tables_and_scoring_reach_the_wrappers_as_they_are_meant(
+    make: Callable[..., AttentionBackend], lengths: tuple[tuple[int, ...], tuple[int, ...]], scoring: Scoring
+) -> None:
+    queries, contexts = lengths
+    Outcome(replace(CASE, query_lens=queries, context_lens=contexts, scoring=scoring), make).check()
+
+
+def test_a_step_is_planned_once_for_each_scoring_whatever_the_layers(make: Callable[..., AttentionBackend]) -> None:
+    outcome = Outcome(CASE, make)
+    Wrapper.plans = 0
+    step = outcome.backend.plan(StepShape(CASE.query_lens, CASE.context_lens, outcome.tables))
+    for layer, scoring in enumerate([Scoring(0.3), Scoring(0.3, window=7), Scoring(0.3)]):
+        step.attend(layer, outcome.query, outcome.key, outcome.value, scoring)
+    assert Wrapper.plans == 4, "decodes and chunks, with a window and without"
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"head_dim": 80}], ids=str)
+def test_what_its_kernels_do_not_compute_is_refused(
+    make: Callable[..., AttentionBackend], changes: dict[str, Any]
+) -> None:
+    with pytest.raises(BackendUnavailable, match="try attention=triton"):
+        Outcome(replace(CASE, **changes), make)

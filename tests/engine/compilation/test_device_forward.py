@@ -1,0 +1,136 @@
+"""The forward for CUDA devices on a CPU: kernels interpreted, recording faked, the compiler one that changes nothing."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
+
+from engine.build import assemble, make_pool
+from engine.compilation import device
+from engine.compilation.device import DeviceForward, choose_device_forward, torch_compile
+from engine.compilation.forward import EagerForward
+from engine.compilation.graphs import Compute, Recording
+from engine.model.load import LoadedModel
+from engine.model.progress import silent
+from engine.ports import EngineRequest
+
+REQUESTS = [EngineRequest(str(i), prompt(4 + 13 * i, start=i), greedy(3 + i)) for i in range(3)]
+
+
+@pytest.fixture
+def fresh(tiny_dir: Path) -> LoadedModel:
+    """A model of this test's own: its linear layers will be shared."""
+    return load_tiny(tiny_dir)
+
+
+class CountingRecorder:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Recording:
+        logits = work().clone()
+
+        def replay() -> None:
+            self.replays += 1
+            logits.copy_(work())
+
+        return Recording(replay, logits)
+
+
+def test_prompts_run_compiled_and_decodes_from_graphs_with_the_ids_of_the_eager_cpu_engine(
+    tiny: LoadedModel, fresh: LoadedModel
+) -> None:
+    """All from one compilation: another would stop the engine for a minute, in the midst of serving."""
+    torch._dynamo.reset()
+    config = small(attention="triton", max_running=4)
+    pool, record = make_pool(fresh, config), CountingRecorder()
+    forward = DeviceForward(fresh, pool.attention, record, partial(torch.compile, fullgraph=True, backend="eager"))
+    told: list[str] = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        forward.start(60.0, lambda task, _done, _total: told.append(task))
+        tokens = run(assemble(fresh, config, forward, pool), REQUESTS).tokens
+    assert set(told) == {"Compiling the model", "Recording CUDA graphs"}
+    assert tokens == run(make_engine(tiny), REQUESTS).tokens
+    assert record.replays >= 3
+
+
+def test_until_it_is_compiled_the_model_runs_eagerly_and_then_adopts_what_was_made(
+    tiny: LoadedModel, fresh: LoadedModel
+) -> None:
+    made: list[Compute] = []
+
+    def compiler(module: torch.nn.Module) -> Compute:
+        made.append(module)
+        return module
+
+    config = small()
+    pool = make_pool(fresh, config)
+    forward = DeviceForward(fresh, pool.attention, None, compiler)
+    engine = assemble(fresh, config, forward, pool)
+    expected = run(make_engine(tiny), REQUESTS).tokens
+    assert run(engine, REQUESTS).tokens == expected
+    assert forward._compute is None
+    forward.start(0.0, silent)
+    forward._thread.join()
+    again = [EngineRequest(f"{request.request_id}'", request.token_ids, request.sampling) for request in REQUESTS]
+    assert list(run(engine, again).tokens.values()) == list(expected.values())
+    assert forward._compute is made[0]
+
+
+def test_a_compiler_that_fails_is_said_once_and_eager_modules_are_recorded_instead(
+    fresh: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_module: torch.nn.Module) -> Compute:
+        raise RuntimeError("no such intrinsic")
+
+    config = small(attention="triton", max_running=2)
+    pool, record = make_pool(fresh, config), CountingRecorder()
+    forward = DeviceForward(fresh, pool.attention, record, fail)
+    with caplog.at_level(logging.INFO):
+        forward.start(60.0, silent)
+    assert [record.reason for record in caplog.records] == ["no such intrinsic"]
+    assert len(run(assemble(fresh, config, forward, pool), REQUESTS[:1]).tokens["0"]) == 3
+    assert record.replays == 2
+
+
+def test_without_a_compiler_or_when_told_so_the_model_runs_eagerly(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool(tiny, small())
+    with caplog.at_level(logging.INFO):
+        assert isinstance(choose_device_forward(tiny, small(compile="off"), pool.attention, silent), EagerForward)
+        monkeypatch.setattr(device, "find_c_compiler", lambda: None)
+        assert isinstance(choose_device_forward(tiny, small(compile="wait"), pool.attention, silent), EagerForward)
+    first, second = caplog.records
+    assert first.reason == "compile is off"
+    assert "no C compiler" in second.reason
+
+
+def test_the_compiler_for_devices_is_inductor_with_siblings_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def inductor(traced: torch.fx.GraphModule, _inputs: object) -> object:
+        seen.append(sum(node.target is torch.nn.functional.linear for node in traced.graph.nodes))
+        return traced.forward
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3, 3))
+
+        def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            x = token_ids.float()
+            linear = torch.nn.functional.linear
+            return linear(x, self.weight) + linear(x, self.weight)
+
+    torch._dynamo.reset()
+    known = torch._dynamo.lookup_backend
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: inductor if name == "inductor" else known(name))
+    ids = torch.arange(3)
+    with torch.inference_mode():
+        assert torch_compile(Twice())(ids, ids, ids).tolist() == [6.0, 6.0, 6.0]
+    assert seen == [1]

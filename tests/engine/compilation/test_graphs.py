@@ -1,0 +1,121 @@
+"""Which graph a decode step runs in, and what it finds there. The recorder is a fake: replaying is doing it again."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from time import monotonic
+
+import pytest
+import torch
+
+from engine.attention.backend import Scoring, StepAttention, StepShape
+from engine.attention.opaque import OpaqueAttention
+from engine.attention.step_tables import StepLimits
+from engine.compilation.graphs import DecodeGraphs, Recordable, Recording, graph_sizes
+
+VOCAB = 7
+
+
+class FakeRecorder:
+    """Notes what it replays. Like a graph, it writes its result to one place for good."""
+
+    def __init__(self) -> None:
+        self.recorded: list[int] = []
+        self.replayed: list[int] = []
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Recording:
+        logits = work().clone()
+        self.recorded.append(len(logits))
+
+        def replay() -> None:
+            self.replayed.append(len(logits))
+            logits.copy_(work())
+
+        return Recording(replay, logits)
+
+
+class FakeAttention:
+    """A backend whose one table is each row's context; attention gives it back."""
+
+    def __init__(self, requests: int) -> None:
+        self.limits = StepLimits(requests, 4 * requests, 100)
+        self.device = torch.device("cpu")
+        self.contexts = torch.full((requests + 1,), 99)
+
+    def plan(self, shape: StepShape) -> StepAttention:
+        self.contexts.zero_()
+        self.contexts[: len(shape.context_lens)] = torch.tensor(shape.context_lens, dtype=torch.int64)
+        return self.recorded(len(shape.context_lens))
+
+    def recorded(self, rows: int) -> StepAttention:
+        return FakeStep(self.contexts[:rows])
+
+
+class FakeStep:
+    def __init__(self, contexts: torch.Tensor) -> None:
+        self.contexts = contexts
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        return self.contexts.float().view(1, -1, 1, 1).expand(1, query.shape[2], 1, 1)
+
+
+def compute(token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Logits [K, VOCAB]: token, position and context of each row, then zeros."""
+    one = torch.zeros(1, 1, len(token_ids), 1)
+    contexts = OpaqueAttention().attend(0, one, one, one, Scoring(1.0)).view(-1)
+    logits = torch.zeros(len(token_ids), VOCAB)
+    logits[:, :3] = torch.stack([token_ids.float(), positions.float(), contexts], 1)
+    return logits[keep]
+
+
+@pytest.fixture
+def recorder() -> FakeRecorder:
+    return FakeRecorder()
+
+
+def decode(graphs: DecodeGraphs, attention: FakeAttention, contexts: list[int]) -> list[list[float]]:
+    attention.plan(StepShape([1] * len(contexts), contexts, [[0]] * len(contexts)))
+    positions = torch.tensor(contexts) - 1
+    return graphs(positions + 100, positions)[:, :3].tolist()
+
+
+def test_a_step_runs_in_the_smallest_graph_that_holds_it(recorder: FakeRecorder) -> None:
+    attention = FakeAttention(20)
+    graphs = DecodeGraphs(compute, attention, recorder)
+    for contexts in ([5], [7, 8, 9], [3] * 17):
+        assert decode(graphs, attention, contexts) == [[c + 99, c - 1, c] for c in contexts]
+    assert recorder.replayed == [2, 4, 20]
+
+
+def test_a_graph_is_recorded_once_and_reads_what_each_step_put_before_it(recorder: FakeRecorder) -> None:
+    attention = FakeAttention(8)
+    graphs = DecodeGraphs(compute, attention, recorder)
+    assert decode(graphs, attention, [5, 6]) == [[104, 4, 5], [105, 5, 6]]
+    assert decode(graphs, attention, [9]) == [[108, 8, 9]]
+    assert recorder.recorded == [2]
+
+
+def test_recording_beforehand_takes_the_largest_first_and_stops_when_time_is_up(recorder: FakeRecorder) -> None:
+    """The largest is recorded whatever the time: any step fits into it."""
+    attention = FakeAttention(24)
+    told: list[tuple[int, int]] = []
+    graphs = DecodeGraphs(compute, attention, recorder)
+    graphs.record_all(monotonic() - 1, lambda _task, done, total: told.append((done, total)))
+    assert recorder.recorded == [24]
+    assert not attention.contexts.any(), "recording must not write KV: all rows are padding"
+    graphs.record_all(monotonic() + 60, lambda _task, done, total: told.append((done, total)))
+    assert recorder.recorded == [24, 16, 8, 4, 2]
+    assert told[-1] == (5, 5)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 8, 9, 64, 100])
+def test_graph_sizes_end_with_the_largest_step_and_waste_little(requests: int) -> None:
+    sizes = graph_sizes(requests)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max(2, requests), "no more rows than the tables have"
+    assert all(b - a <= max(4, min(8, a)) for a, b in pairwise(sizes))
+
+
+def test_the_triton_backend_can_be_recorded_and_the_fake_is_one() -> None:
+    assert isinstance(FakeAttention(1), Recordable)
