@@ -13,9 +13,17 @@ from pathlib import Path
 import torch
 
 
-def compiler() -> str | None:
-    """Path of the C++ compiler, the one in CXX or g++; None where there is none."""
-    return shutil.which(os.environ.get("CXX", "g++"))
+class NoCompiler(Exception):
+    """There is no C++ compiler; the message tells what to do."""
+
+
+def compiler() -> str:
+    """Path of the C++ compiler, the one in CXX or g++. Raises: NoCompiler."""
+    name = os.environ.get("CXX", "g++")
+    path = shutil.which(name)
+    if path is None:
+        raise NoCompiler(f"there is no C++ compiler {name}: install it or set CXX")
+    return path
 
 
 def processor() -> str:

@@ -15,7 +15,7 @@ from engine.attention.backend import StepAttention
 from engine.attention.choose import why_not_cpu
 from engine.compilation.build import Order
 from engine.compilation.forward import EagerForward, Forward, PackagedForward
-from engine.compilation.machine import compiler, fingerprint, making, processor
+from engine.compilation.machine import NoCompiler, compiler, fingerprint, making, processor
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
 from engine.kernels.build import sources
@@ -115,8 +115,10 @@ def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
         return f"packages are for attention in C++, but {obstacle}"
     if config.compile == "auto" and not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
         return f"compiling pays from {MIN_PARAMETERS:,} to {MAX_PARAMETERS:,} parameters, it has {parameters:,}"
-    if compiler() is None:
-        return "there is no C++ compiler: install g++ or set CXX"
+    try:
+        compiler()
+    except NoCompiler as exc:
+        return str(exc)
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from engine.compilation.machine import compiler, fingerprint, making, processor
+from engine.compilation.machine import NoCompiler, compiler, fingerprint, making, processor
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,10 @@ def load_kernels(state_dir: Path) -> None:
     """
     if kernels_are_loaded():
         return
-    cxx = compiler()
-    if cxx is None:
-        raise KernelsUnavailable("there is no C++ compiler: install g++ or set CXX")
+    try:
+        cxx = compiler()
+    except NoCompiler as exc:
+        raise KernelsUnavailable(str(exc)) from exc
     facts = {"source": sources(), "flags": FLAGS, "torch": torch.__version__, "processor": processor()}
     library = state_dir.expanduser() / "compile" / f"kernels-{fingerprint(facts)}.so"
     try:

@@ -16,7 +16,7 @@ from engine.kernels import build as kernels_build
 from engine.kernels.build import KernelsUnavailable, load_kernels
 
 LAYERS = 3
-LIMITS = StepLimits(max_running=2, max_step_tokens=8, max_context=64)
+LIMITS = StepLimits(requests=2, tokens=8, context=64)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 STEPS = [  # query lengths, contexts
     ([1], [1]),
