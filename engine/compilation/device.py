@@ -82,6 +82,7 @@ class DeviceForward:
         self._graphs: DecodeGraphs | None = None
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         share_linears(loaded.module)
+        torch.cuda.empty_cache()  # of the weights as they were, in pieces too small for anything else
 
     @torch.inference_mode()
     def start(self, timeout_s: float, progress: Progress) -> None:

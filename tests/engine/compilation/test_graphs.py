@@ -1,18 +1,21 @@
 """Which graph a decode step runs in, and what it finds there. The recorder is a fake: replaying is doing it again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from time import monotonic
 
 import pytest
 import torch
 
+from bench.attention_case import AttentionCase
 from engine.attention.backend import Scoring, StepAttention, StepShape
 from engine.attention.opaque import OpaqueAttention
+from engine.attention.plain import PlainAttention
 from engine.attention.step_tables import StepLimits
 from engine.compilation.graphs import DecodeGraphs, Recordable, Recording, graph_sizes
 
 VOCAB = 7
+CASE = AttentionCase((1,), (1,))
 
 
 class FakeRecorder:
@@ -70,8 +73,9 @@ def compute(token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
 
 
 @pytest.fixture
-def recorder() -> FakeRecorder:
-    return FakeRecorder()
+def recorder() -> Iterator[FakeRecorder]:
+    with torch.inference_mode():  # as a runner's steps are
+        yield FakeRecorder()
 
 
 def decode(graphs: DecodeGraphs, attention: FakeAttention, contexts: list[int]) -> list[list[float]]:
@@ -117,5 +121,6 @@ def test_graph_sizes_end_with_the_largest_step_and_waste_little(requests: int) -
     assert all(b - a <= max(4, min(8, a)) for a, b in pairwise(sizes))
 
 
-def test_the_triton_backend_can_be_recorded_and_the_fake_is_one() -> None:
+def test_a_backend_without_recorded_steps_is_told_apart() -> None:
     assert isinstance(FakeAttention(1), Recordable)
+    assert not isinstance(PlainAttention(torch.zeros(1, 1, 1, 2, 16, 8), CASE.layout, 1), Recordable)
