@@ -74,8 +74,8 @@ def main() -> None:
     order = TypeAdapter(Order).validate_json(sys.argv[1])
     if order.config.threads is not None:
         torch.set_num_threads(order.config.threads)  # generated loops are cut for this many
-    load_kernels(Path(order.state_dir))
     loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
+    load_kernels(Path(order.state_dir))
     pack_linears(loaded.module)
     build_package(loaded, Path(order.package), order.config.max_step_tokens)
 

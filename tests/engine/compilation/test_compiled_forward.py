@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import greedy, make_engine, prompt, read_page, run, small
+from tiny_engine import VOCAB, greedy, make_engine, prompt, read_page, run, small
 
-from engine.attention.backend import Scoring
+from engine.attention.backend import Scoring, StepAttention
 from engine.attention.opaque import OpaqueAttention, attending
 from engine.build import assemble
 from engine.compilation import packages
@@ -102,6 +102,49 @@ def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_why(
     engine: EngineCore = assemble(tiny, config, forward)
     requests = [EngineRequest("r", prompt(20), greedy(8))]
     assert run(engine, requests).tokens == run(make_engine(tiny), requests).tokens
+
+
+class Wrong:
+    """A package that computes something, and one that cannot run."""
+
+    def __init__(self, path: Path) -> None:
+        self._runs = path.read_text() == "runs"
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        if not self._runs:
+            raise RuntimeError("it was made for something else")
+        return torch.randn(len(keep), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "kept"), [("runs", "rounding", True), ("does not", "made for something else", False)]
+)
+def test_a_package_is_tried_before_it_is_used(
+    content: str,
+    reason: str,
+    kept: bool,
+    tiny: LoadedModel,
+    tmp_path: Path,
+    kernel: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One made for other code failed every step of every request."""
+    if kernel is not None:
+        pytest.skip(kernel)
+    config = small(compile="wait")
+    package = packages._package_path(tiny, config, tmp_path)
+    package.parent.mkdir(parents=True)
+    package.write_text(content)
+    monkeypatch.setattr(packages, "PackagedForward", Wrong)
+    with caplog.at_level(logging.WARNING):
+        forward = choose_forward("tiny", tiny, config, tmp_path, silent)
+    assert reason in caplog.records[-1].reason
+    assert package.exists() == kept
+    requests = [EngineRequest("r", prompt(20), greedy(8))]
+    assert run(assemble(tiny, config, forward), requests).tokens == run(make_engine(tiny), requests).tokens
 
 
 def test_the_package_of_another_model_or_thread_count_is_another(
