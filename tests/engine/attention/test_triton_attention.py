@@ -119,7 +119,7 @@ def test_an_engine_gives_the_same_greedy_ids_as_on_the_cpu_backend(tiny: LoadedM
     requests = [EngineRequest("a", shared, greedy(4)), EngineRequest("b", prompt(7, start=3), greedy(4))]
     later = [EngineRequest("c", [*shared, 9, 10], greedy(4))]
     tokens = []
-    for attention in ("triton", "cpu"):
+    for attention in ("triton", "torch"):
         engine = make_engine(tiny, attention=attention, max_step_tokens=24)
         tokens.append([run(engine, requests).tokens, run(engine, later).tokens])
         assert engine.peek_prefix([*shared, 9]) == 32
