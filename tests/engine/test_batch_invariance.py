@@ -12,6 +12,8 @@ from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import Computed, EngineRequest, Phase, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("pipeline")
+
 PROMPT = prompt(53)
 SAMPLINGS = {
     "greedy": greedy(40, ignore_eos=True),
@@ -63,7 +65,7 @@ def test_a_request_gives_the_ids_it_gives_alone(
     engine = prepared(tiny, situation)
     with caplog.at_level(logging.INFO, logger="engine.scheduler.scheduler"):
         seen = run(engine, [EngineRequest("r", PROMPT, sampling)])
-    assert seen.tokens["r"] == alone(tiny, PROMPT, sampling, max_step_tokens=512)
+    assert seen.tokens["r"] == alone(tiny, PROMPT, sampling, max_step_tokens=512, pipeline="off")
     assert ("r" in retracted(caplog)) == situation.retracts
     assert seen.cached["r"] == min(len(situation.cached), 52) // 16 * 16
     if situation.others == 31:
@@ -88,7 +90,7 @@ def test_prefill_here_and_decode_there_give_the_ids_of_one_engine(
     (first,) = decode.deliver("r", computed.first_token)
     with caplog.at_level(logging.INFO, logger="engine.scheduler.scheduler"):
         rest = run_until_idle(decode)
-    assert [*first.token_ids, *rest.tokens["r"]] == alone(tiny, PROMPT, sampling, max_step_tokens=512)
+    assert [*first.token_ids, *rest.tokens["r"]] == alone(tiny, PROMPT, sampling, max_step_tokens=512, pipeline="off")
     assert ("r" in retracted(caplog)) == situation.retracts
 
 

@@ -8,15 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from reference import make_row
+from reference import make_row, sample
 from tiny_engine import EOS, VOCAB, alone, greedy, make_engine, prefilled, prompt, read_page, run, write_page
 
 from engine.attention.backend import Scoring
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, SamplingParams, TokenMask
-from engine.sampling.sampler import sample
 from engine.sampling.seen import seen_by
+
+pytestmark = pytest.mark.usefixtures("pipeline")
 
 VARIED: list[dict[str, Any]] = [
     {"temperature": 0},
