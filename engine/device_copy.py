@@ -12,7 +12,7 @@ import torch
 
 
 def to_device(
-    values: Sequence[float] | Sequence[Sequence[int]] | npt.NDArray[np.generic],
+    values: torch.Tensor | Sequence[float] | Sequence[Sequence[int]] | npt.NDArray[np.generic],
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
