@@ -27,11 +27,13 @@ from engine.build import Pool, assemble
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
-from engine.core import EngineCore, Runner
+from engine.core import EngineCore
+from engine.inflight import Launched, Runner
 from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest, SamplingParams, StepOutput
+from engine.scheduler.scheduler import Chunk
 
 COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
 PAGES_MARGIN = 1.1
@@ -52,12 +54,33 @@ class TimedRunner:
         self._runner = runner
         self.spent_s = 0.0
 
-    def run(self, chunks: Any) -> list[int | None]:
+    def launch(self, chunks: list[Chunk]) -> "TimedStep":
+        with self.timed():
+            return TimedStep(self, self._runner.launch(chunks))
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            return self._runner.run(chunks)
+            yield
         finally:
             self.spent_s += time.perf_counter() - started
+
+
+class TimedStep:
+    """A step of a `TimedRunner`."""
+
+    def __init__(self, runner: TimedRunner, step: Launched) -> None:
+        self._runner = runner
+        self._step = step
+
+    def sample(self) -> None:
+        with self._runner.timed():
+            self._step.sample()
+
+    def result(self) -> list[int | None]:
+        with self._runner.timed():
+            return self._step.result()
 
 
 class Bench:

@@ -53,6 +53,10 @@ class EngineConfig:
             "compiled; torch: plain operations on any device; flashinfer when it is installed"
         ),
     ] = "auto"
+    pipeline: Annotated[
+        Literal["auto", "on", "off"],
+        Field(description="plan a step while the device runs the one before; auto: where the device is not the CPU"),
+    ] = "auto"
     compile_timeout_s: Annotated[float, Field(description="how long compile=wait waits, then runs eagerly")] = 300.0
 
     def __post_init__(self) -> None:

@@ -59,7 +59,10 @@ async def start_engine(
 
 @asynccontextmanager
 async def run_engine(build: Callable[[], Engine]) -> AsyncIterator["EngineLoop"]:
-    """Build an engine on a new thread and run it there until the context is left; its last step is waited for."""
+    """Build an engine on a new thread and run it there until the context is left; its last `step` is waited for.
+
+    With `pipeline` one more batch may then be on the device; nobody hears of it.
+    """
     running = EngineLoop(build)
     await running.start()
     try:

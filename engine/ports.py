@@ -264,4 +264,7 @@ class Engine(Protocol):
         """Whether a step would do anything."""
 
     def step(self) -> StepOutput:
-        """Run one step: admit, compute one batch, sample."""
+        """Run one step: admit, compute one batch, sample.
+
+        With `pipeline` it launches that batch and tells what the one before it gave.
+        """

@@ -1,16 +1,24 @@
 """One step on the device: chunks flattened into one sequence, through the model, to sampled tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 import torch
 
 from engine.attention.backend import AttentionBackend, StepShape
 from engine.compilation.forward import Forward
-from engine.core import StepFailed
+from engine.device_copy import Arrival, to_device
+from engine.inflight import StepFailed
 from engine.lora.load import Adapters
-from engine.sampling.logprobs import note_prompt
-from engine.sampling.sampler import sample
+from engine.ports import SamplingParams
+from engine.sampling.logprobs import PromptLogprobs
+from engine.sampling.row import Row
+from engine.sampling.sampler import Draw
+from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
+
+DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # instead of a request that has ended
 
 
 class TorchRunner:
@@ -30,71 +38,130 @@ class TorchRunner:
         self._attention = attention
         self._storage = storage
         self._adapters = adapters
+        self._drawn_ids = torch.empty(0)  # int64 [S], on the device: what the latest step draws
+        self._drawn_for: dict[Request, int] = {}  # where in it
 
-    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        """Compute `chunks`, one a request; the token sampled for each, None for a prompt that goes on.
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk]) -> "TorchStep":
+        """Enqueue the forward of `chunks`, one a request.
 
         Raises: StepFailed, for what went wrong with this batch. A device that is lost raises what torch raises.
         """
-        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length > 1, len(chunks[i].request.tokens)))
+        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length > 1, chunks[i].end))
         ordered = [chunks[i] for i in order]
-        try:
-            sampled = self._sample(ordered)
-        except torch.AcceleratorError:
-            raise
-        except (RuntimeError, ValueError, IndexError, MemoryError) as exc:
-            raise StepFailed(f"computing a step of {len(chunks)} requests failed: {exc}") from exc
-        token_ids: list[int | None] = [None] * len(chunks)
-        for i, token_id in zip(order, sampled, strict=True):
-            token_ids[i] = token_id
-        return token_ids
-
-    @torch.inference_mode()
-    def _sample(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        """Token ids for `chunks`, which are in the order that `StepShape` asks for."""
-        samples = [chunk.samples for chunk in chunks]
-        wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in chunks]
-        logits = self._logits(chunks, wanted)
-        if sum(wanted) > sum(samples):
-            logits = self._read_prompts(chunks, wanted, logits)
-        rows = [chunk.request.row for chunk, drawn in zip(chunks, samples, strict=True) if drawn]
-        token_ids = iter(sample(logits, rows) if rows else ())
-        return [next(token_ids) if drawn else None for drawn in samples]
+        wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in ordered]
+        with self.failing(len(chunks)):
+            return TorchStep(self, ordered, order, wanted, self._logits(ordered, wanted))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers; on a device, in its order of work."""
         self._storage[target].copy_(self._storage[source])
 
-    def _read_prompts(self, chunks: Sequence[Chunk], wanted: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Note what prompts' logits are there for; returns those to sample from, [number of chunks that do, vocab]."""
-        drawn: list[int] = []
-        first = 0
-        for chunk, count in zip(chunks, wanted, strict=True):
-            if chunk.request.reads_prompt:
-                note_prompt(chunk.request.row, logits[first : first + count], chunk.request.num_computed)
-            first += count
-            if chunk.samples:
-                drawn.append(first - 1)
-        return logits[drawn]
+    def drawn(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
+        """What the latest step draws for its requests: int64 [number of requests], on the device."""
+        self._drawn_ids = token_ids
+        self._drawn_for = {request: i for i, request in enumerate(requests)}
+
+    @contextmanager
+    def failing(self, num_requests: int) -> Iterator[None]:
+        """Turn what a batch may raise into StepFailed; nothing of it is left on the device then."""
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, ValueError, IndexError, MemoryError) as exc:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
 
     def _logits(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
         """float32 [sum(wanted), vocab], of the last wanted[i] tokens of each chunk."""
         token_ids: list[int] = []
         positions: list[int] = []
         lasts: list[int] = []
+        ahead: list[int] = []  # where tokens are missing that the step before draws
         for chunk, count in zip(chunks, wanted, strict=True):
-            start = chunk.request.num_computed
-            token_ids += chunk.request.tokens[start : start + chunk.length]
-            positions += range(start, start + chunk.length)
+            token_ids += chunk.request.tokens[chunk.start : chunk.end]
+            if chunk.ahead:
+                ahead.append(len(token_ids))
+                token_ids.append(0)
+            positions += range(chunk.start, chunk.end)
             lasts += range(len(token_ids) - count, len(token_ids))
+        ids = self._tensor(token_ids)
+        if ahead:
+            drawn = self._tensor([self._drawn_for[chunk.request] for chunk in chunks if chunk.ahead])
+            ids.index_copy_(0, self._tensor(ahead), self._drawn_ids[drawn])
         shape = StepShape(
             query_lens=[chunk.length for chunk in chunks],
-            context_lens=[chunk.request.num_computed + chunk.length for chunk in chunks],
+            context_lens=[chunk.end for chunk in chunks],
             block_tables=[chunk.request.pages for chunk in chunks],
         )
         step = self._attention.plan(shape)
         with self._adapters.of_rows([(chunk.request.adapter, chunk.length) for chunk in chunks]):
-            return self._forward(self._tensor(token_ids), self._tensor(positions), self._tensor(lasts), step).float()
+            return self._forward(ids, self._tensor(positions), self._tensor(lasts), step).float()
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(values, self._device, torch.int64)
+
+
+class TorchStep:
+    """A step whose forward is enqueued; nothing here waits for the device but `result`."""
+
+    def __init__(
+        self,
+        runner: TorchRunner,
+        chunks: Sequence[Chunk],
+        order: Sequence[int],
+        wanted: Sequence[int],
+        logits: torch.Tensor,
+    ) -> None:
+        """Of `chunks`, which are in the order that `StepShape` asks for; order[i] is the place of chunks[i] in results.
+
+        `logits` are of the last wanted[i] tokens of each; they are of no use when the next step is launched.
+        """
+        self._runner = runner
+        self._chunks = chunks
+        self._order = order
+        self._wanted = wanted
+        self._logits: torch.Tensor | None = logits
+        self._prompts: list[PromptLogprobs] = []
+        self._draw: Draw | None = None
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Enqueue the draws. Raises: StepFailed."""
+        logits, self._logits = self._logits, None
+        assert logits is not None, "a step is sampled once"
+        sampled = [chunk for chunk in self._chunks if chunk.samples]
+        with self._runner.failing(len(self._chunks)):
+            if sum(self._wanted) > len(sampled):
+                logits = self._read_prompts(logits)
+            if sampled:
+                self._draw = Draw(logits, [DROPPED if chunk.dropped else chunk.request.row for chunk in sampled])
+                self._runner.drawn([chunk.request for chunk in sampled], self._draw.token_ids)
+            self._arrival = Arrival(logits.device)
+
+    def result(self) -> list[int | None]:
+        """Wait for the draws. Raises: StepFailed."""
+        self._arrival.wait()
+        with self._runner.failing(len(self._chunks)):
+            drawn = iter(self._draw.read() if self._draw is not None else ())
+            for prompt in self._prompts:
+                prompt.leave()
+        token_ids: list[int | None] = [None] * len(self._chunks)
+        for i, chunk in zip(self._order, self._chunks, strict=True):
+            if chunk.samples:
+                token_ids[i] = next(drawn)
+        return token_ids
+
+    def _read_prompts(self, logits: torch.Tensor) -> torch.Tensor:
+        """Note what prompts' logits are there for; returns those to sample from, [number of chunks that do, vocab]."""
+        drawn: list[int] = []
+        first = 0
+        for chunk, count in zip(self._chunks, self._wanted, strict=True):
+            if chunk.request.reads_prompt and not chunk.dropped:
+                self._prompts.append(PromptLogprobs(chunk.request.row, logits[first : first + count], chunk.start))
+            first += count
+            if chunk.samples:
+                drawn.append(first - 1)
+        return logits[to_device(drawn, logits.device, torch.int64)]

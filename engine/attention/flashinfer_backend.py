@@ -18,6 +18,7 @@ from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.choose import BackendUnavailable
 from engine.attention.step_tables import PageRows, StepLimits, count_decodes
+from engine.device_copy import to_device
 
 WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # what its documentation recommends
 HEAD_DIMS: Final = (64, 128, 256)  # those that its kernels are generated for
@@ -107,7 +108,7 @@ class FlashInferStep:
         counts = np.concatenate([np.diff(span.page_starts) for span in spans])
         # of all requests together, on the device: where new keys and values go
         self._slots = [
-            tensor.to(device)
+            to_device(tensor, device)
             for tensor in (
                 _int32(owners),
                 _int32(positions),

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
+from engine.device_copy import to_device
 
 PADDING_FREE_PAGES: Final = 8  # tables this short may be padded to each other, whatever their ratio
 
@@ -99,7 +100,7 @@ class PlainAttention:
         return torch.where(hidden, -torch.inf, zero).repeat(1, self._query_group, 1)
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._pool.device)
+        return to_device(values, self._pool.device, torch.int64)
 
 
 class PlainStep:

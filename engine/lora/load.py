@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from engine.device_copy import to_device
 from engine.lora.apply import AdaptedLinear, LowRank, RowGroup, adapted
 from engine.lora.config import AdapterConfig, read_adapter_config
 from engine.lora.identity import ADAPTER_WEIGHTS, adapter_identity
@@ -47,7 +48,7 @@ class Adapters:
     def _select(self, rows: list[int]) -> slice | torch.Tensor:
         if rows[-1] - rows[0] == len(rows) - 1:
             return slice(rows[0], rows[-1] + 1)
-        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return to_device(rows, self.device, torch.int64)
 
 
 def install_adapters(module: Any, directories: Mapping[str, str]) -> Adapters:

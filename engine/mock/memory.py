@@ -13,7 +13,7 @@ from zlib import crc32
 
 from components.kv_transfer.layout import KvLayout
 from components.wire.tokens import pack_tokens
-from engine.core import StepFailed
+from engine.inflight import StepFailed
 from engine.ports import KvRegion
 
 MARK: Final = Struct("<II")  # tokens of this page whose KV stands, checksum of all tokens up to the last of them

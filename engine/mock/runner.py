@@ -9,6 +9,7 @@ from zlib import crc32
 from engine.mock.config import MockConfig
 from engine.mock.memory import MarkedPages
 from engine.ports import SamplingParams
+from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
 
 SEED: Final = Struct("<Q")
@@ -35,27 +36,29 @@ class MockRunner:
         self._alphabet = alphabet
         self._eos_token_id = eos_token_id
         self._origins = {name: crc32(identity.encode()) for name, identity in adapters.items()}
+        self._busy_until_s = 0.0  # the device that is not there takes one step after the other
+        self._drawn: dict[Request, int] = {}  # in the latest step
 
-    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    def launch(self, chunks: Sequence[Chunk]) -> "MockStep":
         """Mark the tokens of `chunks` and draw one for each that `samples`. Raises: StepFailed."""
-        started = time.perf_counter()
-        token_ids: list[int | None] = []
+        started_s = max(time.perf_counter(), self._busy_until_s)
+        drawn: dict[Request, int] = {}
         prompt_tokens = decodes = context_tokens = 0
         for chunk in chunks:
             request = chunk.request
-            start, end = request.num_computed, request.num_computed + chunk.length
+            tokens = [*request.tokens, self._drawn[request]] if chunk.ahead else request.tokens
             origin = self._origins.get(request.adapter, 0)
-            checksum = self._pages.compute(request.pages, request.tokens, start, end, origin)
-            token_ids.append(self._draw(checksum, request.sampling) if chunk.samples else None)
+            checksum = self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin)
+            if chunk.samples:
+                drawn[request] = self._draw(checksum, request.sampling)
             if chunk.length == 1:
                 decodes += 1
-                context_tokens += end
+                context_tokens += chunk.end
             else:
                 prompt_tokens += chunk.length
-        left_s = self._config.duration_s(prompt_tokens, decodes, context_tokens) - (time.perf_counter() - started)
-        if left_s > 0:
-            time.sleep(left_s)
-        return token_ids
+        self._drawn = drawn
+        self._busy_until_s = started_s + self._config.duration_s(prompt_tokens, decodes, context_tokens)
+        return MockStep([drawn.get(chunk.request) for chunk in chunks], self._busy_until_s)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's marks."""
@@ -69,3 +72,21 @@ class MockRunner:
         if self._eos_token_id is not None and length and not sampling.ignore_eos and drawn % length == 0:
             return self._eos_token_id
         return self._alphabet[(drawn >> 8) % len(self._alphabet)]
+
+
+class MockStep:
+    """A step that is over when the device would be done with it; everything else has happened already."""
+
+    def __init__(self, token_ids: list[int | None], until_s: float) -> None:
+        self._token_ids = token_ids
+        self._until_s = until_s
+
+    def sample(self) -> None:
+        """Nothing is left to draw: no mask and no penalty changes what the mock says."""
+
+    def result(self) -> list[int | None]:
+        """Wait for the device that is not there."""
+        left_s = self._until_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+        return self._token_ids

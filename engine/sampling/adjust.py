@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.device_copy import to_device
 from engine.sampling.row import Row
 from engine.sampling.seen import seen_by
 
@@ -91,4 +92,4 @@ def _flat(logits: torch.Tensor, rows: Numbered, ids: Callable[[Row], npt.ArrayLi
 
 
 def _to(logits: torch.Tensor, values: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(values).to(logits.device)
+    return to_device(values, logits.device)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.device_copy import to_device
 from engine.ports import SamplingParams
 
 
@@ -16,7 +17,7 @@ def cut(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     if len(sorts) == len(params):
         return _cut_sorted(probs, params)
     if sorts:
-        index = torch.tensor(sorts, device=probs.device)
+        index = to_device(sorts, probs.device)
         probs = probs.index_copy(0, index, _cut_sorted(probs[index], [params[i] for i in sorts]))
     return probs
 
@@ -40,4 +41,4 @@ def _cut_sorted(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)  # [B, 1]
+    return to_device(values, like.device, like.dtype).unsqueeze(1)  # [B, 1]

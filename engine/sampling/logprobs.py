@@ -1,58 +1,87 @@
-"""Log-probabilities to report: of the model's own logits, whatever became of them before the draw."""
+"""Log-probabilities to report: of the model's own logits, whatever became of them before the draw.
+
+They are computed on the device as part of a step, and read when its results are: nothing here waits in between.
+"""
 
 from collections.abc import Sequence
 
 import torch
 
+from engine.device_copy import to_device, to_host
 from engine.ports import TokenLogprobs
 from engine.sampling.check import MAX_LOGPROBS
 from engine.sampling.row import Row
 
 
-class RawLogits:
-    """A copy of the logits of those rows that report log-probabilities, taken before they are changed."""
+class PendingLogprobs:
+    """Of token i after row i of `logits`, float32 [N, vocab], with the alternatives[i] most probable ones."""
+
+    def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
+        """Enqueue the work; `token_ids` is int64 [N]."""
+        norm = logits.logsumexp(dim=-1, keepdim=True)
+        self._alternatives = alternatives
+        self._chosen = to_host((logits.gather(1, token_ids.unsqueeze(1)) - norm).squeeze(1))
+        if any(alternatives):
+            # always as many: which of equal logits come first must not depend on what others in the batch ask for
+            values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
+            self._top_values, self._top_ids = to_host(values - norm), to_host(ids)
+
+    def read(self) -> list[TokenLogprobs]:
+        """One for each token; an `Arrival` has been waited for."""
+        chosen: list[float] = self._chosen.tolist()
+        if not any(self._alternatives):
+            return [TokenLogprobs(logprob) for logprob in chosen]
+        tops = zip(self._top_ids.tolist(), self._top_values.tolist(), strict=True)
+        return [
+            TokenLogprobs(logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
+            for logprob, (top_ids, top_values), count in zip(chosen, tops, self._alternatives, strict=True)
+        ]
+
+
+class DrawnLogprobs:
+    """Of the tokens that are drawn for those rows that ask for it."""
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Copy from `logits`, float32 [B, vocab]; row i belongs to rows[i]."""
-        self._wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        self._rows = [rows[i] for i in self._wanting]
-        self._logits = logits[self._wanting] if self._wanting else None
+        """Copy what is needed of `logits`, float32 [B, vocab], before they are changed; row i belongs to rows[i]."""
+        wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        self._rows = [rows[i] for i in wanting]
+        if wanting:
+            self._index = to_device(wanting, logits.device)
+            self._logits = logits[self._index]
 
-    def note(self, token_ids: Sequence[int]) -> None:
-        """Leave with each row what there is to say of the token chosen for it, one for each row of the batch."""
-        if self._logits is None:
-            return
-        chosen = [token_ids[i] for i in self._wanting]
-        alternatives = [row.params.logprobs or 0 for row in self._rows]
-        for row, told in zip(self._rows, logprobs_of(self._logits, chosen, alternatives), strict=True):
-            row.logprobs = told
+    def note(self, token_ids: torch.Tensor) -> None:
+        """Enqueue the work for the tokens chosen, int64 [B]."""
+        if self._rows:
+            alternatives = [row.params.logprobs or 0 for row in self._rows]
+            self._pending = PendingLogprobs(self._logits, token_ids[self._index], alternatives)
+
+    def leave(self) -> None:
+        """Leave with each row what there is to say of its token; an `Arrival` has been waited for."""
+        if self._rows:
+            for row, told in zip(self._rows, self._pending.read(), strict=True):
+                row.logprobs = told
 
 
-def note_prompt(row: Row, logits: torch.Tensor, first: int) -> None:
-    """Leave with `row` the log-probabilities of prompt tokens; logits[i] was computed at token `first` + i.
+class PromptLogprobs:
+    """Of the prompt tokens behind those of one chunk.
 
     What is noted already, before a retraction, is not noted again. Whatever follows the prompt is not the prompt's.
     """
-    told, count = row.prompt_logprobs, row.params.prompt_logprobs
-    assert told is not None
-    assert count is not None
-    begin, end = len(told), min(first + len(logits), len(row.tokens) - 1)
-    if begin < end:  # logits at token p tell of token p + 1
-        tokens = row.tokens[begin + 1 : end + 1]
-        told += logprobs_of(logits[begin - first : end - first], tokens, [count] * len(tokens))
 
+    def __init__(self, row: Row, logits: torch.Tensor, first: int) -> None:
+        """Enqueue the work; logits[i] was computed at token `first` + i, and all before it is noted."""
+        told, count = row.prompt_logprobs, row.params.prompt_logprobs
+        assert told is not None
+        assert count is not None
+        begin, end = len(told), min(first + len(logits), len(row.tokens) - 1)
+        tokens = row.tokens[begin + 1 : end + 1]  # logits at token p tell of token p + 1
+        self._told = told
+        self._pending: PendingLogprobs | None = None
+        if begin < end:
+            some = logits[begin - first : end - first]
+            self._pending = PendingLogprobs(some, to_device(tokens, logits.device), [count] * len(tokens))
 
-def logprobs_of(logits: torch.Tensor, token_ids: Sequence[int], alternatives: Sequence[int]) -> list[TokenLogprobs]:
-    """Of token i after row i of `logits`, float32 [N, vocab], with the alternatives[i] most probable ones."""
-    norm = logits.logsumexp(dim=-1, keepdim=True)
-    index = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
-    chosen: list[float] = (logits.gather(1, index) - norm).squeeze(1).tolist()
-    if not any(alternatives):
-        return [TokenLogprobs(logprob) for logprob in chosen]
-    # always as many: which of equal logits come first must not depend on what others in the batch ask for
-    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
-    tops = zip(ids.tolist(), (values - norm).tolist(), strict=True)
-    return [
-        TokenLogprobs(logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
-        for logprob, (top_ids, top_values), count in zip(chosen, tops, alternatives, strict=True)
-    ]
+    def leave(self) -> None:
+        """Leave them with the row; an `Arrival` has been waited for."""
+        if self._pending is not None:
+            self._told += self._pending.read()

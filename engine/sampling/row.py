@@ -20,7 +20,6 @@ class Row:
         "mask",
         "params",
         "penalised",
-        "plain",
         "prompt_logprobs",
         "seen",
         "start",
@@ -44,7 +43,6 @@ class Row:
         self.eos_ids = sorted(eos_token_ids)
         self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
         self.adjusts = bool(self.penalised or params.logit_bias or params.min_tokens or mask is not None)
-        self.plain = not self.adjusts and params.temperature == 0 and params.logprobs is None  # argmax is all it needs
         self.logprobs: TokenLogprobs | None = None  # of the latest draw
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.start = num_prompt_tokens  # index of the first generated token

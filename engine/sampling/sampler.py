@@ -5,45 +5,56 @@ from typing import Final
 
 import torch
 
+from engine.device_copy import to_device, to_host
 from engine.sampling.adjust import adjust
 from engine.sampling.cuts import cut
-from engine.sampling.logprobs import RawLogits
+from engine.sampling.logprobs import DrawnLogprobs
 from engine.sampling.row import Row
 from engine.sampling.seeds import uniform
 
 COLDEST: Final = 1e-100  # logits over this are still numbers in float64
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+class Draw:
     """One token id a row of `logits`, contiguous float32 [B, vocab], which are overwritten; row i belongs to rows[i].
 
-    Rows that ask for log-probabilities are left with those of their token.
+    Making it enqueues the work and waits for nothing.
     """
-    if all(row.plain for row in rows):
-        greedy: list[int] = logits.argmax(dim=-1).tolist()
-        return greedy
-    raw = RawLogits(logits, rows)
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        self._logprobs = DrawnLogprobs(logits, rows)
+        self.token_ids = _choose(logits, rows)  # int64 [B], on the device
+        self._logprobs.note(self.token_ids)
+        self._host_ids = to_host(self.token_ids)
+
+    def read(self) -> list[int]:
+        """The ids; an `Arrival` has been waited for. Rows that ask for log-probabilities are left with those of theirs."""
+        self._logprobs.leave()
+        token_ids: list[int] = self._host_ids.tolist()
+        return token_ids
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     adjust(logits, rows)
-    token_ids: list[int] = logits.argmax(dim=-1).tolist()
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    if drawn and len(drawn) == len(rows):
+        return _draw(logits, rows)
+    token_ids = logits.argmax(dim=-1)
     if drawn:
-        some = logits if len(drawn) == len(rows) else logits[drawn]
-        for i, token_id in zip(drawn, _draw(some, [rows[i] for i in drawn]), strict=True):
-            token_ids[i] = token_id
-    raw.note(token_ids)
+        index = to_device(drawn, logits.device)
+        token_ids.index_copy_(0, index, _draw(logits[index], [rows[i] for i in drawn]))
     return token_ids
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+def _draw(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Inverse-CDF draws from softmax(logits / temperature) as far as it is not cut; float64: 10^5 terms are summed."""
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)  # [B, 1]
+        return to_device(values, logits.device, torch.float64).unsqueeze(1)  # [B, 1]
 
     temperature = column([max(row.params.temperature, COLDEST) for row in rows])
     probs = cut((logits.double() / temperature).softmax(dim=-1), [row.params for row in rows])
     cumulated = probs.cumsum(dim=-1)
     target = column([uniform(row.params.seed, row.position) for row in rows]) * cumulated[:, -1:]
     # right=True finds the first token whose cumulated probability exceeds the target, never one of probability 0
-    chosen: list[int] = torch.searchsorted(cumulated, target, right=True).squeeze(1).tolist()
-    return chosen
+    return torch.searchsorted(cumulated, target, right=True).squeeze(1)

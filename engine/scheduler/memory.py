@@ -59,9 +59,13 @@ class RequestMemory:
         branch.num_computed = request.prompt_len - 1
         return request.pages[len(shared)], branch.pages[-1]
 
+    def has_slots(self, request: Request) -> bool:
+        """Whether every token that is to be computed has a slot."""
+        return request.start + request.pending <= len(request.pages) * self.page_size
+
     def grow(self, request: Request) -> bool:
-        """Make sure that the last token has a slot. False: it needs a page and there is none."""
-        if len(request.tokens) <= len(request.pages) * self.page_size:
+        """Make sure that the last token to be computed has a slot. False: it needs a page and there is none."""
+        if self.has_slots(request):
             return True
         if not self.pool.num_available:
             return False
@@ -107,7 +111,8 @@ class RequestMemory:
         """Pages that `request` has or may need soon: the reserve rule's view of it."""
         if request.phase is Phase.PREFILL:  # samples one token, whose KV is never computed here
             return self._pages_for(request.prompt_len)
-        return self._pages_for(min(request.limit - 1, len(request.tokens) + self._reserve_tokens))
+        tokens = request.start + request.pending
+        return self._pages_for(min(request.limit - 1, tokens + self._reserve_tokens))
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from components.lifecycle import Lifecycle
 from engine.ports import Phase, SamplingParams, TokenMask
 from engine.sampling.branches import branch_seed
 from engine.sampling.row import Row
+
+if TYPE_CHECKING:
+    from engine.scheduler.scheduler import Chunk
 
 
 class RequestState(StrEnum):
@@ -17,7 +20,7 @@ class RequestState(StrEnum):
     RESERVED = auto()  # DECODE: has its pages, another process writes the KV into them
     RUNNING = auto()  # in the batch, its prompt or its next token being computed
     HELD = auto()  # over, but a transfer may still touch its pages
-    FINISHED = auto()  # over, without pages
+    FINISHED = auto()  # over; its pages are given back as soon as no step in flight writes into them
 
 
 S = RequestState
@@ -53,6 +56,7 @@ class Request:
     branch: int = 0  # which of n
     priority: int = 0  # lower goes first
     adapter: str = ""  # LoRA adapter, by name; "": the model as it is
+    in_flight: "Chunk | None" = None  # what the latest step that was launched computes of it, until that step lands
     row: Row = field(init=False)
     lifecycle: Lifecycle[RequestState] = field(init=False)
 
@@ -67,9 +71,23 @@ class Request:
         return self.lifecycle.state
 
     @property
+    def start(self) -> int:
+        """Where its next chunk begins: behind what stands, and what is in flight."""
+        return self.num_computed if self.in_flight is None else self.in_flight.end
+
+    @property
     def pending(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
-        return len(self.tokens) - self.num_computed
+        """Tokens from `start` on to compute before the next one can be sampled.
+
+        The token that a step in flight will draw is one of them. Where it is certain to be the last one, or branches
+        begin with it, there is nothing to compute until the step has landed.
+        """
+        flight = self.in_flight
+        if flight is None or not flight.samples:
+            return len(self.tokens) - self.start
+        ends = self.phase is Phase.PREFILL or flight.end + 1 >= self.limit
+        forks = self.sampling.n > 1 and flight.end == self.prompt_len
+        return 0 if ends or forks else 1
 
     @property
     def exposed(self) -> bool:

@@ -30,15 +30,23 @@ def by_turn(request: Request) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request's share of a step: `length` tokens from `request.num_computed` on."""
+    """One request's share of a step: `length` tokens from `start` on."""
 
     request: Request
+    start: int
     length: int
+    samples: bool  # it ends with the request's last token, so that the next one is drawn
+    ahead: bool  # that last token is still being drawn, by the step before
 
     @property
-    def samples(self) -> bool:
-        """Whether the chunk ends with the request's last token, so that the next one is drawn."""
-        return self.length == self.request.pending
+    def end(self) -> int:
+        """Tokens whose KV stands once it is computed."""
+        return self.start + self.length
+
+    @property
+    def dropped(self) -> bool:
+        """Whether its request ended after the step was launched: nobody looks at what is drawn for it."""
+        return self.request.state is not RequestState.RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +105,27 @@ class Scheduler:
         """Whether `schedule` would give a step anything to do."""
         return bool(self.running) or self._can_admit()
 
+    def must_retract(self) -> bool:
+        """Whether there are too few pages for the running decodes' next tokens."""
+        growing = sum(1 for r in self.running if r.pending == 1 and not self.memory.has_slots(r))
+        return growing > self.memory.pool.num_available
+
     def schedule(self) -> Plan:
-        """Plan one step and give its requests the pages they need for it."""
+        """Plan one step and give its requests the pages they need for it.
+
+        One step may be in flight, and its tokens unknown; none when somebody must be retracted.
+        """
         chunks: list[Chunk] = []
         reserved: list[Request] = []
         budget = self._max_step_tokens
         retractions = self.retractions
         for request in [r for r in self.running if r.pending == 1]:
             if request.state is RequestState.RUNNING and self._make_room(request):
-                chunks.append(Chunk(request, 1))
+                chunks.append(_chunk(request, 1))
                 budget -= 1
         for request in [r for r in self.running if r.pending > 1]:
             if budget:
-                chunks.append(Chunk(request, min(request.pending, budget)))
+                chunks.append(_chunk(request, budget))
                 budget -= chunks[-1].length
         if self.retractions > retractions:
             return Plan(chunks, reserved)  # whoever was retracted would be the next to be admitted
@@ -118,7 +134,7 @@ class Scheduler:
             if request.phase is Phase.DECODE:
                 reserved.append(request)
             else:
-                chunks.append(Chunk(request, min(request.pending, budget)))
+                chunks.append(_chunk(request, budget))
                 budget -= chunks[-1].length
         return Plan(chunks, reserved)
 
@@ -156,9 +172,17 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         """Take a request out of the batch and its pages with it; it comes back to compute its tokens again."""
+        assert request.in_flight is None, "pages that are being written would be given away"
         log.info("request retracted", extra={"request_id": request.id, "tokens": len(request.tokens)})
         self.running.remove(request)
         self.memory.give_back(request)
         request.advance(RequestState.WAITING)
         self.add(request)
         self.retractions += 1
+
+
+def _chunk(request: Request, budget: int) -> Chunk:
+    """As much of `request` as the budget allows."""
+    start, pending = request.start, request.pending
+    length = min(pending, budget)
+    return Chunk(request, start, length, samples=length == pending, ahead=start + length > len(request.tokens))

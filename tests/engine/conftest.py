@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from tiny_engine import load_tiny, make_engine, save_tiny
+from tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
 from engine.core import EngineCore
 from engine.kernels.build import KernelsUnavailable, load_kernels
@@ -27,6 +27,13 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_dir: Path) -> LoadedModel:
     """The tiny model in fp32; engines over it share its weights, not its pages."""
     return load_tiny(tiny_dir)
+
+
+@pytest.fixture(params=["off", "on"])
+def pipeline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Engines made after it run one step at a time, or plan the next one while a step is in flight."""
+    monkeypatch.setitem(PIPELINE, "pipeline", request.param)
+    return request.param
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from tiny_engine import PIPELINE
+
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.mock.build import build_engine
@@ -13,6 +15,7 @@ AT_ONCE = float("inf")
 
 def make_mock(home: Path, mock: dict[str, Any] | None = None, model: str = "mock", **changes: Any) -> EngineCore:
     settings: dict[str, Any] = {
+        **PIPELINE,
         "num_pages": 64,
         "max_running": 16,
         "max_step_tokens": 48,

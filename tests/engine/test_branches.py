@@ -14,6 +14,8 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
 from engine.sampling.branches import branch_seed
 
+pytestmark = pytest.mark.usefixtures("pipeline")
+
 
 def sampled(max_tokens: int, **changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": max_tokens, "temperature": 1.5, "seed": 9, "ignore_eos": True, **changes})
@@ -45,10 +47,10 @@ def test_branches_are_requests_with_derived_seeds(tiny: LoadedModel, length: int
 def test_full_pages_of_the_prompt_are_shared_and_the_last_is_each_branch_s_own(tiny: LoadedModel, length: int) -> None:
     engine = make_engine(tiny)
     engine.submit(EngineRequest("r", prompt(length), sampled(40, n=5)))
-    while not engine._branches:
+    while not engine._requests._branches:
         engine.step()
     check_pages(engine)
-    tables = [request.pages for request in [engine._live["r"], *engine._branches["r"]]]
+    tables = [request.pages for request in engine._requests]
     shared = (length - 1) // 16
     assert len(tables) == 5
     assert all(table[:shared] == tables[0][:shared] for table in tables)
@@ -111,7 +113,7 @@ def test_cancel_ends_every_branch_and_returns_every_page(tiny: LoadedModel, step
 def test_an_id_is_taken_until_the_last_branch_is_over(tiny: LoadedModel) -> None:
     engine = make_engine(tiny, max_running=1)
     engine.submit(EngineRequest("r", prompt(5), sampled(4, n=2)))
-    while "r" in engine._live:
+    while "r" in engine._requests._live:
         engine.step()
     with pytest.raises(Rejected, match="in use"):
         engine.submit(EngineRequest("r", prompt(5), sampled(4)))

@@ -7,23 +7,41 @@ from tiny_engine import Seen, check_pages, greedy, prompt, run_until_idle, small
 
 from components.errors import InvariantBroken
 from components.kv_transfer.layout import KvLayout
-from engine.core import EngineCore, StepFailed
+from engine.core import EngineCore
+from engine.inflight import StepFailed
 from engine.ports import EngineRequest, KvRegion, Phase
 from engine.scheduler.scheduler import Chunk
 
+pytestmark = pytest.mark.usefixtures("pipeline")
+
+
+class ScriptedStep:
+    def __init__(self, token_ids: list[int | None], errors: dict[str, Exception]) -> None:
+        self.token_ids = token_ids
+        self.errors = errors
+
+    def sample(self) -> None:
+        if error := self.errors.pop("sample", None):
+            raise error
+
+    def result(self) -> list[int | None]:
+        if error := self.errors.pop("result", None):
+            raise error
+        return self.token_ids
+
 
 class ScriptedRunner:
-    """Samples 7 for ever; fails when told to."""
+    """Samples 7 for ever; the step that is launched next fails when told to, at its launch, its draws or its end."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.errors: dict[str, Exception] = {}
         self.copied: list[tuple[int, int]] = []
 
-    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        if self.error is not None:
-            error, self.error = self.error, None
+    def launch(self, chunks: Sequence[Chunk]) -> ScriptedStep:
+        errors, self.errors = self.errors, {}
+        if error := errors.pop("launch", None):
             raise error
-        return [7 if chunk.samples else None for chunk in chunks]
+        return ScriptedStep([7 if chunk.samples else None for chunk in chunks], errors)
 
     def copy_page(self, source: int, target: int) -> None:
         self.copied.append((source, target))
@@ -32,6 +50,11 @@ class ScriptedRunner:
 @pytest.fixture
 def runner() -> ScriptedRunner:
     return ScriptedRunner()
+
+
+@pytest.fixture(params=["launch", "sample", "result"])
+def where(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
@@ -47,19 +70,26 @@ def core(runner: ScriptedRunner) -> EngineCore:
     )
 
 
-def test_a_failed_step_fails_its_requests_and_no_others(core: EngineCore, runner: ScriptedRunner) -> None:
+def until_failed(core: EngineCore) -> Seen:
+    seen = Seen()
+    while not seen.failed:
+        seen.take(core.step())
+        check_pages(core)
+    return seen
+
+
+def test_a_failed_step_fails_its_requests_and_no_others(core: EngineCore, runner: ScriptedRunner, where: str) -> None:
     core.submit(EngineRequest("full", prompt(20), greedy(5)))
     core.submit(EngineRequest("prefill", prompt(20, start=1), greedy(5), Phase.PREFILL))
     core.submit(EngineRequest("decode", prompt(20, start=2), greedy(5), Phase.DECODE))
     core.submit(EngineRequest("begun", prompt(40, start=3), greedy(5)))
     core.submit(EngineRequest("waits", prompt(10, start=4), greedy(5)))
-    runner.error = StepFailed("out of memory")
-    seen = Seen()
-    seen.take(core.step())
-    check_pages(core)
+    runner.errors[where] = StepFailed("out of memory")
+    seen = until_failed(core)
     assert set(seen.failed) == {"full", "prefill", "begun"}
     assert all(type(failed.error) is InvariantBroken for failed in seen.failed.values())
     assert seen.reserved.keys() == {"decode"}
+    seen.take(core.step())
     assert seen.steps[-1].num_held == 1, "the prefill's pages may be being read"
     core.release("prefill")
     core.cancel("decode")
@@ -68,38 +98,40 @@ def test_a_failed_step_fails_its_requests_and_no_others(core: EngineCore, runner
     assert core.step().stats.held_pages == 0
 
 
-def test_what_a_failed_step_should_have_computed_is_not_found(core: EngineCore, runner: ScriptedRunner) -> None:
+def test_what_a_failed_step_should_have_computed_is_not_found(
+    core: EngineCore, runner: ScriptedRunner, where: str
+) -> None:
     core.submit(EngineRequest("r", prompt(100), greedy(5), Phase.PREFILL))
     core.step()
-    runner.error = StepFailed("out of memory")
-    core.step()
+    runner.errors[where] = StepFailed("out of memory")
+    assert [computed.num_computed for computed in until_failed(core).computed.get("r", ())] in ([], [48])
     core.release("r")
     assert core.peek_prefix(prompt(100)) == 48
 
 
-def test_the_id_of_a_failed_request_may_be_used_again(core: EngineCore, runner: ScriptedRunner) -> None:
+def test_the_id_of_a_failed_request_may_be_used_again(core: EngineCore, runner: ScriptedRunner, where: str) -> None:
     core.submit(EngineRequest("r", prompt(20), greedy(3)))
-    runner.error = StepFailed("out of memory")
-    core.step()
+    runner.errors[where] = StepFailed("out of memory")
+    until_failed(core)
     core.submit(EngineRequest("r", prompt(20), greedy(3)))
     assert run_until_idle(core).tokens["r"] == [7, 7, 7]
 
 
-def test_a_failed_branch_takes_its_request_with_it_and_is_told_once(core: EngineCore, runner: ScriptedRunner) -> None:
+def test_a_failed_branch_takes_its_request_with_it_and_is_told_once(
+    core: EngineCore, runner: ScriptedRunner, where: str
+) -> None:
     core.submit(EngineRequest("r", prompt(20), greedy(9, n=3)))
-    core.step()
-    core.step()
+    while len(runner.copied) < 2:
+        core.step()
     check_pages(core)
-    assert len(runner.copied) == 2
-    runner.error = StepFailed("out of memory")
-    assert [failed.request_id for failed in core.step().failed] == ["r"]
-    check_pages(core)
-    assert not core.has_work()
+    runner.errors[where] = StepFailed("out of memory")
+    assert list(until_failed(core).failed) == ["r"]
+    run_until_idle(core)
     assert core.step().stats.held_pages == 0
 
 
-def test_an_error_of_unknown_kind_is_not_swallowed(core: EngineCore, runner: ScriptedRunner) -> None:
+def test_an_error_of_unknown_kind_is_not_swallowed(core: EngineCore, runner: ScriptedRunner, where: str) -> None:
     core.submit(EngineRequest("r", prompt(20), greedy(3)))
-    runner.error = OSError("the device is gone")
+    runner.errors[where] = OSError("the device is gone")
     with pytest.raises(OSError, match="gone"):
-        core.step()
+        run_until_idle(core)

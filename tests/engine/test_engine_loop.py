@@ -16,6 +16,8 @@ from engine.model.errors import ModelUnavailable
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, Phase, SamplingParams, StepOutput
 
+pytestmark = pytest.mark.usefixtures("pipeline")
+
 
 class Listener:
     """Collects tokens on the event loop's thread."""

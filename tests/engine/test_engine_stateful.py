@@ -1,14 +1,21 @@
 """Random lives of many requests on a pool that is too small for them: pages always add up, tokens are always right."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from mock_engine import make_mock
 from tiny_engine import Seen, check_pages, make_engine, prefilled, prompt, read_page, run, write_page
 
@@ -16,6 +23,8 @@ from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, Reserved, SamplingParams
 from engine.sampling.branches import branch_seed
+
+pytestmark = pytest.mark.usefixtures("pipeline")
 
 PROMPTS = (
     prompt(1),
@@ -34,49 +43,45 @@ SAMPLINGS = (
     SamplingParams(40, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True),
     SamplingParams(20, temperature=1.0, seed=6, ignore_eos=True, frequency_penalty=0.5, n=3),
 )
-SMALL_POOL = {"num_pages": 12, "max_running": 5, "max_step_tokens": 24, "reserve_tokens": 8}
-ROOMY = {"num_pages": 40}  # for the same request alone: nothing is retracted
+MAX_CONTEXT = 192
+SMALL_POOL = {"max_running": 5, "max_step_tokens": 24, "reserve_tokens": 8, "max_context": MAX_CONTEXT}
+PAGES_OF = {16: 12, 32: 7, 64: 4, 128: 2}  # by page size: room for a request of the longest context, or little more
+ROOMY = {"num_pages": 40, "max_context": MAX_CONTEXT}  # for the same request alone: nothing is retracted
 GARBAGE = b"\x3f"
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What a prompt gives alone: its tokens, and the bytes of its pages."""
-
-    tokens: list[int]
-    pages: list[bytes]
-
-
 def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]:
-    """The state machine over the engines that `make` gives; every run of it gets its own."""
+    """The state machine over the engines that `make(page_size=..., ...)` gives; every run of it gets its own."""
 
     @cache
-    def expected(which: int, how: int) -> Expected:
-        capped = SAMPLINGS[how]
-        engine = make(**ROOMY)
-        computed = prefilled(engine, "r", PROMPTS[which], capped)
-        pages = [read_page(engine, page) for page in computed.pages]
-        alone = run(make(max_context=12 * 16, **ROOMY), [EngineRequest("alone", PROMPTS[which], capped)])
-        return Expected(alone.tokens["alone"], pages)
+    def pages_of(which: int, page_size: int) -> list[bytes]:
+        engine = make(page_size=page_size, **ROOMY)
+        computed = prefilled(engine, "r", PROMPTS[which], SAMPLINGS[0])
+        return [read_page(engine, page) for page in computed.pages]
 
     @cache
-    def expected_branch(which: int, how: int, branch: int) -> list[int]:
+    def expected(which: int, how: int, branch: int = 0) -> list[int]:
         one = replace(SAMPLINGS[how], n=1, seed=branch_seed(SAMPLINGS[how].seed, branch))
-        alone = run(make(max_context=12 * 16, **ROOMY), [EngineRequest("alone", PROMPTS[which], one)])
+        alone = run(make(page_size=16, **ROOMY), [EngineRequest("alone", PROMPTS[which], one)])
         return alone.tokens["alone"]
 
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            self.engine = make(**SMALL_POOL)
             self.seen = Seen()
             self.asked: dict[str, tuple[int, int, Phase]] = {}
             self.reserved: dict[str, Reserved] = {}  # no KV yet, not given up
             self.exposed: dict[str, Reserved] = {}  # given up, not released: a late write may still come
             self.prefills: set[str] = set()  # computed or cancelled, not released
+            self.queued: set[str] = set()  # DECODE, without pages yet
             self.over: set[str] = set()  # cancelled before it ended
             self.cancelled: set[str] = set()  # branches may have been cut off, even when the first had ended
             self.first: dict[str, list[int]] = {}  # tokens that `deliver` returned
+
+        @initialize(page_size=st.sampled_from(sorted(PAGES_OF)))
+        def start(self, page_size: int) -> None:
+            self.page_size = page_size
+            self.engine = make(page_size=page_size, num_pages=PAGES_OF[page_size], **SMALL_POOL)
 
         @rule(
             which=st.integers(0, len(PROMPTS) - 1),
@@ -87,6 +92,8 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
         def submit(self, which: int, how: int, phase: Phase, priority: int) -> None:
             name = f"r{len(self.asked)}"
             self.asked[name] = (which, how, phase)
+            if phase is Phase.DECODE:
+                self.queued.add(name)
             self.engine.submit(EngineRequest(name, PROMPTS[which], SAMPLINGS[how], phase, priority=priority))
 
         @rule(times=st.integers(1, 12))
@@ -109,16 +116,26 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
                 self._spoil(self.exposed[name])
             self.engine.recompute(name)
 
+        @precondition(lambda self: self.queued)
+        @rule(data=st.data())
+        def recompute_what_has_no_pages_yet(self, data: st.DataObject) -> None:
+            name = data.draw(st.sampled_from(sorted(self.queued)))
+            self.queued.remove(name)
+            self.engine.recompute(name)
+
         @precondition(lambda self: self.asked)
         @rule(data=st.data())
         def cancel(self, data: st.DataObject) -> None:
             name = data.draw(st.sampled_from(sorted(self.asked)))
             if name in self.reserved:
                 self.exposed[name] = self.reserved.pop(name)
+            self.queued.discard(name)
             self.engine.cancel(name)
             self.cancelled.add(name)
             if name not in self.seen.finish and name not in self.prefills:
                 self.over.add(name)
+            if self.asked[name][2] is Phase.PREFILL:  # its pages may be exposed although no chunk was told yet
+                self.prefills.add(name)
 
         @precondition(lambda self: self.exposed)
         @rule(data=st.data())
@@ -147,11 +164,11 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
         def tokens_are_right_so_far(self) -> None:
             for name, (which, how, _) in self.asked.items():
                 made = self.first.get(name, []) + self.seen.tokens.get(name, [])
-                wanted = expected(which, how).tokens
+                wanted = expected(which, how)
                 assert made == wanted[: len(made)]
                 for branch in range(1, SAMPLINGS[how].n):
                     told = self.seen.branches.get((name, branch), [])
-                    assert told == expected_branch(which, how, branch)[: len(told)]
+                    assert told == expected(which, how, branch)[: len(told)]
                 if name in self.seen.finish:
                     assert made == wanted
 
@@ -175,7 +192,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
                 if phase is not Phase.PREFILL:
                     assert name in self.over or name in self.seen.finish, f"{name} never ended"
                     for branch in range(1, 1 if name in self.cancelled else SAMPLINGS[how].n):
-                        assert self.seen.branches[name, branch] == expected_branch(which, how, branch)
+                        assert self.seen.branches[name, branch] == expected(which, how, branch)
 
         def _step(self) -> None:
             output = self.engine.step()
@@ -183,19 +200,21 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
             assert not output.failed
             for reserved in output.reserved:
                 self.reserved[reserved.request_id] = reserved
+                self.queued.remove(reserved.request_id)
             for computed in output.computed:
                 which, how, _ = self.asked[computed.request_id]
                 self.prefills.add(computed.request_id)
                 if computed.first_token is not None:
-                    assert computed.first_token == expected(which, how).tokens[0]
+                    assert computed.first_token == expected(which, how)[0]
             check_pages(self.engine)
 
         def _deliver(self, name: str) -> None:
             reserved = self.reserved.pop(name)
-            right = expected(*self.asked[name][:2])
-            for page, data in list(zip(reserved.pages, right.pages, strict=True))[reserved.num_cached_pages :]:
+            which, how, _ = self.asked[name]
+            right = pages_of(which, self.page_size)
+            for page, data in list(zip(reserved.pages, right, strict=True))[reserved.num_cached_pages :]:
                 write_page(self.engine, page, data)
-            for output in self.engine.deliver(name, right.tokens[0]):
+            for output in self.engine.deliver(name, expected(which, how)[0]):
                 self.first[name] = output.token_ids
                 if output.finish is not None:
                     self.seen.finish[name] = output.finish
@@ -209,11 +228,15 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
 
 @pytest.mark.timeout(300)
 def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -> None:
-    _run_machine(partial(make_engine, tiny), 40)
+    def make(page_size: int, **changes: object) -> EngineCore:
+        sized = replace(tiny, layout=replace(tiny.layout, page_size=page_size))
+        return make_engine(sized, page_size=page_size, **changes)
+
+    _run_machine(make, 25)
 
 
 def test_it_is_so_over_many_more_lives_with_the_mock(tmp_path: Path) -> None:
-    _run_machine(partial(make_mock, tmp_path), 200)
+    _run_machine(partial(make_mock, tmp_path), 120)
 
 
 def _run_machine(make: Callable[..., EngineCore], max_examples: int) -> None:

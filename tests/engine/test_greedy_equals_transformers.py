@@ -12,6 +12,8 @@ from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason
 
+pytestmark = pytest.mark.usefixtures("pipeline")
+
 # shorter than a page, a page but one, exactly a page, a page and one, two pages, several chunks of 48
 LENGTHS = (1, 5, 15, 16, 17, 32, 48, 130)
 

@@ -22,6 +22,8 @@ from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase, Reserved, SamplingParams, StepOutput
 
+pytestmark = pytest.mark.usefixtures("pipeline")
+
 LENGTHS = (1, 15, 16, 17, 32, 130)
 
 
@@ -102,7 +104,8 @@ def test_pages_of_a_computed_prompt_stay_held_until_release_and_are_found_afterw
 
 def test_a_prefill_cancelled_half_way_stays_held_and_leaves_only_what_was_computed(engine: EngineCore) -> None:
     engine.submit(EngineRequest("r", prompt(130), greedy(5), Phase.PREFILL))
-    engine.step()
+    while not engine.step().computed:
+        pass
     engine.cancel("r")
     assert stats_of(engine) == (1, 9)
     engine.release("r")

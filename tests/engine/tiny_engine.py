@@ -26,6 +26,7 @@ from engine.ports import (
     StepStats,
     TokenLogprobs,
 )
+from engine.scheduler.request import RequestState
 
 VOCAB = 128
 EOS = 5
@@ -55,8 +56,12 @@ def save_tiny(directory: Path, seed: int = 0, **changes: object) -> Path:
     return directory
 
 
+PIPELINE = {"pipeline": "off"}  # the fixture `pipeline` writes it
+
+
 def small(**changes: object) -> EngineConfig:
     settings = {
+        **PIPELINE,
         "dtype": "float32",
         "num_pages": 64,
         "max_running": 16,
@@ -128,11 +133,15 @@ class Seen:
 
 
 def check_pages(engine: EngineCore) -> None:
-    """The pool is whole, and every page is held exactly as often as it stands in a block table."""
+    """The pool is whole, and every page is held exactly as often as it stands in a block table.
+
+    A request that ended in flight keeps its pages until the step has landed.
+    """
     pool = engine._memory.pool
     pool.check()
-    branches = [branch for live in engine._branches.values() for branch in live]
-    tables = [request.pages for request in [*engine._live.values(), *engine._held.values(), *branches]]
+    flying = [chunk.request for chunk in engine._flight.chunks] if engine._flight is not None else []
+    leaving = [request for request in flying if request.state is RequestState.FINISHED]
+    tables = [request.pages for request in [*engine._requests, *leaving]]
     held = Counter(page for table in tables for page in table)
     assert dict(held) == {page: n for page, n in enumerate(pool._holders) if n}
     assert all(len(set(table)) == len(table) for table in tables)

@@ -86,6 +86,7 @@ Action = st.one_of(
 )
 
 
+@pytest.mark.usefixtures("pipeline")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(Action, max_size=60))
 def test_replaying_events_gives_the_caches_content(
@@ -129,7 +130,7 @@ def _is_reserved(engine: EngineCore, name: str) -> bool:
 
 def _land(engine: EngineCore, name: str) -> None:
     """What prefill would have written."""
-    request = engine._live[name]
+    request = engine._requests._live[name]
     runner = engine._runner
     runner._pages.compute(request.pages, request.tokens, request.num_computed, request.prompt_len)  # type: ignore[attr-defined]
 

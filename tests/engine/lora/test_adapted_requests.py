@@ -33,6 +33,8 @@ from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 
+pytestmark = pytest.mark.usefixtures("pipeline")
+
 NAMES = ("", "plain", "few", "patterned")
 
 Alone = Callable[[str, int, int, int], list[int]]  # (adapter, length and start of the prompt, tokens to make)

@@ -4,8 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from engine.ports import SamplingParams
 from engine.sampling.row import Row
+from engine.sampling.sampler import Draw
 
 
 def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **params: Any) -> Row:
@@ -13,6 +16,11 @@ def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **para
     eos = params.pop("eos", frozenset())
     mask = params.pop("mask", None)
     return Row(SamplingParams(**{"max_tokens": 100, **params}), tokens, prompt, eos, mask)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    """The engine's own draws, read at once."""
+    return Draw(logits, rows).read()
 
 
 def adjusted(

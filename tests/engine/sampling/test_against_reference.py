@@ -4,13 +4,12 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from reference import adjusted, inverse_cdf, make_row, probabilities
+from reference import adjusted, inverse_cdf, make_row, probabilities, sample
 
 from engine.ports import SamplingParams
 from engine.sampling.adjust import adjust
 from engine.sampling.cuts import cut
 from engine.sampling.row import Row
-from engine.sampling.sampler import sample
 from engine.sampling.seeds import uniform
 
 VOCAB = 24

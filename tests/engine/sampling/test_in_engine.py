@@ -8,14 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from reference import make_row
+from reference import make_row, sample
 from tiny_engine import EOS, VOCAB, alone, greedy, make_engine, prefilled, prompt, read_page, run, write_page
 
+from engine.attention.backend import Scoring
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, SamplingParams, TokenMask
-from engine.sampling.sampler import sample
 from engine.sampling.seen import seen_by
+
+pytestmark = pytest.mark.usefixtures("pipeline")
 
 VARIED: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -229,11 +231,11 @@ class _Causal:
     """Attention over the tokens given, without pages."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         del layer
         out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=True
         )
         return out.transpose(1, 2)
 

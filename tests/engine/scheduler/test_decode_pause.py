@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mock_engine import make_mock
 from tiny_engine import greedy, prompt
 
 from engine.ports import EngineRequest
+
+pytestmark = pytest.mark.usefixtures("pipeline")
 
 BUDGET = 24
 

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 from mock_engine import make_mock
 from tiny_engine import Seen, check_pages, greedy, prompt, run
 
 from engine.core import EngineCore
 from engine.ports import EngineRequest, SamplingParams
 from engine.scheduler.scheduler import OVERTAKERS
+
+pytestmark = pytest.mark.usefixtures("pipeline")
 
 
 def endless(max_tokens: int) -> SamplingParams:

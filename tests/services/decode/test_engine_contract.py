@@ -14,8 +14,15 @@ from tests.components.kv_transfer.fake_transfer import LAYOUT
 class Sevens:
     """Every token is a seven."""
 
-    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        return [7 if chunk.samples else None for chunk in chunks]
+    def launch(self, chunks: Sequence[Chunk]) -> "Sevens":
+        self.token_ids = [7 if chunk.samples else None for chunk in chunks]
+        return self
+
+    def sample(self) -> None:
+        pass
+
+    def result(self) -> list[int | None]:
+        return self.token_ids
 
 
 @pytest.fixture

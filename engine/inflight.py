@@ -1,0 +1,51 @@
+"""What computes a step, and the step that it is computing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from components.errors import InvariantBroken
+from engine.scheduler.scheduler import Chunk
+
+
+class StepFailed(InvariantBroken):
+    """The requests of one step could not be computed; the next step may go well."""
+
+
+class Launched(Protocol):
+    """A step that was launched. `sample` is called once, then `result`, before the next but one is launched."""
+
+    def sample(self) -> None:
+        """Have the tokens drawn, without waiting; all tokens before them are known now. Raises: StepFailed.
+
+        It comes before the next launch. A chunk that was dropped meanwhile is drawn for as well, or not: nobody looks.
+        """
+
+    def result(self) -> list[int | None]:
+        """Wait for the tokens, one for each chunk that `samples`. Raises: StepFailed.
+
+        Log-probabilities that a request asks for are left in its `row`. From now on the device neither reads nor writes
+        pages for this step; that holds, too, when anything here raises StepFailed.
+        """
+
+
+class Runner(Protocol):
+    """What computes steps, one after the other. On a device it enqueues them and does not wait."""
+
+    def launch(self, chunks: Sequence[Chunk]) -> Launched:
+        """Write the KV of `chunks`, one a request. Raises: StepFailed.
+
+        The step before may still be in flight, but it has been told to sample: a chunk that is `ahead` takes its last
+        token from there, on the device.
+        """
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page's KV of all layers, after what was launched and before what will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched and has not landed, that is, whose tokens are not the requests' yet."""
+
+    chunks: list[Chunk]
+    launched: Launched

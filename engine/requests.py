@@ -1,0 +1,140 @@
+"""Every request by its id, from submit until its pages are back: who lives, who is over with pages still exposed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.ports import Phase
+from engine.scheduler.memory import RequestMemory
+from engine.scheduler.request import Request, RequestState
+from engine.scheduler.scheduler import Chunk, Scheduler
+
+
+class Requests:
+    """The only one that ends a request. Pages of one that ends go back at once, unless somebody may still touch them.
+
+    A transfer may until `release`; the device, as long as a step that computes the request is in flight.
+    """
+
+    def __init__(self, scheduler: Scheduler, memory: RequestMemory) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._live: dict[str, Request] = {}
+        self._held: dict[str, Request] = {}  # over, their pages still exposed
+        self._branches: dict[str, list[Request]] = {}  # live ones, but for branch 0 of each request
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether the id is taken."""
+        return any(request_id in known for known in (self._live, self._held, self._branches))
+
+    def __iter__(self) -> Iterator[Request]:
+        """All of them, branches and held ones too."""
+        yield from self._live.values()
+        yield from self._held.values()
+        for branches in self._branches.values():
+            yield from branches
+
+    @property
+    def num_held(self) -> int:
+        """Requests that are over but whose pages are still exposed."""
+        return len(self._held)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self._live[request.id] = request
+        self._scheduler.add(request)
+
+    def reserved(self, request_id: str) -> Request | None:
+        """The request of this id, when it has its pages and waits for their KV."""
+        request = self._live.get(request_id)
+        return request if request is not None and request.state is RequestState.RESERVED else None
+
+    def fork(self, request: Request) -> list[tuple[int, int]]:
+        """The prompt's KV stands and nothing was generated yet: the other branches of the request begin.
+
+        Returns: pages to copy and where to, before the next step.
+        """
+        copies = []
+        for number in range(1, request.sampling.n):
+            branch = request.forked(number)
+            self._branches.setdefault(request.id, []).append(branch)
+            pages = self._scheduler.fork(request, branch)
+            if pages is not None:
+                copies.append(pages)
+        return copies
+
+    def recompute(self, request_id: str) -> None:
+        """A DECODE request's KV will not come: queue it as FULL, in its old place; pages that it has stay exposed."""
+        request = self._live.get(request_id)
+        if request is None or request.phase is not Phase.DECODE:
+            return
+        if request.state is RequestState.WAITING:  # it has no pages yet, and would be given them for nothing
+            request.phase = Phase.FULL
+            return
+        again = replace(
+            request,
+            phase=Phase.FULL,
+            pages=[],
+            num_computed=0,
+            num_published=0,
+            num_cached_tokens=0,
+            released=False,
+        )
+        self.end(request)
+        self.add(again)
+
+    def cancel(self, request_id: str) -> None:
+        """End the request of this id, if there is one, and all its branches."""
+        request = self._live.get(request_id)
+        if request is not None:
+            self.end(request)
+        for branch in list(self._branches.get(request_id, ())):
+            self.finish(branch)
+
+    def release(self, request_id: str) -> None:
+        """No transfer touches the exposed pages of this request any more.
+
+        When it comes before the request is over, its pages are given back at the end.
+        """
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held.advance(RequestState.FINISHED)
+            self._give_back(held)
+        elif (request := self._live.get(request_id)) is not None and request.phase is not Phase.FULL:
+            request.released = True
+
+    def end(self, request: Request) -> None:
+        """End a live request; pages that a transfer may touch are held."""
+        if not request.exposed or request.released:
+            self.finish(request)
+            return
+        self._scheduler.remove(request)
+        request.advance(RequestState.HELD)
+        del self._live[request.id]
+        self._held[request.id] = request
+
+    def finish(self, request: Request) -> None:
+        """End a live request whose pages no transfer touches."""
+        self._scheduler.remove(request)
+        request.advance(RequestState.FINISHED)
+        self._give_back(request)
+        if not request.branch:
+            del self._live[request.id]
+            return
+        branches = self._branches[request.id]
+        branches.remove(request)
+        if not branches:
+            del self._branches[request.id]
+
+    def landed(self, chunk: Chunk) -> None:
+        """The device is done with `chunk`."""
+        request = chunk.request
+        if request.in_flight is not chunk:  # it never took off, or its request is in the next step already
+            return
+        request.in_flight = None
+        if request.state is RequestState.FINISHED:
+            self._memory.give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        """Take the pages of a request that is over; from one in flight, `landed` will."""
+        if request.in_flight is None:
+            self._memory.give_back(request)

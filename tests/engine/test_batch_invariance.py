@@ -1,0 +1,102 @@
+"""A request's ids are its own: what else is in the batch, in the cache or in the way changes none of them (fp32)."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tiny_engine import alone, greedy, make_engine, prompt, read_page, run, run_until_idle, write_page
+
+from engine.core import EngineCore
+from engine.model.load import LoadedModel
+from engine.ports import Computed, EngineRequest, Phase, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("pipeline")
+
+PROMPT = prompt(53)
+SAMPLINGS = {
+    "greedy": greedy(40, ignore_eos=True),
+    "seeded": SamplingParams(40, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True),
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What an engine is like, and what it has done, when the request comes."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    cached: Sequence[int] = ()  # a prompt that was computed before
+    others: int = 0  # requests that came just before
+    retracts: bool = False
+
+
+SITUATIONS = {
+    "alone": Situation(),
+    "among 31 others": Situation({"max_running": 32, "num_pages": 300, "max_step_tokens": 100}, others=31),
+    "behind a short prefix hit": Situation(cached=PROMPT[:20]),
+    "behind a long prefix hit": Situation(cached=[*PROMPT, *prompt(9, start=3)]),
+    "retracted": Situation({"num_pages": 12, "reserve_tokens": 0}, others=4, retracts=True),
+    "retracted, in small chunks": Situation(
+        {"num_pages": 12, "reserve_tokens": 0, "max_running": 5, "max_step_tokens": 7}, others=4, retracts=True
+    ),
+} | {
+    f"in chunks of {size}": Situation({"max_running": 1, "max_step_tokens": size})
+    for size in (2, 3, 7, 15, 16, 17, 31, 48, 52, 53, 54)
+}
+
+
+def prepared(tiny: LoadedModel, situation: Situation) -> EngineCore:
+    """An engine with the others in its queue; they draw, penalise and end in all sorts of ways."""
+    engine = make_engine(tiny, **situation.config)
+    if situation.cached:
+        run(engine, [EngineRequest("before", situation.cached, greedy(1))])
+    for i in range(situation.others):
+        sampling = SamplingParams(30 + i, temperature=0.4 * (i % 4), seed=i, frequency_penalty=0.3 * (i % 3))
+        engine.submit(EngineRequest(f"other{i}", prompt(5 + 2 * i, start=i + 1), sampling))
+    return engine
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
+def test_a_request_gives_the_ids_it_gives_alone(
+    tiny: LoadedModel, situation: Situation, sampling: SamplingParams, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = prepared(tiny, situation)
+    with caplog.at_level(logging.INFO, logger="engine.scheduler.scheduler"):
+        seen = run(engine, [EngineRequest("r", PROMPT, sampling)])
+    assert seen.tokens["r"] == alone(tiny, PROMPT, sampling, max_step_tokens=512, pipeline="off")
+    assert ("r" in retracted(caplog)) == situation.retracts
+    assert seen.cached["r"] == min(len(situation.cached), 52) // 16 * 16
+    if situation.others == 31:
+        assert max(stats.num_running for stats in seen.steps) == 32
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
+def test_prefill_here_and_decode_there_give_the_ids_of_one_engine(
+    tiny: LoadedModel, situation: Situation, sampling: SamplingParams, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prefill among its own others; the pages are copied; decode among its own others again."""
+    prefill, decode = prepared(tiny, situation), prepared(tiny, situation)
+    computed = computed_by(prefill, EngineRequest("r", PROMPT, sampling, Phase.PREFILL))
+    decode.submit(EngineRequest("r", PROMPT, sampling, Phase.DECODE))
+    reserved = None
+    while reserved is None:
+        reserved = next(iter(decode.step().reserved), None)
+    for source, target in list(zip(computed.pages, reserved.pages, strict=True))[reserved.num_cached_pages :]:
+        write_page(decode, target, read_page(prefill, source))
+    assert computed.first_token is not None
+    (first,) = decode.deliver("r", computed.first_token)
+    with caplog.at_level(logging.INFO, logger="engine.scheduler.scheduler"):
+        rest = run_until_idle(decode)
+    assert [*first.token_ids, *rest.tokens["r"]] == alone(tiny, PROMPT, sampling, max_step_tokens=512, pipeline="off")
+    assert ("r" in retracted(caplog)) == situation.retracts
+
+
+def computed_by(engine: EngineCore, request: EngineRequest) -> Computed:
+    return run(engine, [request]).computed[request.request_id][-1]
+
+
+def retracted(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {record.request_id for record in caplog.records if record.msg == "request retracted"}
