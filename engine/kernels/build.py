@@ -27,7 +27,9 @@ class KernelsUnavailable(Exception):
 
 
 def load_kernels(state_dir: Path) -> None:
-    """Have the operators in this process, attend_pages and, where the processor can, linear. Once: then it does nothing.
+    """Have the operators in this process: attend_pages and, where the processor can, those of linear.cpp.
+
+    Called again, it does nothing.
 
     Raises: KernelsUnavailable.
     """
@@ -49,6 +51,7 @@ def load_kernels(state_dir: Path) -> None:
     torch.library.register_fake("kvmesh::attend_pages", _like_attended)
     if hasattr(torch.ops.kvmesh, "linear"):
         torch.library.register_fake("kvmesh::linear", _like_product)
+        torch.library.register_fake("kvmesh::gated_linear", _like_gated)
 
 
 def sources() -> list[str]:
@@ -85,3 +88,8 @@ def _like_attended(query: torch.Tensor, *_others: object) -> torch.Tensor:
 def _like_product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """[..., out], contents undefined."""
     return x.new_empty(*x.shape[:-1], packed.shape[0] * packed.shape[2])
+
+
+def _like_gated(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """[..., out], contents undefined."""
+    return x.new_empty(*x.shape[:-1], packed.shape[0] * packed.shape[2] // 2)

@@ -3,6 +3,8 @@
 from typing import Any, Final
 
 import torch
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from engine.compilation.shared_linear import SharedLinear, share_linears
 
@@ -34,6 +36,23 @@ class PackedLinear(torch.nn.Module):
         return y if self.bias is None else y + self.bias[self._rows]
 
 
+class PackedGate(torch.nn.Module):
+    """A gated MLP, down(silu(gate(x)) * up(x)), whose gate and up projections are one product that ends with their own."""
+
+    def __init__(self, gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear) -> None:
+        super().__init__()
+        half = PANEL // 2
+        halves = [layer.weight.detach().view(-1, half, layer.in_features) for layer in (gate, up)]
+        self.packed = torch.nn.Parameter(pack(torch.stack(halves, dim=1).flatten(0, 2)), requires_grad=False)
+        self.down_proj = down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to [..., hidden]."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        return self.down_proj(torch.ops.kvmesh.gated_linear(x, self.packed))
+
+
 def can_pack() -> bool:
     """Whether the kernels, which must be loaded, were compiled for a processor with that dot product."""
     return hasattr(torch.ops.kvmesh, "linear")
@@ -46,9 +65,9 @@ def pack_linears(module: torch.nn.Module) -> int:
     """
     if not can_pack():
         return 0
+    replaced = _pack_gates(module)
     share_linears(module)
     packed: dict[int, torch.nn.Parameter] = {}  # by the weights that siblings share
-    replaced = 0
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             rows = _rows(layer)
@@ -66,6 +85,29 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2]: what the kernel reads lies in the order in which it does."""
     out_size, in_size = weight.shape
     return weight.view(out_size // PANEL, PANEL, in_size // 2, 2).transpose(1, 2).contiguous()
+
+
+def _pack_gates(module: torch.nn.Module) -> int:
+    """Replace the gated MLPs of `module` that can be; how many linear layers went into them."""
+    replaced = 0
+    for parent in list(module.modules()):
+        for name, mlp in list(parent.named_children()):
+            if _is_gated(mlp):
+                layers: Any = mlp
+                setattr(parent, name, PackedGate(layers.gate_proj, layers.up_proj, layers.down_proj))
+                replaced += 2
+    return replaced
+
+
+def _is_gated(mlp: Any) -> bool:
+    """Whether it computes, instruction by instruction, what Llama's does, without biases and with SiLU."""
+    code, usual = getattr(type(mlp).forward, "__code__", None), LlamaMLP.forward.__code__
+    if code is None or (code.co_code, code.co_names) != (usual.co_code, usual.co_names):
+        return False
+    if not isinstance(mlp.act_fn, torch.nn.SiLU | SiLUActivation):
+        return False
+    pair = mlp.gate_proj, mlp.up_proj
+    return all(_rows(layer) is not None and type(layer) is torch.nn.Linear and layer.bias is None for layer in pair)
 
 
 def _rows(layer: Any) -> slice | None:

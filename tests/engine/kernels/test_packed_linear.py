@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_engine import greedy, make_engine, prompt, run, save_tiny, small
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from engine.compilation.shared_linear import SharedLinear, share_linears
-from engine.kernels.linear import PackedLinear, can_pack, pack, pack_linears
+from engine.kernels.linear import PackedGate, PackedLinear, can_pack, pack, pack_linears
 from engine.model.load import load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest
@@ -87,6 +89,35 @@ def test_siblings_are_packed_together_and_what_cannot_be_packed_stays() -> None:
     assert type(block.odd) is type(block.wide) is torch.nn.Linear
     assert not any(isinstance(module, SharedLinear) for module in block.modules())
     assert pack_linears(block) == share_linears(block) == 0
+
+
+def mlp(**changes: object) -> LlamaMLP:
+    torch.manual_seed(0)
+    settings = {"hidden_size": 96, "intermediate_size": 128, "mlp_bias": False, "hidden_act": "silu"}
+    return LlamaMLP(LlamaConfig(**{**settings, **changes})).bfloat16()
+
+
+@torch.no_grad()
+def test_a_gated_mlp_is_one_product_and_the_one_after_it() -> None:
+    block = torch.nn.ModuleList([mlp()])
+    x = torch.cat([torch.randn(40, 96) * 3, torch.full((1, 96), 300.0), torch.full((1, 96), -300.0)]).bfloat16()
+    exact = block[0].double()(x.double())
+    block[0].bfloat16()
+    assert pack_linears(block) == 3
+    assert isinstance(block[0], PackedGate)
+    off = (block[0](x).double() - exact).abs().amax(dim=1) / exact.abs().amax(dim=1)
+    assert off.max() < 1e-2
+    assert torch.equal(block[0](x[:1]), block[0](x)[:1])
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"mlp_bias": True}, {"intermediate_size": 80}])
+@torch.no_grad()
+def test_other_mlps_keep_their_form(changes: dict[str, object]) -> None:
+    block, x = torch.nn.ModuleList([mlp(**changes)]), torch.randn(5, 96).bfloat16()
+    expected = block[0](x)
+    pack_linears(block)
+    assert type(block[0]) is LlamaMLP
+    torch.testing.assert_close(block[0](x), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_model_in_bfloat16_gives_the_same_ids_alone_and_among_others(tmp_path: Path) -> None:

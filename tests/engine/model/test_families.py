@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.backend import Scoring, StepAttention, StepShape
 from engine.attention.choose import make_attention
+from engine.attention.step_tables import StepLimits
 from engine.build import assemble
 from engine.compilation.forward import EagerForward
 from engine.config import AttentionKind
@@ -53,7 +54,7 @@ def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, back
     """float32 [T, vocab], computed `chunk` tokens at a time over pages in any order."""
     num_pages = loaded.layout.pages_for(len(token_ids))
     storage = allocate_storage(loaded.layout, num_pages, loaded.device)
-    attention = make_attention(backend, storage, loaded.layout, loaded.query_group)
+    attention = make_attention(backend, storage, loaded.layout, loaded.query_group, StepLimits(1, 131, 131))
     table = torch.randperm(num_pages).tolist()
     forward = EagerForward(loaded.module)
     logits = []
