@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from pydantic import TypeAdapter
 
-from engine.compilation.forward import MIN_TOKENS, Exported
+from engine.compilation.forward import MIN_TOKENS, Exported, has_own_weights
 from engine.compilation.shared_linear import merge_products, share_linears
 from engine.compilation.trial import scratch_attention, step_of
 from engine.config import EngineConfig
@@ -24,6 +24,8 @@ from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 
+OWN_WEIGHTS: Final = {"freezing": True}  # folded in and packed
+NO_WEIGHTS: Final = {"always_keep_tensor_constants": True, "aot_inductor.package_constants_in_so": False}
 EXAMPLE: Final = 8  # tokens of the step with which the model is exported
 
 
@@ -49,6 +51,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
     kept = torch.export.Dim("kept", min=MIN_TOKENS, max=max_tokens)
     sizes = tokens, tokens, kept, torch.export.Dim("pages", min=2), torch.export.Dim("plan", min=2)
     share_linears(loaded.module)
+    own = has_own_weights(loaded.module)
     unfinished = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
     with torch.no_grad():
         program = torch.export.export(
@@ -60,7 +63,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
         merge_products(program.graph)
         try:
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(unfinished), inductor_configs={"freezing": True}
+                program, package_path=str(unfinished), inductor_configs=OWN_WEIGHTS if own else NO_WEIGHTS
             )
             unfinished.replace(path)
         finally:

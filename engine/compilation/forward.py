@@ -7,6 +7,7 @@ import torch
 
 from engine.attention.backend import StepAttention
 from engine.attention.cpu import CpuStep
+from engine.kernels.linear import is_packed
 
 # A dimension that may be 1 is compiled for 1 and again for the rest. With two at least, one graph does for all.
 MIN_TOKENS: Final = 2
@@ -63,13 +64,19 @@ class Exported(torch.nn.Module):
 
 
 class PackagedForward:
-    """A package that `engine.compilation.build` made, loaded: no tracing, no guards, weights packed.
+    """A package that `engine.compilation.build` made, loaded: no tracing, no guards.
 
     Steps of more than `max_tokens` tokens are not for it, nor those of other attention than the C++ kernel.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, module: Any) -> None:
+        """Load the package at `path`, whose weights are those of `module` unless it has its own."""
         self._run = torch._inductor.aoti_load_package(str(path))
+        if not has_own_weights(module):
+            exported = Exported(module)
+            there = dict([*exported.named_parameters(remove_duplicate=False), *exported.named_buffers()])
+            self._weights = {name: there[name].detach() for name in self._run.get_constant_fqns()}  # to keep them alive
+            self._run.load_constants(self._weights, check_full_update=True, user_managed=True)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
@@ -79,6 +86,11 @@ class PackagedForward:
         inputs = padded(token_ids), padded(positions), padded(keep), step.pool, step.plan
         logits: torch.Tensor = self._run(*inputs)
         return logits[: len(keep)]
+
+
+def has_own_weights(module: torch.nn.Module) -> bool:
+    """Whether a package of `module` has a copy of its weights, packed for a library, because they are not packed yet."""
+    return not is_packed(module)
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import transformers
 from engine.attention.backend import StepAttention
 from engine.attention.choose import why_not_cpu
 from engine.compilation.build import Order
-from engine.compilation.forward import EagerForward, Forward, PackagedForward
+from engine.compilation.forward import EagerForward, Forward, PackagedForward, has_own_weights
 from engine.compilation.machine import NoCompiler, compiler, fingerprint, making, processor
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
@@ -24,9 +24,9 @@ from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = 4  # to be raised when the code that is exported changes
+FORMAT: Final = 5  # to be raised when the code that is exported changes
 MIN_PARAMETERS: Final = 50_000_000  # smaller ones are not worth a minute of compiling
-MAX_PARAMETERS: Final = 2_000_000_000  # a package holds the weights again, on disk and in memory
+MAX_PARAMETERS: Final = 2_000_000_000  # of a package that holds the weights again, on disk and in memory
 KEPT_PACKAGES: Final = 4
 
 
@@ -78,7 +78,7 @@ class CompiledWhenReady:
         """The package, loaded and found to compute what the eager model does. Raises: CompilationFailed."""
         path = Path(self._order.package)
         try:
-            forward = PackagedForward(path)
+            forward = PackagedForward(path, self._model.module)
             far = difference(self._model.module, forward, self._model.layout)
         except Exception:
             path.unlink(missing_ok=True)  # the next start makes another
@@ -113,8 +113,10 @@ def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
     obstacle = why_not_cpu(config.attention, loaded.device, loaded.layout)
     if obstacle is not None:
         return f"packages are for attention in C++, but {obstacle}"
-    if config.compile == "auto" and not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
-        return f"compiling pays from {MIN_PARAMETERS:,} to {MAX_PARAMETERS:,} parameters, it has {parameters:,}"
+    if config.compile == "auto" and parameters < MIN_PARAMETERS:
+        return f"compiling pays from {MIN_PARAMETERS:,} parameters on, it has {parameters:,}"
+    if config.compile == "auto" and parameters > MAX_PARAMETERS and has_own_weights(loaded.module):
+        return f"its {parameters:,} parameters would be in memory twice, compile=wait would not mind"
     try:
         compiler()
     except NoCompiler as exc:

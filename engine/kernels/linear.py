@@ -7,6 +7,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from engine.compilation.shared_linear import SharedLinear, share_linears
+from engine.huge_pages import HugeMemory
 
 PANEL: Final = 32  # output columns that lie together
 
@@ -39,11 +40,11 @@ class PackedLinear(torch.nn.Module):
 class PackedGate(torch.nn.Module):
     """A gated MLP, down(silu(gate(x)) * up(x)), whose gate and up projections are one product that ends with their own."""
 
-    def __init__(self, gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear) -> None:
+    def __init__(self, gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear, memory: HugeMemory) -> None:
         super().__init__()
         half = PANEL // 2
         halves = [layer.weight.detach().view(-1, half, layer.in_features) for layer in (gate, up)]
-        self.packed = torch.nn.Parameter(pack(torch.stack(halves, dim=1).flatten(0, 2)), requires_grad=False)
+        self.packed = torch.nn.Parameter(pack(torch.stack(halves, dim=1).flatten(0, 2), memory), requires_grad=False)
         self.down_proj = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,6 +52,11 @@ class PackedGate(torch.nn.Module):
         if not x.is_contiguous():
             x = x.contiguous()
         return self.down_proj(torch.ops.kvmesh.gated_linear(x, self.packed))
+
+
+def is_packed(module: torch.nn.Module) -> bool:
+    """Whether `pack_linears` found something to replace in `module`."""
+    return any(isinstance(layer, PackedLinear | PackedGate) for layer in module.modules())
 
 
 def can_pack() -> bool:
@@ -65,7 +71,8 @@ def pack_linears(module: torch.nn.Module) -> int:
     """
     if not can_pack():
         return 0
-    replaced = _pack_gates(module)
+    memory = HugeMemory()
+    replaced = _pack_gates(module, memory)
     share_linears(module)
     packed: dict[int, torch.nn.Parameter] = {}  # by the weights that siblings share
     for parent in list(module.modules()):
@@ -75,26 +82,27 @@ def pack_linears(module: torch.nn.Module) -> int:
                 continue
             plain: Any = layer
             if id(plain.weight) not in packed:
-                packed[id(plain.weight)] = torch.nn.Parameter(pack(plain.weight.detach()), requires_grad=False)
+                packed[id(plain.weight)] = torch.nn.Parameter(pack(plain.weight.detach(), memory), requires_grad=False)
             setattr(parent, name, PackedLinear(packed[id(plain.weight)], plain.bias, rows.start, rows.stop))
             replaced += 1
     return replaced
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: torch.Tensor, memory: HugeMemory) -> torch.Tensor:
     """bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2]: what the kernel reads lies in the order in which it does."""
     out_size, in_size = weight.shape
-    return weight.view(out_size // PANEL, PANEL, in_size // 2, 2).transpose(1, 2).contiguous()
+    panels = weight.view(out_size // PANEL, PANEL, in_size // 2, 2).transpose(1, 2)
+    return memory.take(tuple(panels.shape), weight.dtype).copy_(panels)
 
 
-def _pack_gates(module: torch.nn.Module) -> int:
+def _pack_gates(module: torch.nn.Module, memory: HugeMemory) -> int:
     """Replace the gated MLPs of `module` that can be; how many linear layers went into them."""
     replaced = 0
     for parent in list(module.modules()):
         for name, mlp in list(parent.named_children()):
             if _is_gated(mlp):
                 layers: Any = mlp
-                setattr(parent, name, PackedGate(layers.gate_proj, layers.up_proj, layers.down_proj))
+                setattr(parent, name, PackedGate(layers.gate_proj, layers.up_proj, layers.down_proj, memory))
                 replaced += 2
     return replaced
 

@@ -76,6 +76,12 @@ class MeshProcesses:
     env: Mapping[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """What is compiled for this machine is shared with the user's own meshes: only the first run compiles it."""
+        compiled = Path("~/.cache/kvmesh/compile").expanduser()
+        compiled.mkdir(parents=True, exist_ok=True)
+        (self.home / "compile").symlink_to(compiled, target_is_directory=True)
+
     def start(self, *roles: str, **env: str) -> list[Worker]:
         """Start one process a role, side by side; returns when all are ready."""
         started = [self._spawn(role, env) for role in roles]

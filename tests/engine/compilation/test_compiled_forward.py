@@ -4,11 +4,12 @@ import logging
 import os
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import VOCAB, greedy, make_engine, prompt, read_page, run, small
+from tiny_engine import VOCAB, greedy, make_engine, prompt, read_page, run, save_tiny, small
 
 from engine.attention.backend import Scoring, StepAttention
 from engine.attention.opaque import OpaqueAttention, attending
@@ -17,7 +18,8 @@ from engine.compilation import packages
 from engine.compilation.forward import EagerForward, PackagedForward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.core import EngineCore
-from engine.model.load import LoadedModel
+from engine.kernels.linear import can_pack, pack_linears
+from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest
 
@@ -44,6 +46,31 @@ def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own
     assert [path.name for path in (tmp_path / "compile").glob("*.pt2")] == [Path(forward._order.package).name]
     for page in range(eager.kv_region.num_pages):
         assert any(read_page(compiled, page)) == any(read_page(eager, page))
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_package_of_a_model_with_packed_weights_has_none_of_its_own(tmp_path: Path, kernel: str | None) -> None:
+    if kernel is not None or not can_pack():
+        pytest.skip(kernel or "this processor has no dot product for bfloat16")
+    directory = save_tiny(tmp_path / "wide", intermediate_size=128, vocab_size=4096)
+    config = small(dtype="bfloat16", compile="wait")
+    loaded = load_model(str(directory), config, tmp_path, silent)
+    pack_linears(loaded.module)
+    forward = choose_forward(str(directory), loaded, config, tmp_path, silent)
+    assert isinstance(forward, CompiledWhenReady)
+    package = forward._loaded
+    assert isinstance(package, PackagedForward)
+    ours = {parameter.data_ptr() for parameter in loaded.module.parameters()}
+    assert len(package._weights) > len(ours) / 2
+    assert {weight.data_ptr() for name, weight in package._weights.items() if "rotary" not in name} <= ours
+    weight_bytes = sum(parameter.nbytes for parameter in loaded.module.parameters())
+    assert weight_bytes > 1_000_000
+    with zipfile.ZipFile(forward._order.package) as content:
+        assert not any(name.endswith((".bin", ".weights")) for name in content.namelist())
+    requests = [EngineRequest("r", prompt(20), greedy(8))]
+    assert set(run(assemble(loaded, config, forward), requests).finish) == {"r"}
 
 
 class Seen:
@@ -107,7 +134,7 @@ def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_why(
 class Wrong:
     """A package that computes something, and one that cannot run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, _module: object) -> None:
         self._runs = path.read_text() == "runs"
 
     def __call__(

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from engine.compilation.shared_linear import SharedLinear, share_linears
+from engine.huge_pages import HugeMemory
 from engine.kernels.linear import PackedGate, PackedLinear, can_pack, pack, pack_linears
 from engine.model.load import load_model
 from engine.model.progress import silent
@@ -23,7 +24,7 @@ def _needs_kernels(kernel: str | None) -> None:
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
     whole = None if bias is None else torch.nn.Parameter(bias)
-    return PackedLinear(torch.nn.Parameter(pack(weight), requires_grad=False), whole, 0, len(weight))
+    return PackedLinear(torch.nn.Parameter(pack(weight, HugeMemory()), requires_grad=False), whole, 0, len(weight))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 24, 100])
