@@ -7,6 +7,7 @@ import torch
 
 from engine.attention.backend import StepAttention
 from engine.attention.cpu import CpuStep
+from engine.kernels.build import load_package_class
 from engine.kernels.linear import is_packed
 
 # A dimension that may be 1 is compiled for 1 and again for the rest. With two at least, one graph does for all.
@@ -64,27 +65,31 @@ class Exported(torch.nn.Module):
 
 
 class PackagedForward:
-    """A package that `engine.compilation.build` made, loaded: no tracing, no guards.
+    """A package that `engine.compilation.build` made, loaded: no tracing, no guards, and no lock of Python's while it runs.
 
     Steps of more than `max_tokens` tokens are not for it, nor those of other attention than the C++ kernel.
     """
 
-    def __init__(self, path: Path, module: Any) -> None:
-        """Load the package at `path`, whose weights are those of `module` unless it has its own."""
-        self._run = torch._inductor.aoti_load_package(str(path))
+    def __init__(self, path: Path, module: Any, state_dir: Path) -> None:
+        """Load the package at `path`, whose weights are those of `module` unless it has its own.
+
+        Raises: KernelsUnavailable; RuntimeError, for a file that is no package.
+        """
+        load_package_class(state_dir)
+        self._package = torch.classes.kvmesh_package.Package(str(path))
         if not has_own_weights(module):
             exported = Exported(module)
             there = dict([*exported.named_parameters(remove_duplicate=False), *exported.named_buffers()])
-            self._weights = {name: there[name].detach() for name in self._run.get_constant_fqns()}  # to keep them alive
-            self._run.load_constants(self._weights, check_full_update=True, user_managed=True)
+            self._weights = {name: there[name].detach() for name in self._package.weights()}  # to keep them alive
+            self._package.use(list(self._weights), list(self._weights.values()))
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
         """See `Forward`."""
         assert isinstance(step, CpuStep), "packages are for the C++ kernel's steps"
-        inputs = padded(token_ids), padded(positions), padded(keep), step.pool, step.plan
-        logits: torch.Tensor = self._run(*inputs)
+        inputs = [padded(token_ids), padded(positions), padded(keep), step.pool, step.plan]
+        logits: torch.Tensor = self._package.run(inputs)[0]
         return logits[: len(keep)]
 
 

@@ -18,7 +18,7 @@ from engine.compilation.forward import EagerForward, Forward, PackagedForward, h
 from engine.compilation.machine import NoCompiler, compiler, fingerprint, making, processor
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
-from engine.kernels.build import sources
+from engine.kernels.build import kernel_sources
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
 
@@ -78,7 +78,7 @@ class CompiledWhenReady:
         """The package, loaded and found to compute what the eager model does. Raises: CompilationFailed."""
         path = Path(self._order.package)
         try:
-            forward = PackagedForward(path, self._model.module)
+            forward = PackagedForward(path, self._model.module, Path(self._order.state_dir))
             far = difference(self._model.module, forward, self._model.layout)
         except Exception:
             path.unlink(missing_ok=True)  # the next start makes another
@@ -133,7 +133,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "threads": torch.get_num_threads(),
         "page_size": config.page_size,
         "max_step_tokens": config.max_step_tokens,
-        "attention": sources(),
+        "kernels": [path.read_text() for path in kernel_sources()],
         "adapted": loaded.adapters.layers,  # each leaves an operator in the graph; whose adapter it is does not matter
         "torch": torch.__version__,
         "transformers": transformers.__version__,

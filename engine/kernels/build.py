@@ -1,8 +1,9 @@
-"""The C++ kernels: compiled once for this machine, a few seconds, then loaded into the process."""
+"""The C++ in this directory: compiled once for this machine, some seconds, then loaded into the process."""
 
 import logging
 import os
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,11 +14,12 @@ from engine.compilation.machine import NoCompiler, compiler, fingerprint, making
 
 log = logging.getLogger(__name__)
 
-SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp"))
+HERE: Final = Path(__file__).parent
+SHARED: Final = ("-std=c++20", "-shared", "-fPIC")
 # Sums may be taken in any order, which vectors need. Not -ffast-math: a library linked with that changes how the whole
 # process rounds numbers near zero.
-FLAGS: Final = (
-    *("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp-simd"),
+FAST: Final = (
+    *("-O3", "-march=native", "-fopenmp-simd"),
     *("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 )
 
@@ -29,52 +31,77 @@ class KernelsUnavailable(Exception):
 def load_kernels(state_dir: Path) -> None:
     """Have the operators in this process: attend_pages and, where the processor can, those of linear.cpp.
 
-    Called again, it does nothing.
-
-    Raises: KernelsUnavailable.
+    Called again, it does nothing. Raises: KernelsUnavailable.
     """
     if kernels_are_loaded():
         return
-    try:
-        cxx = compiler()
-    except NoCompiler as exc:
-        raise KernelsUnavailable(str(exc)) from exc
-    facts = {"source": sources(), "flags": FLAGS, "torch": torch.__version__, "processor": processor()}
-    library = state_dir.expanduser() / "compile" / f"kernels-{fingerprint(facts)}.so"
-    try:
-        with making(library):
-            if not library.exists():
-                _compile(cxx, library)
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-    except OSError as exc:
-        raise KernelsUnavailable(f"{library} cannot be made or loaded: {exc}") from exc
+    _load("kernels", kernel_sources(), FAST, ("torch_cpu",), state_dir, torch.ops.load_library)
     torch.library.register_fake("kvmesh::attend_pages", _like_attended)
     if hasattr(torch.ops.kvmesh, "linear"):
         torch.library.register_fake("kvmesh::linear", _like_product)
         torch.library.register_fake("kvmesh::gated_linear", _like_gated)
 
 
-def sources() -> list[str]:
-    """The text of the kernels: what was compiled with other kernels may not run with these."""
-    return [path.read_text() for path in SOURCES]
+def load_package_class(state_dir: Path) -> None:
+    """Have `torch.classes.kvmesh_package.Package` in this process; once, then it does nothing. Raises: KernelsUnavailable."""
+    try:
+        torch.classes.kvmesh_package.Package  # noqa: B018 - to look for it is the only way to know
+    except RuntimeError:
+        pass
+    else:
+        return
+    libraries = ("torch", "torch_cpu", "c10")
+    _load("package", [HERE / "package.cpp"], ("-O1",), libraries, state_dir, torch.classes.load_library)
+
+
+def kernel_sources() -> list[Path]:
+    """Of the operators: what was compiled with other kernels may not run with these."""
+    return [HERE / "attention.cpp", HERE / "linear.cpp"]
 
 
 def kernels_are_loaded() -> bool:
-    """Whether this process has them."""
+    """Whether this process has the operators."""
     return hasattr(torch.ops.kvmesh, "attend_pages")
 
 
-def _compile(cxx: str, library: Path) -> None:
-    log.info("compiling the kernels", extra={"library": str(library)})
-    unfinished = library.with_name(f"{library.stem}-{os.getpid()}.so")
-    includes = [f"-I{path}" for path in include_paths()]
-    libraries = [f"-L{path}" for path in library_paths()]
-    command = [cxx, *FLAGS, *includes, *map(str, SOURCES), "-o", str(unfinished), *libraries, "-ltorch_cpu"]
+def _load(  # noqa: PLR0917 - a compiler's command line, in its order
+    name: str,
+    sources: Sequence[Path],
+    flags: Sequence[str],
+    libraries: Sequence[str],
+    state_dir: Path,
+    load: Callable[[str], object],
+) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        cxx = compiler()
+    except NoCompiler as exc:
+        raise KernelsUnavailable(str(exc)) from exc
+    texts = [path.read_text() for path in sources]
+    facts = {"source": texts, "flags": [*SHARED, *flags], "torch": torch.__version__, "processor": processor()}
+    library = state_dir.expanduser() / "compile" / f"{name}-{fingerprint(facts)}.so"
+    try:
+        with making(library):
+            if not library.exists():
+                log.info("compiling C++", extra={"library": str(library)})
+                links = [*(f"-L{path}" for path in library_paths()), *(f"-l{library}" for library in libraries)]
+                _compile(
+                    [cxx, *SHARED, *flags, *(f"-I{path}" for path in include_paths()), *map(str, sources)],
+                    links,
+                    library,
+                )
+        load(str(library))
+    except OSError as exc:
+        raise KernelsUnavailable(f"{library} cannot be made or loaded: {exc}") from exc
+
+
+def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> None:
+    """Make `library`, which appears whole or not at all."""
+    unfinished = library.with_name(f"{library.stem}-{os.getpid()}.so")
+    try:
+        done = subprocess.run([*command, "-o", str(unfinished), *links], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise KernelsUnavailable(f"{cxx} cannot compile them: {errors[0] if errors else done.returncode}")
+            raise KernelsUnavailable(f"{command[0]} cannot compile them: {errors[0] if errors else done.returncode}")
         unfinished.replace(library)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -192,7 +192,7 @@ def test_a_machine_without_a_compiler_is_told_so(
 def test_a_kernel_that_does_not_compile_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text("this is no C++;")
-    monkeypatch.setattr(kernels_build, "SOURCES", (source,))
+    monkeypatch.setattr(kernels_build, "kernel_sources", lambda: [source])
     monkeypatch.setattr(kernels_build, "kernels_are_loaded", lambda: False)
     with pytest.raises(KernelsUnavailable, match="error"):
         load_kernels(tmp_path)

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine.build import assemble
 from engine.compilation import packages
 from engine.compilation.forward import EagerForward, PackagedForward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
+from engine.compilation.trial import scratch_attention, step_of
 from engine.core import EngineCore
 from engine.kernels.linear import can_pack, pack_linears
 from engine.model.load import LoadedModel, load_model
@@ -69,8 +71,35 @@ def test_a_package_of_a_model_with_packed_weights_has_none_of_its_own(tmp_path: 
     assert weight_bytes > 1_000_000
     with zipfile.ZipFile(forward._order.package) as content:
         assert not any(name.endswith((".bin", ".weights")) for name in content.namelist())
+    _check_that_others_run_meanwhile(package, loaded)
     requests = [EngineRequest("r", prompt(20), greedy(8))]
     assert set(run(assemble(loaded, config, forward), requests).finish) == {"r"}
+
+
+def _check_that_others_run_meanwhile(package: PackagedForward, loaded: LoadedModel) -> None:
+    """With Python's lock held, a worker neither answered nor moved KV during a step."""
+    step = step_of(scratch_attention(loaded.layout, 40), loaded.layout, 40, 40)
+    inputs = [torch.arange(40), torch.arange(40), torch.arange(40), step.pool, step.plan]
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(1e-4):
+            ticks += 1
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # who does not let go of the lock keeps it
+    ticking = threading.Thread(target=tick)
+    try:
+        ticking.start()
+        for _ in range(100):
+            package._package.run(inputs)
+        seen = ticks
+    finally:
+        done.set()
+        ticking.join()
+        sys.setswitchinterval(before)
+    assert seen > 20
 
 
 class Seen:
@@ -134,7 +163,7 @@ def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_why(
 class Wrong:
     """A package that computes something, and one that cannot run."""
 
-    def __init__(self, path: Path, _module: object) -> None:
+    def __init__(self, path: Path, _module: object, _state_dir: Path) -> None:
         self._runs = path.read_text() == "runs"
 
     def __call__(
