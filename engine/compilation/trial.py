@@ -13,7 +13,7 @@ from engine.kv.storage import allocate_storage
 PROMPT: Final = 40  # tokens, of more than two pages of the smallest size
 # of the logits' own size: what two right ways to round differ by, with room. In bfloat16 SmolLM2's differ by 0.03, and
 # single logits by a fifth of the largest: eagerly that is, which is further from fp32 than a package.
-TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
+TOLERANCE: Final = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1.5e-1}
 
 
 def scratch_attention(layout: KvLayout, num_tokens: int) -> CpuAttention:
@@ -41,7 +41,7 @@ def difference(module: Any, forward: Forward, layout: KvLayout) -> float:
         steps = [step_of(attention, layout, last - first, last) for attention in own]
         expected = eager(ids[first:last], positions[first:last], keep, steps[0])
         found = forward(ids[first:last], positions[first:last], keep, steps[1])
-        allowed = TOLERANCE[expected.dtype] * expected.float().square().mean().sqrt()
+        allowed = TOLERANCE[layout.dtype] * expected.float().square().mean().sqrt()
         worst = torch.maximum(worst, (found.float() - expected.float()).square().mean().sqrt() / allowed)
     return worst.item()
 

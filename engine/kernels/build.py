@@ -40,6 +40,7 @@ def load_kernels(state_dir: Path) -> None:
     if hasattr(torch.ops.kvmesh, "linear"):
         torch.library.register_fake("kvmesh::linear", _like_product)
         torch.library.register_fake("kvmesh::gated_linear", _like_gated)
+        torch.library.register_fake("kvmesh::logits", _like_logits)
 
 
 def load_package_class(state_dir: Path) -> None:
@@ -115,6 +116,11 @@ def _like_attended(query: torch.Tensor, *_others: object) -> torch.Tensor:
 def _like_product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """[..., out], contents undefined."""
     return x.new_empty(*x.shape[:-1], packed.shape[0] * packed.shape[2])
+
+
+def _like_logits(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """float32 [..., out], contents undefined."""
+    return _like_product(x, packed).float()
 
 
 def _like_gated(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 // Linear layers in bfloat16 over weights packed for the processor's dot product: kvmesh::linear, and kvmesh::gated_linear
-// for the first half of a gated MLP, silu(x gate) * (x up), whose gate never goes through memory.
+// for the first half of a gated MLP, silu(x gate) * (x up), whose gate never goes through memory, and kvmesh::logits, whose
+// results stay fp32: rounded to bfloat16, the two most probable tokens are often equal.
 //
 // A decode step reads each weight once for a few tokens. What oneDNN, which torch calls, then spends around each product is
 // as long as the product itself; here a step of 1 or 8 tokens takes two thirds of its time, one of 256 as long.
@@ -17,6 +18,8 @@
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -32,6 +35,8 @@ constexpr int64_t AHEAD = 4096 / 2;  // numbers of a panel to ask for before the
 inline void store(uint16_t* to, __m512 numbers) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(numbers));
 }
+
+inline void store(float* to, __m512 numbers) { _mm512_storeu_ps(to, numbers); }
 
 // x / (1 + e^-x), through e^-|x|, which does not overflow; Cephes' polynomial, as in attention.cpp.
 inline __m512 silu(__m512 x) {
@@ -50,8 +55,8 @@ inline __m512 silu(__m512 x) {
 
 // c [ROWS, PANEL] = a [ROWS, 2 * pairs] x one panel [pairs, PANEL, 2]; of a GATED panel, whose halves are gate and up,
 // c [ROWS, PANEL / 2].
-template <int ROWS, bool GATED>
-inline void multiply(const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, uint16_t* c, int64_t ldc) {
+template <int ROWS, bool GATED, typename C>
+inline void multiply(const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, C* c, int64_t ldc) {
   __m512 left[ROWS], right[ROWS];
   for (int i = 0; i < ROWS; ++i) left[i] = right[i] = _mm512_setzero_ps();
   for (int64_t k = 0; k < pairs; ++k, panel += 2 * PANEL) {
@@ -79,8 +84,8 @@ inline void multiply(const uint16_t* a, int64_t lda, const uint16_t* panel, int6
 }
 
 // The same for a number of rows, at most ROWS, that is known only now.
-template <int ROWS, bool GATED>
-void multiply_some(int64_t rows, const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, uint16_t* c, int64_t ldc) {
+template <int ROWS, bool GATED, typename C>
+void multiply_some(int64_t rows, const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, C* c, int64_t ldc) {
   if constexpr (ROWS > 0) {
     if (rows == ROWS) return multiply<ROWS, GATED>(a, lda, panel, pairs, c, ldc);
     multiply_some<ROWS - 1, GATED>(rows, a, lda, panel, pairs, c, ldc);
@@ -93,7 +98,7 @@ void require(bool holds, const char* what) {
 
 // x [..., in] and weights packed as [panels, in / 2, PANEL, 2] to [..., out], where a panel makes PANEL columns, or half as
 // many when it is GATED.
-template <bool GATED>
+template <bool GATED, typename C>
 Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   require(x.scalar_type() == ScalarType::BFloat16 && packed.scalar_type() == ScalarType::BFloat16, "it is for bfloat16");
   require(x.is_contiguous() && packed.is_contiguous() && packed.dim() == 4, "x and packed must be contiguous");
@@ -102,10 +107,10 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   require(packed.size(2) == PANEL && packed.size(3) == 2 && x.size(x.dim() - 1) == in, "the weights are of another size");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = out_size;
-  Tensor out = torch::stable::new_empty(x, shape);
+  Tensor out = torch::stable::new_empty(x, shape, std::is_same_v<C, float> ? ScalarType::Float : ScalarType::BFloat16);
   const auto* a = static_cast<const uint16_t*>(x.data_ptr());
   const auto* weights = static_cast<const uint16_t*>(packed.data_ptr());
-  auto* c = static_cast<uint16_t*>(out.data_ptr());
+  auto* c = static_cast<C*>(out.data_ptr());
   const int64_t rows = x.numel() / in;
   // as many panels at once as make the threads' turns few and yet even
   const int64_t turn = rows > FEW ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
@@ -114,7 +119,7 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
     for (int64_t t = next++; t < turns; t = next++)
       for (int64_t p = t * turn; p < std::min(panels, (t + 1) * turn); ++p) {
         const uint16_t* panel = weights + p * in * PANEL;
-        uint16_t* columns = c + p * COLUMNS;
+        C* columns = c + p * COLUMNS;
         int64_t i = 0;
         for (; i + TILE <= rows; i += TILE) multiply<TILE, GATED>(a + i * in, in, panel, in / 2, columns + i * out_size, out_size);
         multiply_some<TILE - 1, GATED>(rows - i, a + i * in, in, panel, in / 2, columns + i * out_size, out_size);
@@ -124,20 +129,24 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   return out;
 }
 
-Tensor linear(Tensor x, Tensor packed) { return multiply_all<false>(x, packed); }
+Tensor linear(Tensor x, Tensor packed) { return multiply_all<false, uint16_t>(x, packed); }
 
-Tensor gated_linear(Tensor x, Tensor packed) { return multiply_all<true>(x, packed); }
+Tensor gated_linear(Tensor x, Tensor packed) { return multiply_all<true, uint16_t>(x, packed); }
+
+Tensor logits(Tensor x, Tensor packed) { return multiply_all<false, float>(x, packed); }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvmesh, library) {
   library.def("linear(Tensor x, Tensor packed) -> Tensor");
   library.def("gated_linear(Tensor x, Tensor packed) -> Tensor");
+  library.def("logits(Tensor x, Tensor packed) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvmesh, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("gated_linear", TORCH_BOX(&gated_linear));
+  library.impl("logits", TORCH_BOX(&logits));
 }
 
 #endif

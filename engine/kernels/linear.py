@@ -54,9 +54,21 @@ class PackedGate(torch.nn.Module):
         return self.down_proj(torch.ops.kvmesh.gated_linear(x, self.packed))
 
 
+class PackedHead(torch.nn.Module):
+    """The output layer of a model, without a bias: its logits are fp32."""
+
+    def __init__(self, head: torch.nn.Linear, memory: HugeMemory) -> None:
+        super().__init__()
+        self.packed = torch.nn.Parameter(pack(head.weight.detach(), memory), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to float32 [..., vocab]."""
+        return torch.ops.kvmesh.logits(x if x.is_contiguous() else x.contiguous(), self.packed)
+
+
 def is_packed(module: torch.nn.Module) -> bool:
     """Whether `pack_linears` found something to replace in `module`."""
-    return any(isinstance(layer, PackedLinear | PackedGate) for layer in module.modules())
+    return any(isinstance(layer, PackedLinear | PackedGate | PackedHead) for layer in module.modules())
 
 
 def can_pack() -> bool:
@@ -72,7 +84,7 @@ def pack_linears(module: torch.nn.Module) -> int:
     if not can_pack():
         return 0
     memory = HugeMemory()
-    replaced = _pack_gates(module, memory)
+    replaced = _pack_gates(module, memory) + _pack_head(module, memory)
     share_linears(module)
     packed: dict[int, torch.nn.Parameter] = {}  # by the weights that siblings share
     for parent in list(module.modules()):
@@ -105,6 +117,15 @@ def _pack_gates(module: torch.nn.Module, memory: HugeMemory) -> int:
                 setattr(parent, name, PackedGate(layers.gate_proj, layers.up_proj, layers.down_proj, memory))
                 replaced += 2
     return replaced
+
+
+def _pack_head(module: Any, memory: HugeMemory) -> int:
+    """Replace the output layer, if `module` is a model that has one like others; whether it did."""
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    if head is None or type(head) is not torch.nn.Linear or head.bias is not None or _rows(head) is None:
+        return 0
+    module.set_output_embeddings(PackedHead(head, memory))
+    return 1
 
 
 def _is_gated(mlp: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from components.settings import MeshSettings
 
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 
 
 def greeting(urls: list[str], model: str, settings: MeshSettings) -> list[str]:

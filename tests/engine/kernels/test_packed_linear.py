@@ -92,6 +92,32 @@ def test_siblings_are_packed_together_and_what_cannot_be_packed_stays() -> None:
     assert pack_linears(block) == share_linears(block) == 0
 
 
+class Model(torch.nn.Module):
+    """As much of one as its output layer needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, head: torch.nn.Module) -> None:
+        self.lm_head = head
+
+
+@torch.no_grad()
+def test_logits_are_not_rounded() -> None:
+    """In bfloat16 the two best are often equal, and the first of them won."""
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(7, 64).bfloat16()
+    exact = torch.nn.functional.linear(x.double(), model.lm_head.weight.double())
+    assert pack_linears(model) == 1
+    found = model.lm_head(x)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
+
+
 def mlp(**changes: object) -> LlamaMLP:
     torch.manual_seed(0)
     settings = {"hidden_size": 96, "intermediate_size": 128, "mlp_bias": False, "hidden_act": "silu"}

@@ -14,7 +14,8 @@ from engine.ports import EngineRequest, SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(110)]
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+# In fp32 its first token leads by 1.0; asked "What is …?" it leads by 0.1, which bfloat16 does not keep.
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")
