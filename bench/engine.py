@@ -169,11 +169,11 @@ def best_s(work: Callable[[], object], device: str = "cpu", times: int = 8) -> f
 
 def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: int) -> float:
     """The least that a step of `tokens` tokens over `kv_tokens` tokens of KV can take."""
-    parameters = list(loaded.module.parameters())  # a tied table is listed once, and read once, by the output layer
-    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    head = set(loaded.module.get_output_embeddings().parameters())
+    rest = set(loaded.module.parameters()) - head - set(loaded.module.get_input_embeddings().parameters())  # looked up
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in head | rest)
     kv_bytes = kv_tokens * loaded.layout.page_bytes / loaded.layout.page_size
-    tables = {loaded.module.get_input_embeddings().weight, loaded.module.get_output_embeddings().weight}
-    flop = 2 * tokens * sum(parameter.numel() for parameter in parameters if parameter not in tables)
+    flop = 2 * tokens * sum(parameter.numel() for parameter in rest)
     return max((weight_bytes + kv_bytes) / machine.copy_bytes_s, flop / machine.matmul_flop_s)
 
 
