@@ -1,7 +1,7 @@
 """Attention as one operator that a compiler does not look into: `torch.ops.kvmesh.attend`.
 
-A compiled forward is made once and run for every step, so the step cannot travel through it as an argument. The runner
-names it for its own thread with `attending`; engines on other threads do not see it.
+A forward that torch.compile has made, or a graph has recorded, is run for every step, so the step cannot travel through it
+as an argument. `engine.compilation.device` names it for its own thread with `attending`; engines on others do not see it.
 """
 
 from collections.abc import Iterator
