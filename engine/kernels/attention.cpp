@@ -32,6 +32,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t SPAN = 256;       // tokens of context that one decode task reads
+constexpr int64_t ROWS = 16;        // keys that a decode scores at a time; pages are whole numbers of them
 constexpr int64_t KEY_BLOCK = 64;   // keys that a prompt tile takes at a time
 constexpr int64_t TILE_ROWS = 128;  // query rows of a prompt tile, at least the heads of one token
 constexpr float LOWEST = -1e30f;    // the maximum of no score at all: finite, so that no difference of it is NaN
@@ -56,6 +57,19 @@ inline void narrow(float x, Bf16& out) {  // to nearest, ties to even
   std::memcpy(&bits, &x, sizeof bits);
   out.bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
 }
+
+template <typename T>
+inline void narrow_all(const float* from, int64_t count, T* to) {
+  for (int64_t i = 0; i < count; ++i) narrow(from[i], to[i]);
+}
+#ifdef __AVX512BF16__
+inline void narrow_all(const float* from, int64_t count, Bf16* to) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const __mmask16 wanted = count - i < 16 ? (1 << (count - i)) - 1 : 0xffff;
+    _mm256_mask_storeu_epi16(to + i, wanted, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(wanted, from + i)));
+  }
+}
+#endif
 
 typedef float Lanes __attribute__((vector_size(64)));  // where vectors are shorter, the compiler uses several
 constexpr int64_t LANES = sizeof(Lanes) / sizeof(float);
@@ -137,6 +151,25 @@ void store_new(const Call<T>& c, int64_t r, int64_t first, int64_t last) {
   }
 }
 
+// What the products read: numbers one by one, or pairs of bfloat16 where the processor multiplies those.
+struct Singles {
+  typedef float Left;   // queries, weights
+  typedef float Right;  // keys, values of a prompt tile
+  static constexpr int64_t TOGETHER = 1;
+};
+#ifdef __AVX512BF16__
+struct Pairs {
+  typedef Bf16 Left;
+  typedef uint32_t Right;
+  static constexpr int64_t TOGETHER = 2;
+};
+template <typename T>
+using Products = std::conditional_t<std::is_same_v<T, Bf16>, Pairs, Singles>;
+#else
+template <typename T>
+using Products = Singles;
+#endif
+
 // What a span of one request's context contributes to each query head of a key head: [group] maxima, sums, then rows.
 struct Partial {
   float *max, *sum, *rows;
@@ -149,10 +182,10 @@ inline void prefetch(const T* row, int64_t dim) {
     __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
 }
 
-// scores[g * SPAN + i] of `count` rows of keys for GROUP query rows. `soon` and `later` are as many rows, to be prefetched.
+// scores[g * SPAN + i] of ROWS rows of keys for GROUP query rows.
 template <int GROUP, typename T>
-inline void score_rows(const float* queries, const T* keys, int64_t count, int64_t dim, const T* soon, const T* later, float* scores) {
-  for (int64_t i = 0; i < count; ++i, keys += dim) {
+inline void score_rows(const float* queries, const T* keys, int64_t dim, const T* soon, const T* later, float* scores) {
+  for (int64_t i = 0; i < ROWS; ++i, keys += dim) {
     prefetch(soon + i * dim, dim);
     prefetch(later + i * dim, dim);
     Lanes sums[GROUP] = {};
@@ -168,15 +201,15 @@ inline void score_rows(const float* queries, const T* keys, int64_t count, int64
   }
 }
 
-// rows[g] += weights[g * SPAN + i] * value row i, for GROUP query rows and WIDTH vectors of each value row.
+// rows[g] += weights[g * SPAN + i] * value row i for i in [from, to), for GROUP query rows and WIDTH vectors of each value row.
 template <int GROUP, int WIDTH, typename T>
-inline void add_values(const float* weights, const T* values, int64_t count, int64_t dim, float* rows) {
+inline void add_values(const float* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows) {
   Lanes sums[GROUP][WIDTH];
   for (int g = 0; g < GROUP; ++g)
     for (int w = 0; w < WIDTH; ++w) sums[g][w] = load(rows + g * dim + w * LANES);
-  for (int64_t i = 0; i < count; ++i, values += dim) {
+  for (int64_t i = from; i < to; ++i) {
     for (int w = 0; w < WIDTH; ++w) {
-      const Lanes value = load(values + w * LANES);
+      const Lanes value = load(values + i * dim + w * LANES);
       for (int g = 0; g < GROUP; ++g) sums[g][w] += weights[g * SPAN + i] * value;
     }
   }
@@ -184,11 +217,94 @@ inline void add_values(const float* weights, const T* values, int64_t count, int
     for (int w = 0; w < WIDTH; ++w) save(rows + g * dim + w * LANES, sums[g][w]);
 }
 
-template <int GROUP, typename T>
-inline void add_page(const float* weights, const T* values, int64_t count, int64_t dim, float* rows) {
+#ifdef __AVX512BF16__
+
+// The sum of each of 16 vectors, in a vector.
+inline __m512 sums_of(const __m512* v) {
+  __m512 two[8], four[4], half[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = v[2 * i], b = v[2 * i + 1];
+    two[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = (__m512d)two[2 * i], b = (__m512d)two[2 * i + 1];
+    four[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = four[2 * i], b = four[2 * i + 1];
+    half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  return _mm512_add_ps(_mm512_shuffle_f32x4(half[0], half[1], 0x88), _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
+}
+
+template <int GROUP>
+inline void score_rows(const Bf16* queries, const Bf16* keys, int64_t dim, const Bf16* soon, const Bf16* later, float* scores) {
+  for (int g = 0; g < GROUP; ++g, queries += dim) {
+    __m512 sums[ROWS];
+    for (int i = 0; i < ROWS; ++i) sums[i] = _mm512_setzero_ps();
+    int64_t d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+      const __m512bh query = (__m512bh)_mm512_loadu_si512(queries + d);
+      for (int i = 0; i < ROWS; ++i) {
+        if (g == 0) __builtin_prefetch(soon + i * dim + d, 0, 3);
+        if (g == (GROUP > 1 ? 1 : 0)) __builtin_prefetch(later + i * dim + d, 0, 3);
+        sums[i] = _mm512_dpbf16_ps(sums[i], query, (__m512bh)_mm512_loadu_si512(keys + i * dim + d));
+      }
+    }
+    if (d < dim) {
+      const __m512bh query = (__m512bh)_mm512_maskz_loadu_epi16(0xffff, queries + d);
+      for (int i = 0; i < ROWS; ++i)
+        sums[i] = _mm512_dpbf16_ps(sums[i], query, (__m512bh)_mm512_maskz_loadu_epi16(0xffff, keys + i * dim + d));
+    }
+    _mm512_storeu_ps(scores + g * SPAN, sums_of(sums));
+  }
+}
+
+// Two rows at a time. One that is not in [from, to) counts as zeros: in its place may be what another request left, NaN even.
+template <int GROUP, int WIDTH>
+inline void add_values(const Bf16* weights, const Bf16* values, int64_t from, int64_t to, int64_t dim, float* rows) {
+  static_assert(WIDTH == 1 || WIDTH % 2 == 0);
+  constexpr int BLOCKS = (WIDTH + 1) / 2;  // of 32 numbers
+  constexpr __mmask32 MASK = WIDTH == 1 ? 0xffff : 0xffffffff;
+  __m512 low[GROUP][BLOCKS], high[GROUP][BLOCKS];  // of each 8 numbers the first four, the last four
+  for (int g = 0; g < GROUP; ++g)
+    for (int w = 0; w < BLOCKS; ++w) low[g][w] = high[g][w] = _mm512_setzero_ps();
+  for (int64_t i = from / 2 * 2; i < to; i += 2) {
+    const __mmask32 first = i >= from ? MASK : 0, second = i + 1 < to ? MASK : 0;
+    for (int w = 0; w < BLOCKS; ++w) {
+      const __m512i a = _mm512_maskz_loadu_epi16(first, values + i * dim + 2 * w * LANES);
+      const __m512i b = _mm512_maskz_loadu_epi16(second, values + (i + 1) * dim + 2 * w * LANES);
+      const __m512bh lower = (__m512bh)_mm512_unpacklo_epi16(a, b), upper = (__m512bh)_mm512_unpackhi_epi16(a, b);
+      for (int g = 0; g < GROUP; ++g) {
+        int32_t pair;
+        std::memcpy(&pair, weights + g * SPAN + i, sizeof pair);
+        const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair);
+        low[g][w] = _mm512_dpbf16_ps(low[g][w], weight, lower);
+        high[g][w] = _mm512_dpbf16_ps(high[g][w], weight, upper);
+      }
+    }
+  }
+  const __m512i in_order = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i behind = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int g = 0; g < GROUP; ++g)
+    for (int w = 0; w < BLOCKS; ++w) {
+      float* to_add = rows + g * dim + 2 * w * LANES;
+      const __m512 left = _mm512_permutex2var_ps(low[g][w], in_order, high[g][w]);
+      _mm512_storeu_ps(to_add, _mm512_add_ps(_mm512_loadu_ps(to_add), left));
+      if constexpr (WIDTH > 1) {
+        const __m512 right = _mm512_permutex2var_ps(low[g][w], behind, high[g][w]);
+        _mm512_storeu_ps(to_add + LANES, _mm512_add_ps(_mm512_loadu_ps(to_add + LANES), right));
+      }
+    }
+}
+
+#endif
+
+template <int GROUP, typename L, typename T>
+inline void add_page(const L* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows) {
   int64_t d = 0;
-  for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<GROUP, 4>(weights, values + d, count, dim, rows + d);
-  for (; d < dim; d += LANES) add_values<GROUP, 1>(weights, values + d, count, dim, rows + d);
+  for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<GROUP, 4>(weights, values + d, from, to, dim, rows + d);
+  for (; d < dim; d += LANES) add_values<GROUP, 1>(weights, values + d, from, to, dim, rows + d);
 }
 
 // Calls f with the number of query rows, up to four at a time, as a constant.
@@ -204,59 +320,65 @@ inline void by_rows(int64_t group, const F& f) {
 
 template <typename T>
 void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, Partial part) {
-  thread_local std::vector<float> buffer;
-  buffer.resize(c.group * (c.dim + SPAN));
-  float *queries = buffer.data(), *scores = queries + c.group * c.dim;
+  typedef typename Products<T>::Left Left;
+  thread_local std::vector<float> numbers;
+  thread_local std::vector<Left> lefts;
+  numbers.resize(c.group * SPAN);
+  lefts.resize(c.group * (c.dim + SPAN));
+  float* scores = numbers.data();
+  Left *queries = lefts.data(), *weights = queries + c.group * c.dim;
   for (int64_t g = 0; g < c.group; ++g) {
     const T* q = c.query + (head * c.group + g) * c.query_head + c.starts[r] * c.query_token;
-    for (int64_t d = 0; d < c.dim; ++d) queries[g * c.dim + d] = widen(q[d]) * c.scaling;
+    for (int64_t d = 0; d < c.dim; ++d) narrow(widen(q[d]), queries[g * c.dim + d]);
   }
-  const auto each_page = [&](int64_t kv, const auto& work) {  // work(rows, their number, place of the first in the span)
-    for (int64_t position = first; position < last;) {
-      const int64_t end = std::min(last, (position / c.page_size + 1) * c.page_size);
-      work(c.rows(r, head, position, kv), end - position, position - first);
-      position = end;
-    }
-  };
-  each_page(0, [&](const T* keys, int64_t count, int64_t place) {
-    const T *values = c.rows(r, head, first + place, 1), *next = c.rows(r, head, std::min(first + place + count, last - 1), 0);
+  const int64_t base = first / ROWS * ROWS;  // pages are whole numbers of ROWS rows; scores of rows not wanted are not read
+  for (int64_t position = base; position < last; position += ROWS) {
+    const T *keys = c.rows(r, head, position, 0), *values = c.rows(r, head, position, 1);
+    const T* next = c.rows(r, head, std::min(position + ROWS, last - 1) / ROWS * ROWS, 0);
     by_rows(c.group, [&](int64_t g, auto rows) {
-      score_rows<rows()>(queries + g * c.dim, keys, count, c.dim, next, values, scores + g * SPAN + place);
+      score_rows<rows()>(queries + g * c.dim, keys, c.dim, next, values, scores + g * SPAN + position - base);
     });
-  });
-  const int64_t count = last - first;
+  }
+  const int64_t from = first - base, to = last - base;
   for (int64_t g = 0; g < c.group; ++g) {
     float *mine = scores + g * SPAN, max = LOWEST, sum = 0;
+    for (int64_t i = from; i < to; ++i) mine[i] *= c.scaling;
     if (c.softcap > 0)
-      for (int64_t i = 0; i < count; ++i) mine[i] = c.score(mine[i]);
+      for (int64_t i = from; i < to; ++i) mine[i] = c.score(mine[i]);
 #pragma omp simd reduction(max : max)
-    for (int64_t i = 0; i < count; ++i) max = std::max(max, mine[i]);
+    for (int64_t i = from; i < to; ++i) max = mine[i] > max ? mine[i] : max;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; ++i) sum += mine[i] = exp_of(mine[i] - max);
+    for (int64_t i = from; i < to; ++i) sum += mine[i] = exp_of(mine[i] - max);
+    narrow_all(mine + from, to - from, weights + g * SPAN + from);
+    if (from % 2) narrow(0.0f, weights[g * SPAN + from - 1]);  // the other one of a pair
+    if (to % 2) narrow(0.0f, weights[g * SPAN + to]);
     part.max[g] = max;
     part.sum[g] = sum;
   }
   std::fill(part.rows, part.rows + c.group * c.dim, 0.0f);
-  each_page(1, [&](const T* values, int64_t rows_here, int64_t place) {
+  for (int64_t position = base; position < last;) {
+    const int64_t end = std::min(last, (position / c.page_size + 1) * c.page_size);
     by_rows(c.group, [&](int64_t g, auto rows) {
-      add_page<rows()>(scores + g * SPAN + place, values, rows_here, c.dim, part.rows + g * c.dim);
+      add_page<rows()>(weights + g * SPAN + position - base, c.rows(r, head, position, 1), std::max<int64_t>(0, first - position),
+                       end - position, c.dim, part.rows + g * c.dim);
     });
-  });
+    position = end;
+  }
 }
 
 // The spans of one request and key head, in order, into the output.
 template <typename T>
 void merge_spans(const Call<T>& c, int64_t r, int64_t head, const Partial* spans, int64_t count) {
   for (int64_t g = 0; g < c.group; ++g) {
-    float max = LOWEST, sum = 0;
+    float max = LOWEST, sum = 0, *total = spans[0].rows + g * c.dim;
     for (int64_t s = 0; s < count; ++s) max = std::max(max, spans[s].max[g]);
-    T* out = c.out + (c.starts[r] * c.heads + head * c.group + g) * c.dim;
-    for (int64_t s = 0; s < count; ++s) sum += spans[s].sum[g] * exp_of(spans[s].max[g] - max);
-    for (int64_t d = 0; d < c.dim; ++d) {
-      float total = 0;
-      for (int64_t s = 0; s < count; ++s) total += spans[s].rows[g * c.dim + d] * exp_of(spans[s].max[g] - max);
-      narrow(total / sum, out[d]);
+    for (int64_t s = 0; s < count; ++s) {
+      const float share = exp_of(spans[s].max[g] - max), *rows = spans[s].rows + g * c.dim;
+      sum += spans[s].sum[g] * share;
+      for (int64_t d = 0; d < c.dim; ++d) total[d] = rows[d] * share + (s > 0 ? total[d] : 0.0f);
     }
+    T* out = c.out + (c.starts[r] * c.heads + head * c.group + g) * c.dim;
+    for (int64_t d = 0; d < c.dim; ++d) narrow(total[d] / sum, out[d]);
   }
 }
 
@@ -287,8 +409,6 @@ inline void multiply_tile(float* c, int64_t ldc, const float* a, int64_t lda, co
 }
 
 #ifdef __AVX512BF16__
-constexpr bool BF16_PRODUCTS = true;
-
 // As multiply_tile, of bfloat16 in pairs: a [ROWS, 2 * pairs], b [pairs, 2 * LANES] of two numbers each.
 template <int ROWS>
 inline void multiply_tile(float* c, int64_t ldc, const Bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs, bool add) {
@@ -311,23 +431,7 @@ inline void multiply_tile(float* c, int64_t ldc, const Bf16* a, int64_t lda, con
     _mm512_storeu_ps(c + i * ldc + LANES, right[i]);
   }
 }
-#else
-constexpr bool BF16_PRODUCTS = false;
 #endif
-
-// What the products of a prompt tile read: numbers one by one, or pairs of bfloat16 where the processor multiplies those.
-struct Singles {
-  typedef float Left;    // queries, weights
-  typedef float Right;   // keys, values
-  static constexpr int64_t TOGETHER = 1;
-};
-struct Pairs {
-  typedef Bf16 Left;
-  typedef uint32_t Right;
-  static constexpr int64_t TOGETHER = 2;
-};
-template <typename T>
-using Products = std::conditional_t<BF16_PRODUCTS && std::is_same_v<T, Bf16>, Pairs, Singles>;
 
 // c [rows, width] (+)= a [rows, depth] x b [depth, width]; width is a multiple of 2 * LANES. A row's sums do not depend on
 // which other rows there are.
@@ -340,14 +444,47 @@ void multiply(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_
   }
 }
 
-// Row j of a block of keys, as column j of [dim / TOGETHER, KEY_BLOCK].
+// ROWS rows of keys, as columns from j on of [dim / TOGETHER, KEY_BLOCK].
 template <typename T>
-inline void put_key(float* keys, int64_t j, const T* key, int64_t dim) {
-  for (int64_t d = 0; d < dim; ++d) keys[d * KEY_BLOCK + j] = widen(key[d]);
+inline void put_keys(float* keys, int64_t j, const T* rows, int64_t dim) {
+  for (int64_t i = 0; i < ROWS; ++i)
+    for (int64_t d = 0; d < dim; ++d) keys[d * KEY_BLOCK + j + i] = widen(rows[i * dim + d]);
 }
-inline void put_key(uint32_t* keys, int64_t j, const Bf16* key, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += 2) std::memcpy(keys + d / 2 * KEY_BLOCK + j, key + d, sizeof(uint32_t));
+
+#ifdef __AVX512BF16__
+inline void transpose(__m512i* v) {
+  __m512i two[16], four[16];
+  for (int i = 0; i < 16; i += 2) {
+    two[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    two[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {  // four[i + c]: of rows i to i + 3 the columns c, 4 + c, 8 + c and 12 + c
+    four[i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
+    four[i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
+    four[i + 2] = _mm512_unpacklo_epi64(two[i + 1], two[i + 3]);
+    four[i + 3] = _mm512_unpackhi_epi64(two[i + 1], two[i + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512i even = _mm512_shuffle_i32x4(four[c], four[4 + c], 0x88), odd = _mm512_shuffle_i32x4(four[c], four[4 + c], 0xdd);
+    const __m512i even_2 = _mm512_shuffle_i32x4(four[8 + c], four[12 + c], 0x88);
+    const __m512i odd_2 = _mm512_shuffle_i32x4(four[8 + c], four[12 + c], 0xdd);
+    v[c] = _mm512_shuffle_i32x4(even, even_2, 0x88);
+    v[4 + c] = _mm512_shuffle_i32x4(odd, odd_2, 0x88);
+    v[8 + c] = _mm512_shuffle_i32x4(even, even_2, 0xdd);
+    v[12 + c] = _mm512_shuffle_i32x4(odd, odd_2, 0xdd);
+  }
 }
+
+inline void put_keys(uint32_t* keys, int64_t j, const Bf16* rows, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 2 * ROWS) {
+    const int64_t pairs = std::min<int64_t>(ROWS, (dim - d) / 2);
+    __m512i v[ROWS];
+    for (int i = 0; i < ROWS; ++i) v[i] = _mm512_maskz_loadu_epi32((1 << pairs) - 1, rows + i * dim + d);
+    transpose(v);
+    for (int64_t p = 0; p < pairs; ++p) _mm512_storeu_si512(keys + (d / 2 + p) * KEY_BLOCK + j, v[p]);
+  }
+}
+#endif
 
 // Row j of a block of values, in [KEY_BLOCK / TOGETHER, wide].
 template <typename T>
@@ -388,10 +525,8 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   const int64_t end = before + last;  // behind the last key seen
   for (int64_t block = c.first_visible(before + first) / KEY_BLOCK * KEY_BLOCK; block < end; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, end - block);
-    for (int64_t j = 0; j < count; ++j) {
-      put_key(keys, j, c.rows(r, head, block + j, 0), dim);
-      put_value(values, j, c.rows(r, head, block + j, 1), dim, wide);
-    }
+    for (int64_t j = 0; j < count; j += ROWS) put_keys(keys, j, c.rows(r, head, block + j, 0), dim);
+    for (int64_t j = 0; j < count; ++j) put_value(values, j, c.rows(r, head, block + j, 1), dim, wide);
     const int64_t skipped = std::max<int64_t>(0, block - before - first) * c.group;  // rows that see none of these keys
     multiply(scores + skipped * KEY_BLOCK, KEY_BLOCK, queries + skipped * wide, wide, keys, KEY_BLOCK, rows - skipped, KEY_BLOCK,
              dim / P::TOGETHER, false);
@@ -405,10 +540,10 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
       if (from > 0 || to < KEY_BLOCK)
         for (int64_t j = 0; j < KEY_BLOCK; ++j) mine[j] = j >= from && j < to ? mine[j] : -INFINITY;
 #pragma omp simd reduction(max : max)
-      for (int64_t j = 0; j < KEY_BLOCK; ++j) max = std::max(max, mine[j]);
+      for (int64_t j = 0; j < KEY_BLOCK; ++j) max = mine[j] > max ? mine[j] : max;
 #pragma omp simd reduction(+ : total)
       for (int64_t j = 0; j < KEY_BLOCK; ++j) total += mine[j] = exp_of(mine[j] - max);
-      for (int64_t j = 0; j < KEY_BLOCK; ++j) narrow(mine[j], weights[i * KEY_BLOCK + j]);
+      narrow_all(mine, KEY_BLOCK, weights + i * KEY_BLOCK);
       const float shrink = exp_of(maxima[i] - max);
       totals[i] = totals[i] * shrink + total;
       maxima[i] = max;

@@ -53,18 +53,22 @@ inline __m512 silu(__m512 x) {
   return _mm512_mask_mul_ps(above, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), above, e);
 }
 
+// What to ask of memory during a pass over a panel: `pace` numbers from `start` on for each pair.
+struct Ahead {
+  const uint16_t* start;
+  int64_t pace;
+};
+
 // c [ROWS, PANEL] = a [ROWS, 2 * pairs] x one panel [pairs, PANEL, 2]; of a GATED panel, whose halves are gate and up,
 // c [ROWS, PANEL / 2].
 template <int ROWS, bool GATED, typename C>
-inline void multiply(const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, C* c, int64_t ldc) {
+inline void multiply(const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, Ahead ahead, C* c, int64_t ldc) {
   __m512 left[ROWS], right[ROWS];
   for (int i = 0; i < ROWS; ++i) left[i] = right[i] = _mm512_setzero_ps();
   for (int64_t k = 0; k < pairs; ++k, panel += 2 * PANEL) {
     const __m512bh w_left = (__m512bh)_mm512_loadu_si512(panel), w_right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
-    if constexpr (ROWS <= 2) {
-      __builtin_prefetch(panel + AHEAD);
-      __builtin_prefetch(panel + AHEAD + PANEL);
-    }
+    __builtin_prefetch(ahead.start + k * ahead.pace);
+    __builtin_prefetch(ahead.start + k * ahead.pace + PANEL);
     for (int i = 0; i < ROWS; ++i) {
       int32_t pair;
       std::memcpy(&pair, a + i * lda + 2 * k, sizeof pair);
@@ -85,10 +89,10 @@ inline void multiply(const uint16_t* a, int64_t lda, const uint16_t* panel, int6
 
 // The same for a number of rows, at most ROWS, that is known only now.
 template <int ROWS, bool GATED, typename C>
-void multiply_some(int64_t rows, const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, C* c, int64_t ldc) {
+void multiply_some(int64_t rows, const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, Ahead ahead, C* c, int64_t ldc) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS) return multiply<ROWS, GATED>(a, lda, panel, pairs, c, ldc);
-    multiply_some<ROWS - 1, GATED>(rows, a, lda, panel, pairs, c, ldc);
+    if (rows == ROWS) return multiply<ROWS, GATED>(a, lda, panel, pairs, ahead, c, ldc);
+    multiply_some<ROWS - 1, GATED>(rows, a, lda, panel, pairs, ahead, c, ldc);
   }
 }
 
@@ -114,15 +118,20 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   const int64_t rows = x.numel() / in;
   // as many panels at once as make the threads' turns few and yet even
   const int64_t turn = rows > FEW ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
+  // A single pass waits for this panel's weights. Of several, all but the first find them in the cache and would leave
+  // memory idle: each asks for its share of the next panel.
+  const int64_t passes = (rows + TILE - 1) / TILE;
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     for (int64_t t = next++; t < turns; t = next++)
       for (int64_t p = t * turn; p < std::min(panels, (t + 1) * turn); ++p) {
         const uint16_t* panel = weights + p * in * PANEL;
         C* columns = c + p * COLUMNS;
+        Ahead ahead{passes == 1 ? panel + AHEAD : panel + in * PANEL, 2 * PANEL / passes};
         int64_t i = 0;
-        for (; i + TILE <= rows; i += TILE) multiply<TILE, GATED>(a + i * in, in, panel, in / 2, columns + i * out_size, out_size);
-        multiply_some<TILE - 1, GATED>(rows - i, a + i * in, in, panel, in / 2, columns + i * out_size, out_size);
+        for (; i + TILE <= rows; i += TILE, ahead.start += ahead.pace * in / 2)
+          multiply<TILE, GATED>(a + i * in, in, panel, in / 2, ahead, columns + i * out_size, out_size);
+        multiply_some<TILE - 1, GATED>(rows - i, a + i * in, in, panel, in / 2, ahead, columns + i * out_size, out_size);
       }
   };
   torch::stable::parallel_for(0, std::min<int64_t>(torch::stable::get_num_threads(), turns), 1, work);

@@ -101,12 +101,32 @@ def test_each_request_attends_to_its_own_context(
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 7), (1, 8)], ids=["multi-head", "grouped", "multi-query"])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
-def test_every_page_size_grouping_and_head_size(page_size: int, heads: int, group: int, dim: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_page_size_grouping_and_head_size(
+    page_size: int, heads: int, group: int, dim: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    case = Case((heads, group, page_size, dim), torch.float32, [1, 1, 40], [300, 17, 90])
+    case = Case((heads, group, page_size, dim), dtype, [1, 1, 40], [300, 17, 90])
     before = case.pool.clone()
     step = CpuAttention(case.pool, case.layout).plan(case.step())
     case.check(step.attend(2, case.query, case.key, case.value, Scoring(0.1)), before, 2, Scoring(0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("context", [1, 2, 15, 17, 33, 290, 291])
+@pytest.mark.parametrize("window", [0, 14, 21])
+def test_what_others_left_in_a_page_is_not_seen(dtype: torch.dtype, context: int, window: int) -> None:
+    """Rows behind the context, and before a decode's window: not even NaN may come through."""
+    torch.manual_seed(0)
+    for length in {1, context}:
+        case = Case((2, 3, 16, 32), dtype, [length], [context])
+        pages = case.pool[case.tables[0]].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # [heads, layers, 2, rows, D]
+        pages[..., context:, :] = torch.nan
+        if window and length == 1:
+            pages[..., : max(0, context - window), :] = torch.nan
+        case.pool[case.tables[0]] = pages.unflatten(3, (-1, 16)).permute(3, 0, 1, 2, 4, 5)
+        step = CpuAttention(case.pool, case.layout).plan(case.step())
+        assert step.attend(1, case.query, case.key, case.value, Scoring(0.1, window)).isfinite().all()
 
 
 def test_it_writes_what_the_plain_backend_writes_and_nothing_else() -> None:
