@@ -120,7 +120,7 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   const int64_t turn = rows > FEW ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
   // A single pass waits for this panel's weights. Of several, all but the first find them in the cache and would leave
   // memory idle: each asks for its share of the next panel.
-  const int64_t passes = (rows + TILE - 1) / TILE;
+  const int64_t passes = std::max<int64_t>(1, (rows + TILE - 1) / TILE);
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     for (int64_t t = next++; t < turns; t = next++)

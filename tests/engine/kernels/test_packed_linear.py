@@ -27,7 +27,7 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLine
     return PackedLinear(torch.nn.Parameter(pack(weight, HugeMemory()), requires_grad=False), whole, 0, len(weight))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 24, 100])
+@pytest.mark.parametrize("rows", [0, 1, 2, 11, 12, 13, 24, 100])
 @pytest.mark.parametrize(("out_size", "in_size"), [(32, 2), (96, 64), (960, 576), (1024, 130)])
 @torch.no_grad()
 def test_products_are_those_of_plain_weights(rows: int, out_size: int, in_size: int) -> None:
