@@ -91,7 +91,7 @@ class StaleInstance(PeerLost):
 
 
 class BackendUnavailable(MeshError):
-    """etcd or NATS cannot be reached: the message gives address, cause and what to start."""
+    """etcd or NATS cannot be reached, or a KV transfer backend not be used: the message gives the cause and what to do."""
 
     retryable = True
 

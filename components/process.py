@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 import uvloop
 
+from components.errors import BackendUnavailable
 from components.settings import MeshSettings
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 
@@ -107,8 +108,10 @@ async def drain(service: Draining, timeout_s: float) -> None:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service's `main` on uvloop; an interrupt is a clean stop."""
+    """Run a service's `main` on uvloop; an interrupt is a clean stop, and what is missing outside is said in one line."""
     try:
         uvloop.run(main)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BackendUnavailable as exc:
+        sys.exit(exc.message)

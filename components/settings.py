@@ -50,6 +50,12 @@ class MeshSettings(BaseSettings):
     lease_ttl_s: Annotated[
         float, Field(ge=2.0, description="an instance silent for this long leaves etcd, seconds")
     ] = 10.0
+    kv_transfer: Annotated[
+        str, Field(description="what moves KV: nixl, nixl/<PLUGIN>, mooncake, fake (no KV moves), or a package's own")
+    ] = "nixl"
+    kv_transfer_host: Annotated[
+        str | None, Field(description="address for mooncake and fake to listen on; default: the one that reaches etcd")
+    ] = None
     transfer_timeout_s: Annotated[PositiveFloat, Field(description="longest life of one KV transfer, seconds")] = 60.0
     room_cleanup_s: Annotated[
         PositiveFloat, Field(description="interval of cleaning expired bootstrap rooms, seconds")

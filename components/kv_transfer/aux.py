@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from components.errors import QueueFull
+from components.errors import MalformedMessage, QueueFull
 
 SLOT: Final = np.dtype(
     [
@@ -83,3 +83,13 @@ class AuxBuffer:
         return AuxRecord(
             int(row["stamp"]), int(row["num_pages"]), int(row["first_token"]), int(row["num_cached_tokens"])
         )
+
+    def raw(self, slot: int) -> bytes:
+        """A slot as it lies in memory."""
+        return self._slots[slot : slot + 1].tobytes()
+
+    def put(self, slot: int, raw: bytes) -> None:
+        """Fill a slot with what `raw` gave elsewhere. Raises: MalformedMessage."""
+        if not (0 <= slot < len(self._slots) and len(raw) == SLOT.itemsize):
+            raise MalformedMessage(f"{len(raw)} bytes for aux slot {slot} of {len(self._slots)}")
+        self._slots[slot] = np.frombuffer(raw, dtype=SLOT)[0]

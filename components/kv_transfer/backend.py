@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from components.errors import IncompatibleLayout
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.layout import KvLayout
 from components.wire.instances import KvEndpoint
@@ -70,3 +72,28 @@ class KvTransfer(Protocol):
 
         Keep it until nothing is written here any more: writes make progress only while something is expected.
         """
+
+
+class OpenTransfer(Protocol):
+    """What a backend gives under its name: see docs/writing-a-kv-transfer-backend.md."""
+
+    def __call__(
+        self, region: PageRegion, agent_name: str, *, plugin: str, host: str
+    ) -> AbstractAsyncContextManager[KvTransfer]:
+        """This process's end, while inside; the region outlives it.
+
+        Args:
+            region: the page pool.
+            agent_name: unique per process; peers name us by it.
+            plugin: what followed a slash in the name, as UCX in nixl/UCX; else empty.
+            host: the address of this machine that peers reach.
+        Raises: BackendUnavailable, saying what is missing.
+        """
+
+
+def check_same_backend(ours: str, theirs: str) -> None:
+    """Raises: IncompatibleLayout, naming both: backends do not speak with each other."""
+    if ours != theirs:
+        raise IncompatibleLayout(
+            f"prefill and decode must move KV the same way (--kv-transfer: {ours} here, {theirs} there)"
+        )

@@ -11,15 +11,15 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from components.errors import MeshError, TransferFailed
+from components.errors import BackendUnavailable, MeshError, TransferFailed
 from components.kv_transfer.aux import SLOT, AuxBuffer
-from components.kv_transfer.backend import PageRegion, WriteStats
+from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.wire.instances import KvEndpoint
@@ -81,6 +81,7 @@ class NixlTransfer:
 
     async def connect(self, peer: KvEndpoint) -> None:
         """Set up once what writing to `peer` needs."""
+        check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
         await self._ask(lambda: self._connect(peer))
 
@@ -152,6 +153,9 @@ class NixlTransfer:
             capture_telemetry=True,
         )
         self._agent = nixl_agent(self._name, config)
+        plugins = self._agent.get_plugin_list()
+        if self._backend not in plugins:
+            raise BackendUnavailable(f"NIXL has no plugin {self._backend!r}; it has {', '.join(sorted(plugins))}")
         region, aux, layout = self._region, self.aux, self._region.layout
         memory, device_id = _memory_type(region.device)
         self._agent.register_memory(
@@ -317,3 +321,10 @@ async def open_nixl(region: PageRegion, agent_name: str, backend: str = "UCX") -
         yield transfer
     finally:
         await transfer.stop()
+
+
+def open_nixl_plugin(
+    region: PageRegion, agent_name: str, *, plugin: str, host: str
+) -> AbstractAsyncContextManager[NixlTransfer]:
+    """As `OpenTransfer` has it; NIXL's metadata carries every address of this machine, so `host` is not needed."""
+    return open_nixl(region, agent_name, plugin or "UCX")

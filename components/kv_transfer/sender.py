@@ -74,6 +74,7 @@ class Sender:
             offer, peer, stamp = await self._offer
             self.lifecycle.advance(S.TRANSFERRING)
             with tracer.start_as_current_span("prefill.transfer") as span:
+                span.set_attribute("kvmesh.transfer.backend", peer.backend)
                 started = time.monotonic()
                 await self._transfer.connect(peer)
                 await self._send_pages(offer, peer.agent)

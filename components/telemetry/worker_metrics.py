@@ -83,7 +83,9 @@ class WorkerMetrics:
             buckets=TRANSFER_BUCKETS,
             registry=self.registry,
         )
-        self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes that NIXL reports as moved.")
+        self._transfer_bytes = self._counter(
+            "kv_transfer_bytes", "KV bytes that the transfer backend reports as moved."
+        )
         self._transfer_failures = self._counter("kv_transfer_failures", "Transfers that did not complete.")
         self._recomputes = self._counter("prompt_recomputes", "Prompts computed here because their KV did not come.")
 

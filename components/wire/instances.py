@@ -17,11 +17,11 @@ Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
 @part
 class KvEndpoint:
-    """Where an instance's KV pages are and how NIXL reaches them: all that the other side sets up once per pair."""
+    """Where an instance's KV pages are and how its backend reaches them: all that the other side sets up once per pair."""
 
-    backend: str  # "nixl"
-    agent: str  # NIXL agent name, unique per process
-    agent_metadata: str  # base64 of NIXL's own blob
+    backend: str  # as --kv-transfer names it: "nixl/UCX", "mooncake", "fake"; only equal ones speak with each other
+    agent: str  # unique per process; NIXL's agent name
+    agent_metadata: str  # the backend's own: base64 of NIXL's blob, or addresses
     base_address: int
     num_pages: int
     device: str  # "cpu" or "cuda:0"

@@ -4,7 +4,7 @@ import sys
 
 from components.aio import first, raises
 from components.discovery.registry import Registration, join_registry
-from components.kv_transfer.nixl_transfer import open_nixl
+from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
 from components.messaging.service import serve_calls
@@ -28,6 +28,7 @@ async def main(settings: DecodeSettings) -> None:
     model = settings.served_model_name or served_name(settings.model)
     if model in settings.engine.lora:
         sys.exit(f"setting engine.lora: {model!r} is the name of the model itself")
+    open_transfer = kv_opener(settings.kv_transfer)  # before the engine: a wrong name shall not cost a model's start
     registration = Registration(me)
     metrics = WorkerMetrics()
     async with (
@@ -35,7 +36,9 @@ async def main(settings: DecodeSettings) -> None:
         connect_bus(settings.nats_url, f"decode-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
-        open_nixl(engine.engine.kv_region, f"decode-{me}", settings.nixl_backend) as transfer,
+        open_transfer(
+            engine.engine.kv_region, f"decode-{me}", settings.kv_transfer_host or own_address(settings.etcd_url)
+        ) as transfer,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
         watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,
         open_outbox(bus, me, lambda: registration.epoch, lambda: engine.stats.step) as outbox,

@@ -16,7 +16,6 @@ class DecodeSettings(MeshSettings):
 
     engine: EngineConfig = EngineConfig()
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stopping worker finishes, seconds")] = 30.0
-    nixl_backend: Annotated[str, Field(description="NIXL plugin that moves KV: UCX, LIBFABRIC, …")] = "UCX"
     max_local_prefill: Annotated[
         int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
     ] = 16

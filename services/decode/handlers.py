@@ -169,6 +169,7 @@ class DecodeService:
         if record.kv is None:
             return False
         try:
+            self._remote.check_backend(record.kv)
             check_compatible(self._engine.engine.kv_region.layout, record.kv.layout)
             if adapter:
                 check_same_adapter(adapter, self._engine.engine.adapters[adapter], record.adapters[adapter])

@@ -11,13 +11,13 @@ from opentelemetry.trace import SpanKind
 from components.discovery.registry import Registration, Registry
 from components.errors import DeadlineExceeded, MeshError, NoBootstrapInstance, PrefillLost
 from components.kv_transfer.aux import AuxRecord
-from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.backend import KvTransfer, check_same_backend
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
-from components.wire.instances import InstanceRecord
+from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import OfferPages, RoomFailed, RoomOk
 from engine.ports import Reserved
@@ -52,6 +52,10 @@ class RemotePrefill:
         self._transfer = transfer
         self._timeout_s = timeout_s
         self._fetches: dict[str, Fetch] = {}
+
+    def check_backend(self, theirs: KvEndpoint) -> None:
+        """Raises: IncompatibleLayout, when their KV would come another way than ours."""
+        check_same_backend(self._transfer.endpoint.backend, theirs.backend)
 
     def begin(self, engine_id: str, prefill: InstanceRecord) -> Fetch:
         """Take an aux slot for this transfer. Raises: QueueFull, when there is none."""
@@ -107,7 +111,8 @@ class RemotePrefill:
         reserved = await fetch.reserved
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
         await self._offer(fetch, accepted, reserved)
-        with tracer.start_as_current_span("decode.receive"):
+        with tracer.start_as_current_span("decode.receive") as span:
+            span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
             return await fetch.receiver.landed(accepted.stamp, len(reserved.pages))
 
     async def _ask(self, fetch: Fetch, request: GenerateRequest, timeout_s: float) -> PrefillAccepted:

@@ -53,6 +53,10 @@ def main(
         list[str] | None,
         typer.Option(metavar="NAME=DIRECTORY", help="a LoRA adapter, asked for as model NAME; may be repeated"),
     ] = None,
+    kv_transfer: Annotated[
+        str | None,
+        typer.Option(envvar="MESH_KV_TRANSFER", help="what moves KV: nixl (default), nixl/<PLUGIN>, mooncake, fake"),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -83,6 +87,7 @@ def main(
         "model": model,
         "state_dir": state_dir,
         "namespace": namespace,
+        "kv_transfer": kv_transfer,
         "otlp_endpoint": otlp_endpoint,
         "log_level": log_level,
         "engine__dtype": dtype,

@@ -2,7 +2,7 @@
 
 from components.aio import first, raises
 from components.discovery.registry import Registration, join_registry
-from components.kv_transfer.nixl_transfer import open_nixl
+from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats
 from components.messaging.service import serve_calls
@@ -21,6 +21,7 @@ async def main(settings: PrefillSettings) -> None:
     me = new_instance_id()
     subject = subject_of(settings.namespace, "prefill", me)
     model = settings.served_model_name or served_name(settings.model)
+    open_transfer = kv_opener(settings.kv_transfer)  # before the engine: a wrong name shall not cost a model's start
     registration = Registration(me)
     metrics = WorkerMetrics()
     async with (
@@ -28,7 +29,9 @@ async def main(settings: PrefillSettings) -> None:
         connect_bus(settings.nats_url, f"prefill-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
-        open_nixl(engine.engine.kv_region, f"prefill-{me}", settings.nixl_backend) as transfer,
+        open_transfer(
+            engine.engine.kv_region, f"prefill-{me}", settings.kv_transfer_host or own_address(settings.etcd_url)
+        ) as transfer,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
         service = PrefillService(bus, registration, registry, engine, transfer, metrics=metrics)

@@ -16,4 +16,3 @@ class PrefillSettings(MeshSettings):
 
     engine: EngineConfig = EngineConfig()
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stopping worker finishes, seconds")] = 30.0
-    nixl_backend: Annotated[str, Field(description="NIXL plugin that moves KV: UCX, LIBFABRIC, …")] = "UCX"

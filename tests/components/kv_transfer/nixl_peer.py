@@ -1,7 +1,7 @@
-"""Another process with pages of its own: `python -m tests.components.kv_transfer.nixl_peer <agent>`, spoken to in lines.
+"""Another process with pages of its own: `python -m tests.components.kv_transfer.nixl_peer <agent> [<backend>]`.
 
-Writes its endpoint as JSON first. Then, for each line of its input: `expect <text>` announces a notification and answers
-when it has come with what stands in the pages at that very moment; `pages` answers with the same at once.
+Spoken to in lines. Writes its endpoint as JSON first. Then, for each line of its input: `expect <text>` announces a
+notification and answers when it has come with what stands in the pages at that very moment; `pages` answers at once.
 """
 
 import asyncio
@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.choose import kv_opener
 from components.kv_transfer.layout import KvLayout
-from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 
 LAYOUT = KvLayout(model="m", dtype="float32", page_size=16, layers=2, kv_heads=2, head_dim=64)
 NUM_PAGES = 64
@@ -42,7 +43,7 @@ class Pages:
         return [hashlib.blake2b(page.tobytes(), digest_size=8).hexdigest() for page in self.memory]
 
 
-def state(pages: Pages, transfer: NixlTransfer) -> str:
+def state(pages: Pages, transfer: KvTransfer) -> str:
     return json.dumps({"pages": pages.hashes(), "aux": [asdict(transfer.aux.read(slot)) for slot in range(4)]})
 
 
@@ -51,7 +52,7 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-async def main(agent: str) -> None:
+async def main(agent: str, backend: str = "nixl") -> None:
     pages = Pages()
     waiting = set()
 
@@ -59,7 +60,7 @@ async def main(agent: str) -> None:
         await landed
         say(state(pages, transfer))
 
-    async with open_nixl(pages, agent) as transfer:
+    async with kv_opener(backend)(pages, agent, "127.0.0.1") as transfer:
         say(json.dumps(asdict(transfer.endpoint)))
         while line := (await asyncio.to_thread(sys.stdin.readline)).split():
             if line[0] == "expect":
@@ -70,4 +71,4 @@ async def main(agent: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

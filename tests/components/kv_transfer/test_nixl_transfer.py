@@ -29,9 +29,9 @@ FAILS_WITHIN_S: Final = 20.0
 class Peer:
     """The other process."""
 
-    def __init__(self, agent: str) -> None:
+    def __init__(self, agent: str, backend: str = "nixl") -> None:
         self.popen = subprocess.Popen(
-            [*tethered(), sys.executable, "-m", "tests.components.kv_transfer.nixl_peer", agent],
+            [*tethered(), sys.executable, "-m", "tests.components.kv_transfer.nixl_peer", agent, backend],
             cwd=REPO,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,0 +1,57 @@
+"""A KV transfer backend by its name: ours, or what another package registers under the entry point group.
+
+A name is `<backend>` or `<backend>/<plugin>`. A backend's module is imported when it is chosen: each brings a library that
+the others do not need.
+"""
+
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+from urllib.parse import urlsplit
+
+from components.errors import BackendUnavailable
+from components.kv_transfer.backend import KvTransfer, OpenTransfer, PageRegion
+
+GROUP: Final = "kvmesh.kv_transfer"
+OURS: Final = {
+    "nixl": "components.kv_transfer.nixl_transfer:open_nixl_plugin",
+    "mooncake": "components.kv_transfer.mooncake_transfer:open_mooncake",
+    "fake": "components.kv_transfer.fake_transfer:open_fake",
+}
+
+
+def known_backends() -> dict[str, EntryPoint]:
+    """All that can be chosen, by name; ours win over a package that takes one of our names."""
+    theirs = {point.name: point for point in entry_points(group=GROUP)}
+    return theirs | {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
+
+
+def kv_opener(setting: str) -> Callable[[PageRegion, str, str], AbstractAsyncContextManager[KvTransfer]]:
+    """(region, agent name, host) → this process's end, by the backend that the setting `kv_transfer` names.
+
+    Raises: BackendUnavailable, listing all known names, or saying why this one cannot be loaded.
+    """
+    name, _, plugin = setting.partition("/")
+    backends = known_backends()
+    if name not in backends:
+        raise BackendUnavailable(
+            f"setting kv_transfer: no backend {name!r}; there are {', '.join(sorted(backends))}, and nixl/<PLUGIN>"
+        )
+    try:
+        opener: OpenTransfer = backends[name].load()
+    except (ImportError, AttributeError) as exc:
+        raise BackendUnavailable(f"setting kv_transfer: {name!r} cannot be loaded: {exc}") from exc
+    return lambda region, agent_name, host: opener(region, agent_name, plugin=plugin, host=host)
+
+
+def own_address(etcd_url: str) -> str:
+    """The address with which this machine reaches etcd: the other workers reach etcd too, and so this machine by it."""
+    parts = urlsplit(etcd_url.partition(",")[0])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a connected UDP socket sends nothing
+            probe.connect((parts.hostname or "127.0.0.1", parts.port or 2379))
+            return str(probe.getsockname()[0])
+    except OSError:  # no such name, or only IPv6: then the setting kv_transfer_host has to say it
+        return "127.0.0.1"

@@ -1,0 +1,165 @@
+"""A doorbell: a TCP port of this process where peers say that something has landed, for backends that cannot say it themselves.
+
+It is rung on the event loop and sleeps while nobody rings. Whoever reaches the port can ring: that completes no transfer,
+for decode believes only an aux slot with the room's stamp, which is random.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+from components.aio import ended
+from components.errors import MalformedMessage, TransferFailed
+from components.wire.codec import pack, unpack
+from components.wire.doorbell import Heard, Ring
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES: Final = 4096
+DIAL_TIMEOUT_S: Final = 5.0
+
+
+class Bell:
+    """The side that listens: what is expected here, and who is told."""
+
+    def __init__(self, agent: str, host: str, write_aux: Callable[[int, bytes], None] | None) -> None:
+        self.address = ""  # "<host>:<port>", once it listens
+        self._agent = agent
+        self._host = host
+        self._write_aux = write_aux
+        self._expected: dict[str, asyncio.Future[None]] = {}
+        self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    def expect(self, notification: str) -> asyncio.Future[None]:
+        """A future that completes when a peer has rung with exactly this text."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._expected[notification] = future
+        future.add_done_callback(lambda _: self._expected.pop(notification, None))
+        return future
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Listen on a free port while inside."""
+        server = await asyncio.start_server(self._answer, self._host, 0)
+        self.address = f"{self._host}:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield
+        finally:
+            server.close()
+            for caller, writer in list(self._callers.items()):
+                writer.transport.abort()
+                await ended(caller)
+            await server.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        self._callers[me] = writer
+        try:
+            while True:
+                self._ring(unpack(await _read_frame(reader), Ring))
+                _write_frame(writer, pack(Heard(agent=self._agent)))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, OSError):
+            pass  # the caller has gone
+        except MalformedMessage as exc:
+            log.warning("doorbell: caller dropped", extra={"cause": exc.message})
+        finally:
+            self._callers.pop(me, None)
+            await _close(writer)
+
+    def _ring(self, ring: Ring) -> None:
+        future = self._expected.get(ring.notification)
+        if future is None or future.done():
+            return  # nobody waits any more; the slot may be another transfer's by now
+        if self._write_aux is not None and ring.aux:
+            self._write_aux(ring.aux_slot, ring.aux)
+        future.set_result(None)
+
+
+class Line:
+    """The side that rings: one connection to a peer's bell."""
+
+    def __init__(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._agent = agent
+        self._reader = reader
+        self._writer = writer
+        self._turn = asyncio.Lock()
+        self._asking: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be said on it any more."""
+        return self._writer.is_closing()
+
+    async def ring(self, ring: Ring) -> None:
+        """Return when the peer has taken it in, however long that takes. Raises: TransferFailed, also when it is hung up."""
+        asking = asyncio.ensure_future(self._ask(ring))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asked)
+        await asyncio.shield(asking)  # a cancelled caller must not leave an answer for the next one
+
+    async def hang_up(self) -> None:
+        """What is being said now fails."""
+        self._writer.transport.abort()  # a peer that reads nothing would hold up a close for ever
+        for asking in list(self._asking):
+            await ended(asking)
+        await _close(self._writer)
+
+    async def _ask(self, ring: Ring) -> None:
+        async with self._turn:
+            try:
+                _write_frame(self._writer, pack(ring))
+                await self._writer.drain()
+                heard = unpack(await _read_frame(self._reader), Heard)
+            except (asyncio.IncompleteReadError, OSError, MalformedMessage) as exc:
+                self._writer.transport.abort()
+                raise TransferFailed(f"{self._agent} does not answer: {exc or type(exc).__name__}") from exc
+            if heard.agent != self._agent:
+                self._writer.transport.abort()
+                raise TransferFailed(f"{heard.agent!r} answers where {self._agent!r} belongs")
+
+    def _asked(self, asking: asyncio.Task[None]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # seen, if the caller is gone
+
+
+async def dial(address: str, agent: str) -> Line:
+    """A connection to the bell of `agent`, which has answered. Raises: TransferFailed."""
+    host, _, port = address.rpartition(":")
+    line: Line | None = None
+    try:
+        async with asyncio.timeout(DIAL_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            line = Line(agent, reader, writer)
+            await line.ring(Ring())
+    except (OSError, ValueError) as exc:  # a TimeoutError is an OSError
+        if line is not None:
+            await line.hang_up()
+        raise TransferFailed(f"{agent} cannot be reached at {address!r}: {exc or type(exc).__name__}") from exc
+    except BaseException:
+        if line is not None:
+            await line.hang_up()
+        raise
+    return line
+
+
+def _write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(len(data).to_bytes(4, "big") + data)
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    if size > MAX_FRAME_BYTES:
+        raise MalformedMessage(f"a frame of {size} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    return await reader.readexactly(size)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()

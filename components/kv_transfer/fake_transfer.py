@@ -1,0 +1,99 @@
+"""The fake backend: every step of a transfer but the bytes, to measure the protocol without them.
+
+Decode goes on with pages that nobody wrote: its tokens mean nothing. Stamp, page count and first token do come over, by the
+doorbell, and each write costs one round trip, so that a peer that is dead or hangs fails as it would with another backend.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from components.errors import BackendUnavailable
+from components.kv_transfer.aux import AuxBuffer
+from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend
+from components.kv_transfer.doorbell import Bell
+from components.kv_transfer.layout import check_compatible
+from components.kv_transfer.lines import Lines
+from components.kv_transfer.runs import runs
+from components.wire.doorbell import Ring
+from components.wire.instances import KvEndpoint
+
+log = logging.getLogger(__name__)
+
+
+class FakeKvTransfer:
+    """See `KvTransfer`."""
+
+    def __init__(self, region: PageRegion, agent_name: str, host: str) -> None:
+        self.aux = AuxBuffer()
+        self.bell = Bell(agent_name, host, self.aux.put)
+        self._region = region
+        self._name = agent_name
+        self._lines = Lines()
+        self._num_pages: dict[str, int] = {}  # of each peer's pool
+
+    @property
+    def endpoint(self) -> KvEndpoint:
+        """What the other side needs to ring here."""
+        return KvEndpoint(
+            backend="fake",
+            agent=self._name,
+            agent_metadata=self.bell.address,
+            base_address=self._region.address,
+            num_pages=self._region.num_pages,
+            device=self._region.device,
+            aux_address=self.aux.address,
+            aux_slots=self.aux.num_slots,
+            layout=self._region.layout,
+        )
+
+    async def connect(self, peer: KvEndpoint) -> None:
+        """Reach the peer's bell."""
+        check_same_backend("fake", peer.backend)
+        check_compatible(self._region.layout, peer.layout)
+        await self._lines.connect(peer.agent, peer.agent_metadata)
+        self._num_pages[peer.agent] = peer.num_pages
+
+    async def disconnect(self, agent: str) -> None:
+        """Forget a peer that is gone."""
+        self._num_pages.pop(agent, None)
+        await self._lines.disconnect(agent)
+
+    async def stop(self) -> None:
+        """Forget everyone."""
+        await self._lines.disconnect_all()
+
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+        """Copy nothing; returns when the peer has answered. No byte is counted, for none moved."""
+        started = time.monotonic()
+        line = self._lines.to(agent)
+        pieces = runs(source, target, self._region.num_pages, self._num_pages[agent])
+        await line.ring(Ring())
+        return WriteStats(0, len(pieces), int((time.monotonic() - started) * 1e6))
+
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+        """Send one aux slot, and tell the peer."""
+        started = time.monotonic()
+        record = self.aux.raw(source_slot)
+        await self._lines.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
+        return WriteStats(len(record), 1, int((time.monotonic() - started) * 1e6))
+
+    def expect(self, notification: str) -> asyncio.Future[None]:
+        """A future that completes when a peer has sent exactly this text."""
+        return self.bell.expect(notification)
+
+
+@asynccontextmanager
+async def open_fake(region: PageRegion, agent_name: str, *, plugin: str, host: str) -> AsyncIterator[FakeKvTransfer]:
+    """A fake backend while inside."""
+    if plugin:
+        raise BackendUnavailable(f"the fake KV transfer has no plugin {plugin!r}: say fake")
+    log.warning("KV transfer is fake: no KV moves, and what is generated after a transfer means nothing")
+    transfer = FakeKvTransfer(region, agent_name, host)
+    async with transfer.bell.listening():
+        try:
+            yield transfer
+        finally:
+            await transfer.stop()

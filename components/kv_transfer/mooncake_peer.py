@@ -1,0 +1,136 @@
+"""Writing to one peer with Mooncake: an engine and a thread for this peer alone.
+
+Mooncake cannot take back a write that it has begun. Ending the engine does: it closes the sockets, so that a peer that has
+stopped answering, and may wake up later, gets nothing more of pages that are another request's by then. And some of its calls
+wait a minute for such a peer: that must not hold up the writes to others.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+from components.errors import TransferFailed
+from components.kv_transfer.backend import WriteStats
+from components.kv_transfer.mooncake_api import start_engine
+from components.kv_transfer.own_thread import OwnThread
+from components.wire.instances import KvEndpoint
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT: Final = 64  # pieces; Mooncake queues 1,024 a peer and fails what comes on top
+POLL_S: Final = 0.0002
+LANDED: Final = 1
+FAILED: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Contiguous on both sides."""
+
+    source: int  # addresses
+    target: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Write:
+    pieces: list[Piece]
+    done: asyncio.Future[WriteStats]
+    started: float
+    num_open: int  # pieces that have not ended
+    failure: str = ""
+
+
+class MooncakePeer:
+    """The writes to one peer."""
+
+    def __init__(self, endpoint: KvEndpoint, segment: str, host: str) -> None:
+        self.endpoint = endpoint
+        self._segment = segment
+        self._host = host
+        self._engine: Any = None  # this and what follows: the thread's
+        self._waiting: deque[tuple[_Write, Piece]] = deque()
+        self._in_flight: dict[int, _Write] = {}  # by Mooncake's batch id
+        self._thread = OwnThread("mooncake", self._poll)
+        self._thread.start()
+        self._opening = asyncio.ensure_future(self._thread.ask(self._open))
+
+    async def opened(self) -> None:
+        """Return once it can be written to. Raises: TransferFailed, when no engine answers."""
+        await asyncio.shield(self._opening)
+
+    async def write(self, pieces: list[Piece]) -> WriteStats:
+        """Copy all pieces; returns when they have landed. Raises: TransferFailed, when none is in flight any more."""
+        done: asyncio.Future[WriteStats] = asyncio.get_running_loop().create_future()
+        self._thread.post(lambda: self._add(pieces, done))
+        # A cancelled caller must still learn when the last byte has left: the pages are not free before.
+        return await asyncio.shield(done)
+
+    async def stop(self) -> None:
+        """End the engine: nothing leaves any more, and what has not landed has failed."""
+        self._thread.post(self._close)
+        await self._thread.stop()
+
+    # Below: on the thread.
+
+    def _open(self) -> None:
+        self._engine = start_engine(self._host)
+        # Nothing, written to nowhere: it makes Mooncake look for the peer now, and not with the first write.
+        batch = self._begin(Piece(0, 0, 0))
+        if not batch or self._engine.transfer_check_status(batch) != LANDED:
+            raise TransferFailed(f"no Mooncake engine answers at {self._segment!r}")
+
+    def _add(self, pieces: list[Piece], done: asyncio.Future[WriteStats]) -> None:
+        write = _Write(pieces, done, time.monotonic(), len(pieces))
+        self._waiting.extend((write, piece) for piece in pieces)
+        if not pieces:
+            self._thread.settle(done, WriteStats(0, 0, 0))
+
+    def _poll(self) -> float | None:
+        """See what has ended, begin what has waited."""
+        for batch, write in list(self._in_flight.items()):
+            status = self._engine.transfer_check_status(batch)
+            if status in {LANDED, FAILED}:
+                del self._in_flight[batch]
+                self._ended(write, "" if status == LANDED else "Mooncake reports the write as failed")
+        while self._waiting and len(self._in_flight) < IN_FLIGHT:
+            write, piece = self._waiting.popleft()
+            if write.failure:
+                self._ended(write, write.failure)
+            elif batch := self._begin(piece):
+                self._in_flight[batch] = write
+            else:
+                self._ended(write, "Mooncake refused the write")
+        return POLL_S if self._in_flight else None
+
+    def _begin(self, piece: Piece) -> int:
+        """Mooncake's batch id, or 0."""
+        try:
+            return int(self._engine.transfer_submit_write(self._segment, piece.source, piece.target, piece.num_bytes))
+        except (TypeError, RuntimeError) as exc:  # such as an address that is none
+            log.warning("write not posted", extra={"peer": self.endpoint.agent, "cause": str(exc).partition("\n")[0]})
+            return 0
+
+    def _ended(self, write: _Write, failure: str) -> None:
+        write.failure = write.failure or failure
+        write.num_open -= 1
+        if write.num_open:
+            return
+        if write.failure:
+            error = TransferFailed(f"{write.failure}; the peer {self.endpoint.agent} is lost")
+            self._thread.settle(write.done, error=error)
+        else:
+            took_us = int((time.monotonic() - write.started) * 1e6)
+            num_bytes = sum(piece.num_bytes for piece in write.pieces)
+            self._thread.settle(write.done, WriteStats(num_bytes, len(write.pieces), took_us))
+
+    def _close(self) -> None:
+        writes = [*self._in_flight.values(), *(write for write, _ in self._waiting)]
+        self._engine = None  # its destructor closes the sockets
+        self._in_flight.clear()
+        self._waiting.clear()
+        for write in writes:
+            self._thread.settle(write.done, error=TransferFailed(f"{self.endpoint.agent} is gone"))

@@ -1,0 +1,148 @@
+"""The Mooncake backend: host memory over TCP, peers found by Mooncake's own handshake, without a metadata server.
+
+One engine listens, and holds the registered pool; one more for each peer writes. A write counts as complete when the peer has
+acknowledged that it stands in its memory, so an aux slot that is written afterwards, and a doorbell that is rung after
+that, cannot overtake the pages.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from components.errors import BackendUnavailable, TransferFailed
+from components.kv_transfer.aux import SLOT, AuxBuffer
+from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend
+from components.kv_transfer.doorbell import Bell
+from components.kv_transfer.layout import check_compatible
+from components.kv_transfer.lines import Lines
+from components.kv_transfer.mooncake_api import start_engine
+from components.kv_transfer.mooncake_peer import MooncakePeer, Piece
+from components.kv_transfer.runs import runs
+from components.wire.doorbell import Ring
+from components.wire.instances import KvEndpoint
+
+
+class MooncakeTransfer:
+    """See `KvTransfer`."""
+
+    def __init__(self, region: PageRegion, agent_name: str, host: str) -> None:
+        self.aux = AuxBuffer()
+        self.bell = Bell(agent_name, host, None)
+        self._region = region
+        self._name = agent_name
+        self._host = host
+        self._lines = Lines()
+        self._peers: dict[str, MooncakePeer] = {}
+        self._engine: Any = None
+        self._segment = ""  # the name by which peers find this engine
+
+    @property
+    def endpoint(self) -> KvEndpoint:
+        """What the other side needs to write here."""
+        assert self._segment, "start() first"
+        return KvEndpoint(
+            backend="mooncake",
+            agent=self._name,
+            agent_metadata=f"{self._segment},{self.bell.address}",
+            base_address=self._region.address,
+            num_pages=self._region.num_pages,
+            device=self._region.device,
+            aux_address=self.aux.address,
+            aux_slots=self.aux.num_slots,
+            layout=self._region.layout,
+        )
+
+    async def start(self) -> None:
+        """Create the engine that listens and register the pool with it. Raises: BackendUnavailable."""
+        self._segment = await asyncio.to_thread(self._listen)
+
+    async def stop(self) -> None:
+        """End every engine: nothing is written by us, or to us, any more."""
+        for agent in list(self._peers):
+            await self.disconnect(agent)
+        await self._lines.disconnect_all()
+        await asyncio.to_thread(self._close)
+
+    async def connect(self, peer: KvEndpoint) -> None:
+        """Set up once what writing to `peer` needs."""
+        check_same_backend("mooncake", peer.backend)
+        check_compatible(self._region.layout, peer.layout)
+        segment, _, bell = peer.agent_metadata.partition(",")
+        await self._lines.connect(peer.agent, bell)  # first: it knows soon, and says whether this is the right process
+        known = self._peers.get(peer.agent) or MooncakePeer(peer, segment, self._host)
+        self._peers[peer.agent] = known
+        try:
+            await known.opened()
+        except TransferFailed:
+            if self._peers.get(peer.agent) is known:
+                await self.disconnect(peer.agent)
+            raise
+
+    async def disconnect(self, agent: str) -> None:
+        """Forget a peer that is gone."""
+        peer = self._peers.pop(agent, None)
+        await self._lines.disconnect(agent)
+        if peer is not None:
+            await peer.stop()
+
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+        """Copy pages; returns when they have landed."""
+        peer = self._peer(agent)
+        size, ours, theirs = self._region.layout.page_bytes, self._region.address, peer.endpoint.base_address
+        pieces = [
+            Piece(ours + run.source * size, theirs + run.target * size, run.count * size)
+            for run in runs(source, target, self._region.num_pages, peer.endpoint.num_pages)
+        ]
+        return await peer.write(pieces)
+
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+        """Copy one aux slot, then tell the peer."""
+        peer, line = self._peer(agent), self._lines.to(agent)
+        source = self.aux.address + source_slot * SLOT.itemsize
+        target = peer.endpoint.aux_address + target_slot * SLOT.itemsize
+        stats = await peer.write([Piece(source, target, SLOT.itemsize)])
+        await line.ring(Ring(notification=notification))
+        return stats
+
+    def expect(self, notification: str) -> asyncio.Future[None]:
+        """A future that completes when a peer has sent exactly this text."""
+        return self.bell.expect(notification)
+
+    def _peer(self, agent: str) -> MooncakePeer:
+        peer = self._peers.get(agent)
+        if peer is None:
+            raise TransferFailed(f"no connection to {agent}")
+        return peer
+
+    def _listen(self) -> str:
+        self._engine = start_engine(self._host)
+        region, aux = self._region, self.aux
+        for address, size in (
+            (region.address, region.num_pages * region.layout.page_bytes),
+            (aux.address, aux.num_bytes),
+        ):
+            if self._engine.register_memory(address, size):
+                raise BackendUnavailable(f"Mooncake cannot register {size} bytes of memory")
+        return f"{self._host}:{self._engine.get_rpc_port()}"
+
+    def _close(self) -> None:
+        self._engine = None
+
+
+@asynccontextmanager
+async def open_mooncake(
+    region: PageRegion, agent_name: str, *, plugin: str, host: str
+) -> AsyncIterator[MooncakeTransfer]:
+    """Mooncake over `region` while inside; the region must outlive it."""
+    if plugin:
+        raise BackendUnavailable(f"mooncake moves KV over TCP and has no plugin {plugin!r}: say mooncake")
+    if region.device != "cpu":
+        raise BackendUnavailable(f"mooncake moves KV in host memory, not on {region.device}: use nixl")
+    transfer = MooncakeTransfer(region, agent_name, host)
+    try:
+        await transfer.start()
+        async with transfer.bell.listening():
+            yield transfer
+    finally:
+        await transfer.stop()

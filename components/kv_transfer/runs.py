@@ -1,0 +1,34 @@
+"""Pages that are neighbours on both sides move as one piece. No I/O."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from components.errors import TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pages `source` … `source + count - 1` of ours and `target` … `target + count - 1` of the peer."""
+
+    source: int
+    target: int
+    count: int
+
+
+def runs(source: Sequence[int], target: Sequence[int], num_ours: int, num_theirs: int) -> list[Run]:
+    """The fewest runs that copy page source[i] to page target[i], for all i.
+
+    Raises: TransferFailed, when the lists differ in length or name a page outside the pools of `num_ours`, `num_theirs`.
+    """
+    if len(source) != len(target):
+        raise TransferFailed(f"{len(source)} pages cannot go into {len(target)}")
+    merged: list[Run] = []
+    for ours, theirs in zip(source, target, strict=True):
+        if not (0 <= ours < num_ours and 0 <= theirs < num_theirs):
+            raise TransferFailed(f"page {ours} of {num_ours} here or {theirs} of {num_theirs} there is out of range")
+        last = merged[-1] if merged else None
+        if last is not None and (ours, theirs) == (last.source + last.count, last.target + last.count):
+            merged[-1] = Run(last.source, last.target, last.count + 1)
+        else:
+            merged.append(Run(ours, theirs, 1))
+    return merged

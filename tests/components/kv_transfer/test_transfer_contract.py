@@ -1,0 +1,255 @@
+"""What every backend must do, between two real processes."""
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from components.errors import BackendUnavailable, IncompatibleLayout, TransferFailed
+from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.choose import kv_opener
+from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages
+from tests.components.kv_transfer.test_nixl_transfer import Peer
+
+pytestmark = pytest.mark.anyio
+
+HOST: Final = "127.0.0.1"
+FAILS_WITHIN_S: Final = 20.0
+StartPeer = Callable[[str], Peer]
+
+
+@pytest.fixture(scope="module", params=["nixl", "mooncake", "fake"])
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    try:
+        kv_opener(name)
+    except BackendUnavailable as exc:
+        pytest.skip(exc.message)
+    return name
+
+
+@pytest.fixture(scope="module")
+def start_peer(backend: str) -> Iterator[StartPeer]:
+    peers: list[Peer] = []
+
+    def start(agent: str) -> Peer:
+        peers.append(Peer(f"{agent}-{random.getrandbits(32):x}", backend))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.kill()
+        assert peer.popen.stdin is not None
+        assert peer.popen.stdout is not None
+        peer.popen.stdout.close()
+        with suppress(BrokenPipeError):
+            peer.popen.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def shared_peer(start_peer: StartPeer) -> Peer:
+    """For the tests that do not kill it."""
+    return start_peer("decode-shared")
+
+
+@pytest.fixture
+def pages() -> Pages:
+    mine = Pages()
+    mine.fill(seed=random.getrandbits(32))
+    return mine
+
+
+@pytest.fixture
+async def transfer(backend: str, pages: Pages) -> AsyncIterator[KvTransfer]:
+    async with kv_opener(backend)(pages, f"prefill-{random.getrandbits(32):x}", HOST) as opened:
+        yield opened
+
+
+async def _tell(transfer: KvTransfer, peer: Peer, room: str, record: AuxRecord, target_slot: int = 2) -> None:
+    slot = transfer.aux.take()
+    transfer.aux.write(slot, record)
+    await transfer.write_aux(peer.endpoint.agent, slot, target_slot, room)
+    transfer.aux.give_back(slot)
+
+
+@pytest.mark.parametrize("count", [1, 2, NUM_PAGES])
+@pytest.mark.parametrize("order", ["neighbours", "permuted"])
+async def test_pages_stand_there_and_no_other_has_changed_when_the_notification_comes(
+    transfer: KvTransfer, pages: Pages, shared_peer: Peer, backend: str, count: int, order: str
+) -> None:
+    draw = random.Random(count)
+    source, target = draw.sample(range(NUM_PAGES), count), draw.sample(range(NUM_PAGES), count)
+    if order == "neighbours":
+        source = target = list(range(NUM_PAGES - count, NUM_PAGES))
+    room = f"boot/{draw.getrandbits(40):x}"
+    await transfer.connect(shared_peer.endpoint)
+    before = json.loads(shared_peer.say("pages"))["pages"]
+    assert shared_peer.say(f"expect {room}") == "expecting\n"
+    stats = await transfer.write_pages(shared_peer.endpoint.agent, source, target)
+    assert stats.num_descriptors <= (1 if order == "neighbours" else count)
+    await _tell(transfer, shared_peer, room, AuxRecord(7 + count, count, -42, 3))
+    landed = json.loads(shared_peer.read())
+    expected = list(before)
+    if backend != "fake":
+        assert stats.num_bytes == count * LAYOUT.page_bytes
+        for ours, theirs in zip(source, target, strict=True):
+            expected[theirs] = pages.hashes()[ours]
+        assert expected != before
+    else:
+        assert stats.num_bytes == 0
+    assert landed["pages"] == expected
+    assert landed["aux"][2] == {"stamp": 7 + count, "num_pages": count, "first_token": -42, "num_cached_tokens": 3}
+
+
+async def test_a_notification_is_for_exactly_its_room_however_late_it_comes(
+    transfer: KvTransfer, shared_peer: Peer
+) -> None:
+    room = f"boot/{random.getrandbits(40):x}"
+    await transfer.connect(shared_peer.endpoint)
+    shared_peer.say(f"expect {room}0")
+    shared_peer.say(f"expect {room}")
+    await _tell(transfer, shared_peer, "boot/nobody-expects-this", AuxRecord(1, 1, 1, 1))
+    reading = asyncio.create_task(asyncio.to_thread(shared_peer.read))
+    assert not (await asyncio.wait((reading,), timeout=1.5))[0]
+    await _tell(transfer, shared_peer, room, AuxRecord(2, 1, 1, 1))
+    assert json.loads(await asyncio.wait_for(reading, FAILS_WITHIN_S))["aux"][2]["stamp"] == 2
+    reading = asyncio.create_task(asyncio.to_thread(shared_peer.read))
+    assert not (await asyncio.wait((reading,), timeout=0.3))[0]
+    await _tell(transfer, shared_peer, f"{room}0", AuxRecord(3, 1, 1, 1))
+    assert json.loads(await asyncio.wait_for(reading, FAILS_WITHIN_S))["aux"][2]["stamp"] == 3
+
+
+async def test_many_transfers_at_once_are_each_told_of_their_end(
+    transfer: KvTransfer, pages: Pages, shared_peer: Peer, backend: str
+) -> None:
+    agent = shared_peer.endpoint.agent
+    shared_peer.say("expect never-sent")
+    await asyncio.gather(*(transfer.connect(shared_peer.endpoint) for _ in range(5)))
+    await asyncio.gather(*(transfer.write_pages(agent, [p], [NUM_PAGES - 1 - p]) for p in range(NUM_PAGES)))
+    scattered = list(range(0, NUM_PAGES, 2))
+    await asyncio.gather(*(transfer.write_pages(agent, scattered, scattered[::-1]) for _ in range(40)))
+    expected = pages.hashes()[::-1]
+    for ours, theirs in zip(scattered, scattered[::-1], strict=True):
+        expected[theirs] = pages.hashes()[ours]
+    assert (json.loads(shared_peer.say("pages"))["pages"] == expected) == (backend != "fake")
+
+
+async def test_a_cancelled_caller_leaves_the_connection_whole(transfer: KvTransfer, shared_peer: Peer) -> None:
+    agent = shared_peer.endpoint.agent
+    shared_peer.say("expect never-sent")
+    await transfer.connect(shared_peer.endpoint)
+    writes = [asyncio.create_task(transfer.write_pages(agent, [p], [p])) for p in range(8)]
+    await asyncio.sleep(0)
+    for write in writes[::2]:
+        write.cancel()
+    await asyncio.wait(writes)
+    assert [write.cancelled() for write in writes] == [True, False] * 4
+    await transfer.write_pages(agent, range(NUM_PAGES), range(NUM_PAGES))
+
+
+async def test_an_unknown_peer_and_pages_out_of_range_are_failed_transfers(
+    transfer: KvTransfer, shared_peer: Peer
+) -> None:
+    with pytest.raises(TransferFailed, match="no connection to decode-nobody"):
+        await transfer.write_pages("decode-nobody", [0], [0])
+    with pytest.raises(TransferFailed, match="no connection to decode-nobody"):
+        await transfer.write_aux("decode-nobody", 0, 0, "room")
+    await transfer.disconnect("decode-nobody")
+    await transfer.connect(shared_peer.endpoint)
+    for source, target in (([NUM_PAGES], [0]), ([0], [NUM_PAGES]), ([0, 1], [0])):
+        with pytest.raises(TransferFailed):
+            await transfer.write_pages(shared_peer.endpoint.agent, source, target)
+
+
+@pytest.mark.parametrize("lie", ["AAAA", "no address", "127.0.0.1:1,127.0.0.1:1"])
+async def test_an_endpoint_that_lies_is_a_failed_transfer_and_the_backend_lives(
+    transfer: KvTransfer, shared_peer: Peer, lie: str
+) -> None:
+    shared_peer.say("expect never-sent")
+    for change in ({"agent_metadata": lie}, {"agent": "somebody-else"}):
+        with pytest.raises(TransferFailed):
+            await transfer.connect(replace(shared_peer.endpoint, **change))
+    await transfer.connect(shared_peer.endpoint)
+    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
+
+
+async def test_another_backend_or_layout_is_refused_with_both_values(transfer: KvTransfer, shared_peer: Peer) -> None:
+    with pytest.raises(IncompatibleLayout, match=f"{transfer.endpoint.backend} here, elsewhere there"):
+        await transfer.connect(replace(shared_peer.endpoint, backend="elsewhere"))
+    with pytest.raises(IncompatibleLayout, match="layers: 2 here, 3 there"):
+        await transfer.connect(replace(shared_peer.endpoint, layout=replace(LAYOUT, layers=3)))
+    with pytest.raises(TransferFailed, match="no connection"):
+        await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
+
+
+async def test_a_dead_peer_fails_its_writes_and_a_restarted_one_is_served(
+    transfer: KvTransfer, pages: Pages, start_peer: StartPeer, backend: str
+) -> None:
+    first, again = start_peer("decode-first"), start_peer("decode-again")
+    await transfer.connect(first.endpoint)
+    first.say("expect never-sent")
+    await transfer.write_pages(first.endpoint.agent, [0], [0])
+    first.kill()
+    for _ in range(2):
+        with pytest.raises(TransferFailed):
+            await asyncio.wait_for(transfer.write_pages(first.endpoint.agent, range(32), range(32)), FAILS_WITHIN_S)
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(transfer.write_aux(first.endpoint.agent, 0, 0, "room"), FAILS_WITHIN_S)
+    await transfer.disconnect(first.endpoint.agent)
+    await transfer.disconnect(first.endpoint.agent)
+    with pytest.raises(TransferFailed, match="no connection"):
+        await transfer.write_pages(first.endpoint.agent, [0], [0])
+    await transfer.connect(again.endpoint)
+    again.say("expect room")
+    await transfer.write_pages(again.endpoint.agent, range(NUM_PAGES), range(NUM_PAGES))
+    await transfer.write_aux(again.endpoint.agent, 0, 0, "room")
+    assert (json.loads(again.read())["pages"] == pages.hashes()) == (backend != "fake")
+
+
+async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_pages_leaves(
+    transfer: KvTransfer, pages: Pages, start_peer: StartPeer, backend: str
+) -> None:
+    """A stopped process answers nothing, and may wake up: by then our pages are another request's."""
+    hung = start_peer("decode-hung")
+    await transfer.connect(hung.endpoint)
+    hung.say("expect never-sent")
+    ours = pages.hashes()
+    before = json.loads(hung.say("pages"))["pages"]
+    hung.popen.send_signal(signal.SIGSTOP)
+    agent, everything = hung.endpoint.agent, range(NUM_PAGES)
+    writes = [asyncio.create_task(transfer.write_pages(agent, everything, everything)) for _ in range(2)]
+    assert not (await asyncio.wait(writes, timeout=0.3))[0]
+    await transfer.disconnect(agent)
+    for write in writes:
+        with pytest.raises(TransferFailed):
+            await asyncio.wait_for(write, FAILS_WITHIN_S)
+    pages.memory[:] = 0xEE
+    theirs = pages.hashes()[0]
+    hung.popen.send_signal(signal.SIGCONT)
+    await asyncio.sleep(0.3)
+    after = json.loads(hung.say("pages"))["pages"]
+    assert theirs not in after
+    if backend == "fake":
+        assert after == before
+    assert len(ours) == len(after)
+
+
+async def test_nothing_runs_while_nobody_waits(transfer: KvTransfer, shared_peer: Peer, backend: str) -> None:
+    """Of a second of idling, well under a fifth is spent; expecting something costs NIXL alone its polls."""
+    shared_peer.say("expect never-sent")
+    await transfer.connect(shared_peer.endpoint)
+    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
+    expected = transfer.expect("never")
+    if backend == "nixl":
+        expected.cancel()
+    used_s = time.process_time()
+    await asyncio.sleep(1)
+    assert time.process_time() - used_s < 0.2
