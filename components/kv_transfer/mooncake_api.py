@@ -3,11 +3,18 @@
 Raises: ImportError, saying what to install.
 """
 
+import contextlib
 import os
+import socket
+import struct
+import time
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from components.errors import BackendUnavailable
+
+LISTENER_LOOKS_UP_S: Final = 1.0
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else a dozen lines on stderr for each engine, and each peer has one
 os.environ.setdefault("MC_FORCE_TCP", "1")  # without it a machine with RDMA would use what nobody has run here
@@ -32,3 +39,17 @@ def start_engine(host: str) -> Any:
     if engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
         raise BackendUnavailable(f"Mooncake's engine does not start on {host}")
     return engine
+
+
+def prepare_end(engine: Any) -> None:
+    """Return when dropping `engine` takes milliseconds; until then it works on. Blocks for a second, without the GIL.
+
+    Its destructor holds the GIL, so that the whole process stands still, and waits for a thread that looks up from its
+    `accept` once a second. A shorter timeout on that socket counts from the next `accept` on.
+    """
+    port = engine.get_rpc_port()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as found:  # no socket: OSError
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+    time.sleep(LISTENER_LOOKS_UP_S)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from components.errors import TransferFailed
 from components.kv_transfer.backend import WriteStats
-from components.kv_transfer.mooncake_api import start_engine
+from components.kv_transfer.mooncake_api import prepare_end, start_engine
 from components.kv_transfer.own_thread import OwnThread
 from components.wire.instances import KvEndpoint
 
@@ -129,6 +129,8 @@ class MooncakePeer:
 
     def _close(self) -> None:
         writes = [*self._in_flight.values(), *(write for write, _ in self._waiting)]
+        if self._engine is not None:
+            prepare_end(self._engine)
         self._engine = None  # its destructor closes the sockets
         self._in_flight.clear()
         self._waiting.clear()

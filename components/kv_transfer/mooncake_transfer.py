@@ -59,8 +59,7 @@ class MooncakeTransfer:
 
     async def stop(self) -> None:
         """End every engine: nothing is written by us, or to us, any more."""
-        for agent in list(self._peers):
-            await self.disconnect(agent)
+        await asyncio.gather(*(self.disconnect(agent) for agent in list(self._peers)))
         await self._lines.disconnect_all()
         await asyncio.to_thread(self._close)
 
