@@ -137,7 +137,7 @@ async def dial(address: str, agent: str) -> Line:
             reader, writer = await asyncio.open_connection(host, int(port))
             line = Line(agent, reader, writer)
             await line.ring(Ring())
-    except (OSError, ValueError) as exc:  # a TimeoutError is an OSError
+    except (OSError, ValueError, OverflowError) as exc:  # also a timeout, and a port that is none
         if line is not None:
             await line.hang_up()
         raise TransferFailed(f"{agent} cannot be reached at {address!r}: {exc or type(exc).__name__}") from exc

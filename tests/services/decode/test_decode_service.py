@@ -245,6 +245,20 @@ async def test_a_prefill_of_another_layout_is_passed_over_and_said_once_until_it
     assert not decode.service._refused
 
 
+async def test_a_prefill_with_another_transfer_backend_is_passed_over_with_both_named(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(endpoint("prefill-p"), backend="nixl/UCX")
+    decode.registry.book.put("p", record("p", "2", role="prefill", model="m", kv=other))
+    await decode.ask()
+    assert not decode.prefill.asked
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    [said] = [r.cause for r in caplog.records if r.message == "prefill instance not used"]
+    assert said == "prefill and decode must move KV the same way (--kv-transfer: fake here, nixl/UCX there)"
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
 async def test_an_adapter_goes_to_the_engine_and_to_a_prefill_that_has_its_very_weights(decode: Decode) -> None:
     decode.engine.engine.adapters = {"legal": "w1", "medical": "w2"}
     with_adapters = {"role": "prefill", "model": "m", "kv": endpoint("prefill-p")}
