@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from components.errors import TransferFailed
 from components.kv_transfer.aux import SLOT, AuxBuffer, AuxRecord
 from components.kv_transfer.doorbell import Bell, dial
-from components.wire.codec import pack
+from components.wire.codec import pack, unpack
 from components.wire.doorbell import Heard, Ring
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +110,30 @@ async def test_hanging_up_fails_what_is_being_said() -> None:
                 await ring
         assert line.is_broken
     await asyncio.sleep(0.05)  # the server's side closes too
+
+
+async def test_a_cancelled_ring_does_not_leave_its_answer_to_the_next() -> None:
+    taken_in = []
+
+    async def answer_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "big")
+                ring = unpack(await reader.readexactly(size), Ring)
+                await asyncio.sleep(0.1)
+                taken_in.append(ring.notification)
+                writer.write(_frame(Heard(agent="decode-d")))
+        writer.close()
+
+    async with await asyncio.start_server(answer_slowly, "127.0.0.1", 0) as server:
+        line = await dial(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "decode-d")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await line.ring(Ring(notification="cancelled"))
+        await line.ring(Ring(notification="next"))
+        assert taken_in == ["", "cancelled", "next"]
+        await line.hang_up()
+        await asyncio.sleep(0.05)  # the server's side closes too
 
 
 async def test_a_bell_that_is_closed_answers_nobody() -> None:
