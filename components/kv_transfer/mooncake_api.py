@@ -49,7 +49,14 @@ def prepare_end(engine: Any) -> None:
     """
     port = engine.get_rpc_port()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as found:  # no socket: OSError
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(entry.readlink()).startswith("socket:"):
+                _hurry(int(entry.name), port)
     time.sleep(LISTENER_LOOKS_UP_S)
+
+
+def _hurry(number: int, port: int) -> None:
+    with socket.socket(fileno=os.dup(number)) as found:
+        is_tcp = found.family in {socket.AF_INET, socket.AF_INET6} and found.type == socket.SOCK_STREAM
+        if is_tcp and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))

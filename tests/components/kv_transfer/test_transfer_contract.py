@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -22,6 +23,7 @@ from tests.components.kv_transfer.test_nixl_transfer import Peer
 pytestmark = pytest.mark.anyio
 
 HOST: Final = "127.0.0.1"
+OPEN_FILES: Final = Path("/proc/self/fd")
 FAILS_WITHIN_S: Final = 20.0
 StartPeer = Callable[[str], Peer]
 
@@ -57,7 +59,9 @@ def start_peer(backend: str) -> Iterator[StartPeer]:
 @pytest.fixture(scope="module")
 def shared_peer(start_peer: StartPeer) -> Peer:
     """For the tests that do not kill it."""
-    return start_peer("decode-shared")
+    peer = start_peer("decode-shared")
+    assert peer.endpoint.num_pages == NUM_PAGES  # read here: it is the first line that it says
+    return peer
 
 
 @pytest.fixture
@@ -242,7 +246,7 @@ async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_
         assert after == before
 
 
-async def test_the_event_loop_does_not_stand_still_while_peers_come_and_go(
+async def test_peers_come_and_go_without_a_standstill_of_the_event_loop_or_files_left_open(
     transfer: KvTransfer, shared_peer: Peer
 ) -> None:
     stalls = [0.0]
@@ -255,13 +259,16 @@ async def test_the_event_loop_does_not_stand_still_while_peers_come_and_go(
 
     shared_peer.say("expect never-sent")
     watching = asyncio.create_task(watch())
-    for _ in range(3):
+    for turn in range(4):
+        if turn == 1:
+            num_open = len(list(OPEN_FILES.iterdir()))
         await transfer.connect(shared_peer.endpoint)
         await transfer.write_pages(shared_peer.endpoint.agent, range(NUM_PAGES), range(NUM_PAGES))
         await transfer.disconnect(shared_peer.endpoint.agent)
         await asyncio.sleep(0.01)
     watching.cancel()
     assert max(stalls) < 0.4
+    assert len(list(OPEN_FILES.iterdir())) < num_open + 5
 
 
 async def test_nothing_runs_while_nobody_waits(transfer: KvTransfer, shared_peer: Peer, backend: str) -> None:
