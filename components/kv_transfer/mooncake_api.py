@@ -21,6 +21,7 @@ os.environ.setdefault("MC_FORCE_TCP", "1")  # without it a machine with RDMA wou
 os.environ.setdefault(
     "MC_TCP_ENABLE_CONNECTION_POOL", "1"
 )  # off, posting a write first waits for a connection of its own
+os.environ["MC_TCP_PROTO"] = "2"  # 1 takes a write for complete when it has left: then an aux slot could overtake pages
 
 try:
     _engine: Any = import_module("mooncake.engine")
