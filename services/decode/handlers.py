@@ -11,7 +11,7 @@ from components.discovery.registry import Registration
 from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, UnknownModel
 from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.deadline import remaining_s
-from components.messaging.heartbeats import Liveness, heartbeat_of, prompt_load
+from components.messaging.heartbeats import Liveness, heartbeat_of
 from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate, sooner_here
@@ -160,7 +160,9 @@ class DecodeService:
                 span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
                 return None
             usable = [r for r in self._prefills.usable(self._model, request.adapter) if self._fits(r, request.adapter)]
-            if self._overflow and sooner_here(remaining, self._prompts(), map(self._prompts_of, usable)):
+            if self._overflow and sooner_here(
+                remaining, self._prompts(), (self._prefills.prompts(r.instance_id) for r in usable)
+            ):
                 span.set_attribute(
                     "kvmesh.prefill.why_local", "every prefill queue lasts longer than computing it here"
                 )
@@ -179,9 +181,6 @@ class DecodeService:
         """What this instance computes itself."""
         waiting = (a for a in self._active.everyone() if a.lifecycle.state is DecodeState.WAITING)
         return PromptLoad(sum(len(active.token_ids) for active in waiting), self._rate.tokens_per_s)
-
-    def _prompts_of(self, prefill: InstanceRecord) -> PromptLoad:
-        return prompt_load(self._prefills.last_heartbeat(prefill.instance_id))
 
     def _fits(self, record: InstanceRecord, adapter: str) -> bool:
         """Whether the KV that it computes with `adapter` is what we would compute."""

@@ -249,7 +249,7 @@ async def test_a_prompt_is_computed_here_while_the_queue_at_prefill_lasts_longer
     assert decode.engine.engine.submitted["r.1"].phase is Phase.FULL
     assert decode.queues() == {"waiting": 1}
     assert decode.service.heartbeat().queued_tokens == 10
-    decode.beat(50, 100.0)  # half a second
+    decode.beat(150, 100.0)  # one and a half: within the margin
     await decode.ask(2)
     assert decode.engine.engine.submitted["r.2"].phase is Phase.DECODE
     decode.service._overflow = False
