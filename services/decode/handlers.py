@@ -159,6 +159,9 @@ class DecodeService:
             if remaining <= self._max_local_prefill:
                 span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
                 return None
+            if not self._remote.has_room:
+                span.set_attribute("kvmesh.prefill.why_local", "there are as many transfers as aux slots")
+                return None
             usable = [r for r in self._prefills.usable(self._model, request.adapter) if self._fits(r, request.adapter)]
             if self._overflow and sooner_here(
                 remaining, self._prompts(), (self._prefills.prompts(r.instance_id) for r in usable)

@@ -55,6 +55,11 @@ class RemotePrefill:
         self._timeout_s = timeout_s
         self._fetches: dict[str, Fetch] = {}
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more transfer may begin."""
+        return self._transfer.aux.num_free > 0
+
     def begin(self, engine_id: str, prefill: InstanceRecord, offered: Callable[[], None]) -> Fetch:
         """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
         receiver = Receiver(self._transfer, engine_id)

@@ -279,6 +279,16 @@ async def test_little_left_to_compute_is_computed_here(decode: Decode, prefix: i
     assert not decode.prefill.asked
 
 
+async def test_a_transfer_too_many_is_none(decode: Decode) -> None:
+    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    await decode.finish()
+    for slot in taken:
+        decode.transfer.aux.give_back(slot)
+    decode.assert_nothing_is_kept()
+
+
 async def test_without_prefill_the_prompt_is_computed_here(decode: Decode) -> None:
     decode.registry.book.remove("p")
     await decode.ask()
