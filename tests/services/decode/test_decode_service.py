@@ -602,12 +602,3 @@ async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_s
     decode.prefill.quiets.set()
     await asyncio.wait_for(drained, 1)
     decode.assert_nothing_is_kept()
-
-
-async def test_without_an_aux_slot_the_frontend_is_told_to_go_elsewhere(decode: Decode) -> None:
-    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
-    await decode.ask()
-    assert decode.errors() == ["QueueFull"]
-    for slot in taken:
-        decode.transfer.aux.give_back(slot)
-    decode.assert_nothing_is_kept()
