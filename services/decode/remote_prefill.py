@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import SpanKind
 
+from components.aio import ended
 from components.discovery.registry import Registration, Registry
 from components.errors import DeadlineExceeded, MeshError, NoBootstrapInstance, PrefillLost
 from components.kv_transfer.aux import AuxRecord
@@ -40,6 +41,7 @@ class Fetch:
     reserved: asyncio.Future[Reserved]
     offered: Callable[[], None]
     room: str | None = None
+    asking: asyncio.Task[PrefillAccepted] | None = None  # the call to prefill; nobody cancels it
 
 
 class RemotePrefill:
@@ -132,9 +134,9 @@ class RemotePrefill:
         )
         with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
             span.set_attribute("kvmesh.prefill.instance", fetch.prefill.instance_id)
-            return await self._bus.call(
-                f"{fetch.prefill.subject}.prefill", asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S
-            )
+            call = self._bus.call(f"{fetch.prefill.subject}.prefill", asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
+            fetch.asking = asyncio.create_task(call, name=f"ask {fetch.engine_id}")
+            return await asyncio.shield(fetch.asking)
 
     async def _offer(self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved) -> None:
         replica_id = accepted.room.partition("/")[0]
@@ -155,7 +157,13 @@ class RemotePrefill:
             await self._bus.call(f"{replica.subject}.offer", offer, RoomOk, timeout_s=CALL_TIMEOUT_S)
 
     async def _call_off(self, fetch: Fetch) -> None:
-        """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline."""
+        """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline.
+
+        Not before prefill has answered: the word would overtake the question, and find nothing to stop.
+        """
+        if fetch.asking is None:
+            return
+        await ended(fetch.asking)
         with suppress(MeshError):  # a prefill that is gone holds nothing
             await self._bus.publish(f"{fetch.prefill.subject}.quiesce", _quiesce(fetch))
 
