@@ -27,7 +27,7 @@ class PrefillJob:
 
     request: PrefillRequest
     sender: Sender
-    num_pages: int  # of the whole prompt
+    num_tokens: int  # of the whole prompt
     span: Span  # prefill.request: from acceptance to the last byte
     submitted_ns: int
     step_s: Callable[[], float]  # duration of the engine's last step
