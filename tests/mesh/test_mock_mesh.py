@@ -99,6 +99,43 @@ def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (128, 16)])
+def test_pages_of_different_sizes_change_no_token(mock_mesh: MeshProcesses, prefill: int, decode: int) -> None:
+    """Prompts share prefixes, which end anywhere in a page of either side; prefill's chunks do as well."""
+    prompts = _prompts(200)
+    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill", 2)
+            assert await _ask(client, prompts, salt="sizes") == expected
+            await _no_page_is_lost(client)
+        assert [r.kv.layout.page_size for r in client.prefills.usable() if r.kv] == [prefill, prefill]
+        assert "computing the prompt here" not in mock_mesh.one("decode").logged()
+        assert sum(_computed(r.http) for r in client.prefills.usable()) > 0.5 * sum(map(len, prompts))
+
+    sizes = {"MESH_PREFILL_ENGINE__PAGE_SIZE": str(prefill), "MESH_DECODE_ENGINE__PAGE_SIZE": str(decode)}
+    mock_mesh.start("bootstrap", "decode", "prefill", "prefill", MESH_ENGINE__MAX_STEP_TOKENS="100", **sizes)
+    asyncio.run(run())
+
+
+def test_a_fitting_page_size_excuses_no_other_difference(mock_mesh: MeshProcesses) -> None:
+    """Decode says what differs, with both values, and computes by itself."""
+    prompts = _prompts(20)
+    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            [prefill] = await client.until_usable("prefill")
+            assert await _ask(client, prompts, salt="refused") == expected
+            assert _computed(prefill.http) == 0
+
+    unlike = {"MESH_PREFILL_ENGINE__PAGE_SIZE": "64", "MESH_PREFILL_ENGINE__MOCK__LAYERS": "5"}
+    mock_mesh.start("bootstrap", "decode", "prefill", **unlike)
+    asyncio.run(run())
+    assert "(layers: 4 here, 5 there)" in mock_mesh.one("decode").logged()
+
+
 def _computed(url: str | None) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith("prompt_tokens_total ")))
