@@ -5,6 +5,7 @@ import random
 from itertools import pairwise
 from typing import Final
 
+import httpx
 import pytest
 
 from tests.mesh.harness import Client, MeshProcesses, open_client
@@ -51,6 +52,11 @@ def test_tokens_are_those_of_aggregated_serving(tiny_mesh: MeshProcesses, prefil
             assert await _ask(client, prompts, "disaggregated") == expected
             for beat in await client.until_quiet():
                 assert beat.free_pages + beat.cached_pages == beat.total_pages
+            [worker] = client.prefills.usable()
+            assert worker.kv is not None
+            assert worker.kv.layout.page_size == prefill
+            assert worker.http is not None
+            assert f"\nkv_transfer_seconds_count {2 * len(prompts)}.0\n" in httpx.get(f"{worker.http}/metrics").text
         assert "computing the prompt here" not in tiny_mesh.one("decode").logged()
         assert "prefill instance not used" not in tiny_mesh.one("decode").logged()
 
