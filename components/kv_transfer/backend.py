@@ -67,6 +67,7 @@ class KvTransfer(Protocol):
     async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
         """Copy `pieces` of our pool into the peer's, whose pages have another size; otherwise as `write_pages`.
 
+        At least one piece, and not a byte beside them: an earlier write may have filled the other rows of the same page.
         There are hundreds for each page, each of a kilobyte or a few, and no two writes have the same: what a backend
         prepares for whole pages does not help here.
         """

@@ -105,7 +105,7 @@ class Sender:
         return computed if computed == self._num_tokens else computed // unit * unit
 
     def _write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> Coroutine[Any, Any, WriteStats]:
-        """The write of `tokens`; of a prompt's last page, rows that no token fills go along only when it goes whole."""
+        """The write of `tokens`. Rows of a last page that no token fills go along with a whole page, not in pieces."""
         if peer.layout.page_size != self._layout.page_size:
             pieces = cut(self._layout, peer.layout, tokens, self._pages, offer.pages)
             return self._transfer.write_pieces(peer.agent, pieces)
