@@ -10,7 +10,7 @@ from components.errors import QueueFull
 SLOT: Final = np.dtype(
     [
         ("stamp", "<u8"),  # the room's; 0 while nothing has landed
-        ("num_pages", "<u4"),
+        ("num_pages", "<u4"),  # of the receiver's size
         ("first_token", "<i4"),
         ("num_cached_tokens", "<u4"),  # prompt tokens that prefill found in its own cache
         ("reserved", "V44"),  # up to one cache line

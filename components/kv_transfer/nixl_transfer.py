@@ -22,6 +22,7 @@ from components.kv_transfer.aux import SLOT, AuxBuffer
 from components.kv_transfer.backend import PageRegion, WriteStats
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
+from components.kv_transfer.pieces import Offsets, Pieces
 from components.wire.instances import KvEndpoint
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ POLL_NOTIFICATIONS_S: Final = 0.001
 
 @dataclass(slots=True)
 class _Peer:
-    agent: str
+    endpoint: KvEndpoint
     pages: Any  # prepared descriptor list of the peer's whole pool
     aux: Any
 
@@ -90,12 +91,23 @@ class NixlTransfer:
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
         """Copy pages; returns when they have landed."""
-        return await self._write(lambda peer: (self._pages, list(source), peer.pages, list(target)), agent, b"")
+        return await self._write(
+            lambda peer: self._agent.make_prepped_xfer("WRITE", self._pages, list(source), peer.pages, list(target)),
+            agent,
+        )
+
+    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+        """Copy pieces; returns when they have landed."""
+        return await self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent)
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
         """Copy one aux slot, then tell the peer."""
+        text = notification.encode()
         return await self._write(
-            lambda peer: (self._aux_list, [source_slot], peer.aux, [target_slot]), agent, notification.encode()
+            lambda peer: self._agent.make_prepped_xfer(
+                "WRITE", self._aux_list, [source_slot], peer.aux, [target_slot], text
+            ),
+            agent,
         )
 
     def expect(self, notification: str) -> asyncio.Future[None]:
@@ -121,9 +133,9 @@ class NixlTransfer:
         else:
             self._settle(future, result)
 
-    async def _write(self, lists: Callable[[_Peer], tuple[Any, ...]], agent: str, notification: bytes) -> WriteStats:
+    async def _write(self, make: Callable[[_Peer], Any], agent: str) -> WriteStats:
         done: asyncio.Future[WriteStats] = self._loop.create_future()
-        self._commands.put(lambda: self._post(lists, agent, notification, done))
+        self._commands.put(lambda: self._post(make, agent, done))
         # A cancelled caller must still learn when the last byte has left: the pages are not free before.
         return await asyncio.shield(done)
 
@@ -175,12 +187,20 @@ class NixlTransfer:
         )
 
     def _prepare(self, agent: str, address: int, count: int, size: int, device: str) -> Any:
+        return self._agent.prep_xfer_dlist(agent, self._descriptors(address, np.arange(count) * size, size, device))
+
+    def _unprepared(self, peer: KvEndpoint, pieces: Pieces) -> Any:
+        local = self._descriptors(self._region.address, pieces.source, pieces.length, self._region.device)
+        remote = self._descriptors(peer.base_address, pieces.target, pieces.length, peer.device)
+        return self._agent.initialize_xfer("WRITE", local, remote, peer.agent)
+
+    def _descriptors(self, address: int, offsets: Offsets, sizes: Offsets | int, device: str) -> Any:
         memory, device_id = _memory_type(device)
-        descriptors = np.empty((count, 3), dtype=np.uint64)  # (address, bytes, device)
-        descriptors[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(size)
-        descriptors[:, 1] = size
+        descriptors = np.empty((len(offsets), 3), dtype=np.uint64)  # (address, bytes, device)
+        descriptors[:, 0] = np.uint64(address) + offsets.astype(np.uint64)
+        descriptors[:, 1] = sizes
         descriptors[:, 2] = device_id
-        return self._agent.prep_xfer_dlist(agent, descriptors, mem_type=memory)
+        return self._agent.get_xfer_descs(descriptors, mem_type=memory)
 
     def _connect(self, peer: KvEndpoint) -> None:
         if peer.agent in self._peers:
@@ -192,7 +212,7 @@ class NixlTransfer:
         self._agent.make_connection(agent)
         pages = self._prepare(agent, peer.base_address, peer.num_pages, peer.layout.page_bytes, peer.device)
         aux = self._prepare(agent, peer.aux_address, peer.aux_slots, SLOT.itemsize, "cpu")
-        self._peers[agent] = _Peer(agent, pages, aux)
+        self._peers[agent] = _Peer(peer, pages, aux)
 
     def _disconnect(self, agent: str) -> None:
         peer = self._peers.pop(agent, None)
@@ -209,18 +229,16 @@ class NixlTransfer:
 
     def _post(
         self,
-        lists: Callable[[_Peer], tuple[Any, ...]],
+        make: Callable[[_Peer], Any],
         agent: str,
-        notification: bytes,
         done: asyncio.Future[WriteStats],
     ) -> None:
         peer = self._peers.get(agent)
         if peer is None:
             self._settle(done, error=TransferFailed(f"no connection to {agent}"))
             return
-        local, source, remote, target = lists(peer)
         try:
-            handle = self._agent.make_prepped_xfer("WRITE", local, source, remote, target, notification)
+            handle = make(peer)
         except Exception as exc:  # noqa: BLE001  NIXL's own errors have no common base
             self._settle(done, error=TransferFailed(f"NIXL refused the write to {agent}: {exc or type(exc).__name__}"))
             return

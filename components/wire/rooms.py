@@ -33,8 +33,8 @@ class OfferPages:
     room: str
     decode_id: str
     decode_epoch: str
-    pages: list[int]  # of the whole prompt, in order
-    num_cached_pages: int  # leading pages that decode already holds: nothing is sent for them
+    pages: list[int]  # of the whole prompt, in order; decode's, of its page size, which prefill's may differ from
+    num_cached_pages: int  # leading ones of these that decode already holds: nothing is sent for them
     aux_slot: int
 
 

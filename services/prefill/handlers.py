@@ -113,11 +113,11 @@ class PrefillService:
         record = self._registry.book.find(offer.decode_id, offer.decode_epoch)
         if record is None or record.kv is None:
             raise TransferFailed(f"decode instance {offer.decode_id} is not registered with epoch {offer.decode_epoch}")
-        limit = record.kv.num_pages
-        if len(offer.pages) != job.num_pages or not all(0 <= page < limit for page in offer.pages):
-            raise TransferFailed(f"the offer must name {job.num_pages} pages below {limit}")
-        if not 0 <= offer.num_cached_pages <= job.num_pages:
-            raise TransferFailed(f"{offer.num_cached_pages} cached pages of {job.num_pages}")
+        limit, num_pages = record.kv.num_pages, record.kv.layout.pages_for(job.num_tokens)  # decode's, of its size
+        if len(offer.pages) != num_pages or not all(0 <= page < limit for page in offer.pages):
+            raise TransferFailed(f"the offer must name {num_pages} pages below {limit}")
+        if not 0 <= offer.num_cached_pages <= num_pages:
+            raise TransferFailed(f"{offer.num_cached_pages} cached pages of {num_pages}")
         if not 0 <= offer.aux_slot < record.kv.aux_slots:
             raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
         job.offered(offer, record.kv)
@@ -166,14 +166,12 @@ class PrefillService:
             priority=request.priority,
             adapter=request.adapter,
         )
-        layout = self._engine.engine.kv_region.layout
-        num_pages = layout.pages_for(len(prompt.token_ids))
+        num_tokens = len(prompt.token_ids)
         job = PrefillJob(
             request=request,
-            sender=Sender(self._transfer, request.request_id, num_pages, layout.page_size),
+            sender=Sender(self._transfer, request.request_id, num_tokens),
             lifecycle=Lifecycle(f"prefill {request.request_id}", NEXT, PrefillState.BOOTSTRAPPING, self._tally),
-            num_tokens=len(prompt.token_ids),
-            num_pages=num_pages,
+            num_tokens=num_tokens,
             span=span,
             submitted_ns=time.time_ns(),
             step_s=lambda: self._engine.stats.step_s,

@@ -53,7 +53,6 @@ class PrefillJob:
     sender: Sender
     lifecycle: Lifecycle[PrefillState]
     num_tokens: int  # of the whole prompt
-    num_pages: int
     span: Span  # prefill.request: from acceptance to the last byte
     submitted_ns: int
     step_s: Callable[[], float]  # duration of the engine's last step

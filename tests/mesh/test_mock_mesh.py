@@ -38,7 +38,7 @@ async def _ask(client: Client, prompts: list[list[int]], salt: str, in_flight: i
 
 def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh: MeshProcesses) -> None:
     prompts = random_prompts(200)
-    expected = one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+    expected = one_engine(mock_mesh.home, prompts)
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
@@ -52,6 +52,43 @@ def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh
 
     mock_mesh.start("bootstrap", "decode")
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (128, 16)])
+def test_pages_of_different_sizes_change_no_token(mock_mesh: MeshProcesses, prefill: int, decode: int) -> None:
+    """Prompts share prefixes, which end anywhere in a page of either side; prefill's chunks do as well."""
+    prompts = random_prompts(200)
+    expected = one_engine(mock_mesh.home, prompts)
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill", 2)
+            assert await _ask(client, prompts, salt="sizes") == expected
+            await no_page_is_lost(client)
+        assert [r.kv.layout.page_size for r in client.prefills.usable() if r.kv] == [prefill, prefill]
+        assert "computing the prompt here" not in mock_mesh.one("decode").logged()
+        assert sum(_computed(r.http) for r in client.prefills.usable()) > 0.5 * sum(map(len, prompts))
+
+    sizes = {"MESH_PREFILL_ENGINE__PAGE_SIZE": str(prefill), "MESH_DECODE_ENGINE__PAGE_SIZE": str(decode)}
+    mock_mesh.start("bootstrap", "decode", "prefill", "prefill", MESH_ENGINE__MAX_STEP_TOKENS="100", **sizes)
+    asyncio.run(run())
+
+
+def test_a_fitting_page_size_excuses_no_other_difference(mock_mesh: MeshProcesses) -> None:
+    """Decode says what differs, with both values, and computes by itself."""
+    prompts = random_prompts(20)
+    expected = one_engine(mock_mesh.home, prompts)
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            [prefill] = await client.until_usable("prefill")
+            assert await _ask(client, prompts, salt="refused") == expected
+            assert _computed(prefill.http) == 0
+
+    unlike = {"MESH_PREFILL_ENGINE__PAGE_SIZE": "64", "MESH_PREFILL_ENGINE__MOCK__LAYERS": "5"}
+    mock_mesh.start("bootstrap", "decode", "prefill", **unlike)
+    asyncio.run(run())
+    assert "(layers: 4 here, 5 there)" in mock_mesh.one("decode").logged()
 
 
 def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
@@ -115,7 +152,7 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
 def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: MeshProcesses) -> None:
     """Reservations wait in line, decodes are retracted: 60 requests want ten times the pages that there are."""
     prompts = random_prompts(60)
-    expected = one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+    expected = one_engine(mock_mesh.home, prompts)
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:

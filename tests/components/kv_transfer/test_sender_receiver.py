@@ -35,7 +35,7 @@ def offer(num_cached_pages: int = 0, pages: list[int] | None = None, aux_slot: i
 
 
 def sending(transfer: FakeTransfer) -> tuple[Sender, asyncio.Task[None]]:
-    sender = Sender(transfer, "r", num_pages=5, page_size=4)
+    sender = Sender(transfer, "r", num_tokens=18)
     return sender, asyncio.create_task(sender.run())
 
 
@@ -113,8 +113,8 @@ async def test_another_layout_is_refused_before_any_byte_moves() -> None:
     prefill = FakeTransfer()
     sender, task = sending(prefill)
     sender.completed(OURS, 1, 0)
-    sender.offered(offer(), endpoint(layout=replace(LAYOUT, dtype="bfloat16", page_size=8)), STAMP)
-    with pytest.raises(IncompatibleLayout, match=r"dtype: float32 here, bfloat16 there, page_size: 4 here, 8 there"):
+    sender.offered(offer(), endpoint(layout=replace(LAYOUT, dtype="bfloat16", page_size=6)), STAMP)
+    with pytest.raises(IncompatibleLayout, match=r"dtype: float32 here, bfloat16 there, page_size: 4 here, 6 there"):
         await task
     assert not prefill.writes
 

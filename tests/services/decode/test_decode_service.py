@@ -311,6 +311,30 @@ async def test_a_prefill_of_another_layout_is_passed_over_and_said_once_until_it
     assert not decode.service._refused
 
 
+@pytest.mark.parametrize("page_size", [2, 8, 16])
+async def test_a_prefill_whose_page_size_divides_ours_or_is_divided_by_it_is_used(
+    decode: Decode, page_size: int
+) -> None:
+    other = endpoint("prefill-p", layout=replace(LAYOUT, page_size=page_size))
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=other))
+    await decode.ask()
+    assert len(decode.prefill.asked) == 1
+    await decode.reserve()
+    await decode.land()
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_prefill_whose_page_size_does_not_fit_is_passed_over_with_both_sizes_named(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = endpoint("prefill-p", layout=replace(LAYOUT, page_size=6))
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=other))
+    await decode.ask()
+    assert not decode.prefill.asked
+    assert "(page_size: 4 here, 6 there)" in caplog.records[-1].cause
+
+
 async def test_an_adapter_goes_to_the_engine_and_to_a_prefill_that_has_its_very_weights(decode: Decode) -> None:
     decode.engine.engine.adapters = {"legal": "w1", "medical": "w2"}
     with_adapters = {"role": "prefill", "model": "m", "kv": endpoint("prefill-p")}

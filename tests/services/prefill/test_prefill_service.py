@@ -27,7 +27,7 @@ from engine.ports import Computed, Failed, Phase
 from services.prefill.handlers import PrefillService
 from services.prefill.jobs import PrefillState
 from tests.components.discovery.records import record
-from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
+from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
 
@@ -299,6 +299,26 @@ async def test_an_offer_that_does_not_fit_is_refused_and_nothing_is_written(
     await prefill.offer()
     await turns()
     assert prefill.ends == [None]
+
+
+@pytest.mark.parametrize(("page_size", "num_pages"), [(2, 5), (8, 2), (16, 1)])
+async def test_an_offer_counts_decodes_pages_which_may_be_of_another_size(
+    prefill: Prefill, page_size: int, num_pages: int
+) -> None:
+    kv = endpoint("decode-d", layout=replace(LAYOUT, page_size=page_size))
+    prefill.registry.book.put("d", record("d", "1", kv=kv))
+    await prefill.ask()
+    prefill.computed()
+    pages = list(range(num_pages))
+    for wrong in ({"pages": [*pages, 99]}, {"pages": pages[1:]}, {"pages": pages, "num_cached_pages": num_pages + 1}):
+        with pytest.raises(TransferFailed):
+            await prefill.offer(**wrong)
+    await prefill.offer(pages=pages)
+    await turns()
+    assert prefill.ends == [None]
+    [pieces] = prefill.transfer.pieces
+    assert int(pieces.length.sum()) == 10 * LAYOUT.num_stripes * LAYOUT.row_bytes
+    assert prefill.decode.aux.read(2).num_pages == num_pages
 
 
 @pytest.mark.parametrize("error", [PromptTooLong("too long"), ZeroDivisionError("bug")])
