@@ -86,6 +86,10 @@ class TransferFailed(PeerLost):
     """KV did not arrive whole; nothing of it may be used."""
 
 
+class KvCorrupt(TransferFailed):
+    """KV arrived, but not as it was sent."""
+
+
 class StaleInstance(PeerLost):
     """The message quotes an epoch that the instance no longer has."""
 

@@ -98,7 +98,7 @@ class MeshSettings(BaseSettings):
             sys.exit(f"settings: {exc}")
 
 
-SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine"}  # names that may follow a bare MESH_
+SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine", "verify_kv"}  # names that may follow a bare MESH_
 
 
 def _fault(error: ErrorDetails) -> str:

@@ -7,8 +7,10 @@ from enum import StrEnum, auto
 from typing import Any, Final
 
 from components.aio import ended
-from components.kv_transfer.aux import AuxRecord
+from components.errors import TransferFailed
+from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer, WriteStats
+from components.kv_transfer.checksum import PageChecksums
 from components.lifecycle import Lifecycle
 from components.telemetry.spans import tracer
 from components.wire.instances import KvEndpoint
@@ -34,13 +36,22 @@ NEXT: Final = {
 class Sender:
     """Brings two streams of news together: what decode offers, and what the engine has computed."""
 
-    def __init__(self, transfer: KvTransfer, request_id: str, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        transfer: KvTransfer,
+        request_id: str,
+        num_pages: int,
+        page_size: int,
+        checksums: PageChecksums | None = None,  # when decode verifies what it gets
+    ) -> None:
         self.lifecycle = Lifecycle(f"send {request_id}", NEXT, S.BOOTSTRAPPING)
         self.num_bytes = 0  # of pages, as the backend reports them
         self.duration_s = 0.0  # from the offer to the aux slot
         self._transfer = transfer
         self._num_pages = num_pages
         self._page_size = page_size
+        self._checksums = checksums
+        self._sums: list[int] = []  # of the pages sent so far
         self._offer: asyncio.Future[tuple[PagesOffered, KvEndpoint, int]] = asyncio.get_running_loop().create_future()
         self._pages: list[int] = []
         self._num_ready = 0  # leading pages of ours that are whole
@@ -75,6 +86,7 @@ class Sender:
             self.lifecycle.advance(S.TRANSFERRING)
             with tracer.start_as_current_span("prefill.transfer") as span:
                 started = time.monotonic()
+                self._check_room(offer, peer)
                 await self._transfer.connect(peer)
                 await self._send_pages(offer, peer.agent)
                 span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
@@ -92,18 +104,37 @@ class Sender:
                 self._news.clear()
                 await self._news.wait()
             ready = self._num_ready
-            write = self._transfer.write_pages(agent, self._pages[sent:ready], offer.pages[sent:ready])
+            write = self._write(agent, self._pages[sent:ready], offer.pages[sent:ready])
             self.num_bytes += (await self._quietly(write)).num_bytes
             sent = ready
         while self._last is None:
             self._news.clear()
             await self._news.wait()
 
+    async def _write(self, agent: str, source: list[int], target: list[int]) -> WriteStats:
+        write = self._transfer.write_pages(agent, source, target)
+        if self._checksums is None:
+            return await write
+        summing = asyncio.ensure_future(self._checksums.of(source))  # meanwhile: both only read our pages
+        try:
+            stats = await write
+        finally:
+            await ended(summing)
+        self._sums += summing.result()
+        return stats
+
+    def _check_room(self, offer: PagesOffered, peer: KvEndpoint) -> None:
+        num_sent = self._num_pages - offer.num_cached_pages
+        room = room_for_checksums(min(self._transfer.aux.slot_bytes, peer.aux_slot_bytes))
+        if self._checksums is not None and num_sent > room:
+            raise TransferFailed(f"KV cannot be verified: {num_sent} pages, but aux slots hold {room} checksums")
+
     async def _send_aux(self, offer: PagesOffered, agent: str, stamp: int) -> None:
         assert self._last is not None
         slot = self._transfer.aux.take()
         try:
-            self._transfer.aux.write(slot, AuxRecord(stamp, self._num_pages, *self._last))
+            checksums = None if self._checksums is None else tuple(self._sums)
+            self._transfer.aux.write(slot, AuxRecord(stamp, self._num_pages, *self._last, checksums))
             await self._quietly(self._transfer.write_aux(agent, slot, offer.aux_slot, offer.room))
         finally:
             self._transfer.aux.give_back(slot)

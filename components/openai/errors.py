@@ -44,6 +44,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.PrefillLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.DecodeLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.TransferFailed: Row(502, _SERVER, "instance_lost", _LOST),
+    e.KvCorrupt: Row(502, _SERVER, "instance_lost", _LOST),
     e.StaleInstance: Row(502, _SERVER, "instance_lost", _LOST),
     e.BackendUnavailable: Row(503, _BUSY, "backend_unavailable", "The server is not ready. Try again shortly."),
     e.DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "The request took longer than its time limit."),

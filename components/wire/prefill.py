@@ -18,6 +18,7 @@ class PrefillRequest:
     cache_salt: str = ""
     priority: int = 0  # lower goes first
     adapter: str = ""  # of the instance's record, where it stands with the identity that decode knows
+    verify_kv: bool = False  # a checksum for each page sent goes into the aux slot
 
 
 @message("prefill-accepted.v1")

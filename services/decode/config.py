@@ -17,6 +17,12 @@ class DecodeSettings(MeshSettings):
     engine: EngineConfig = EngineConfig()
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stopping worker finishes, seconds")] = 30.0
     nixl_backend: Annotated[str, Field(description="NIXL plugin that moves KV: UCX, LIBFABRIC, …")] = "UCX"
+    verify_kv: Annotated[
+        bool,
+        Field(
+            description="check every page that prefill sends by a checksum; prefill need not be told. CPU memory only"
+        ),
+    ] = False
     max_local_prefill: Annotated[
         int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
     ] = 16

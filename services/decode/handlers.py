@@ -8,7 +8,7 @@ from typing import Any
 from opentelemetry import trace
 
 from components.discovery.registry import Registration
-from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, UnknownModel
+from components.errors import Cancelled, DeadlineExceeded, KvCorrupt, MeshError, Overloaded, PeerLost, UnknownModel
 from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.deadline import remaining_s
 from components.messaging.heartbeats import Liveness, heartbeat_of
@@ -170,6 +170,7 @@ class DecodeService:
             return False
         try:
             check_compatible(self._engine.engine.kv_region.layout, record.kv.layout)
+            self._remote.check(record.kv)
             if adapter:
                 check_same_adapter(adapter, self._engine.engine.adapters[adapter], record.adapters[adapter])
         except MeshError as exc:
@@ -192,6 +193,8 @@ class DecodeService:
             active.wait("decode.first_token")
             outputs = await self._engine.post(lambda engine: engine.deliver(active.engine_id, record.first_token))
         except MeshError as exc:
+            if isinstance(exc, KvCorrupt):
+                self._metrics.corrupt()
             log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": exc.message})
             active.span.add_event("recompute", {"cause": exc.message})
             self._metrics.recomputed()

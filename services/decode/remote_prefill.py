@@ -12,12 +12,13 @@ from components.discovery.registry import Registration, Registry
 from components.errors import DeadlineExceeded, MeshError, NoBootstrapInstance, PrefillLost
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums, check_readable
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
-from components.wire.instances import InstanceRecord
+from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import OfferPages, RoomFailed, RoomOk
 from engine.ports import Reserved
@@ -44,18 +45,31 @@ class RemotePrefill:
     """Every transfer into this decode instance."""
 
     def __init__(
-        self, bus: Bus, registration: Registration, registry: Registry, transfer: KvTransfer, timeout_s: float
+        self,
+        bus: Bus,
+        registration: Registration,
+        registry: Registry,
+        transfer: KvTransfer,
+        *,
+        timeout_s: float,
+        checksums: PageChecksums | None = None,  # when what lands is to be verified
     ) -> None:
         self._bus = bus
         self._registration = registration
         self._registry = registry
         self._transfer = transfer
         self._timeout_s = timeout_s
+        self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
+
+    def check(self, endpoint: KvEndpoint) -> None:
+        """Raises: Rejected, when a prefill instance with these pages cannot say what it sent, and we want to know."""
+        if self._checksums is not None:
+            check_readable(endpoint.device)
 
     def begin(self, engine_id: str, prefill: InstanceRecord) -> Fetch:
         """Take an aux slot for this transfer. Raises: QueueFull, when there is none."""
-        receiver = Receiver(self._transfer, engine_id)
+        receiver = Receiver(self._transfer, engine_id, self._checksums)
         fetch = Fetch(engine_id, prefill, receiver, asyncio.get_running_loop().create_future())
         self._fetches[engine_id] = fetch
         return fetch
@@ -108,7 +122,8 @@ class RemotePrefill:
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
         await self._offer(fetch, accepted, reserved)
         with tracer.start_as_current_span("decode.receive"):
-            return await fetch.receiver.landed(accepted.stamp, len(reserved.pages))
+            sent = reserved.pages[reserved.num_cached_pages :]
+            return await fetch.receiver.landed(accepted.stamp, len(reserved.pages), sent)
 
     async def _ask(self, fetch: Fetch, request: GenerateRequest, timeout_s: float) -> PrefillAccepted:
         asking = PrefillRequest(
@@ -122,6 +137,7 @@ class RemotePrefill:
             cache_salt=request.cache_salt,
             priority=request.priority,
             adapter=request.adapter,
+            verify_kv=self._checksums is not None,
         )
         with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
             span.set_attribute("kvmesh.prefill.instance", fetch.prefill.instance_id)

@@ -19,6 +19,7 @@ from components.errors import (
     TransferFailed,
 )
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.sender import Sender
 from components.messaging.bus import Bus
 from components.messaging.deadline import remaining_s
@@ -160,11 +161,13 @@ class PrefillService:
             priority=request.priority,
             adapter=request.adapter,
         )
-        layout = self._engine.engine.kv_region.layout
+        region = self._engine.engine.kv_region
+        layout = region.layout
+        checksums = PageChecksums(region) if request.verify_kv else None
         num_pages = layout.pages_for(len(prompt.token_ids))
         job = PrefillJob(
             request=request,
-            sender=Sender(self._transfer, request.request_id, num_pages, layout.page_size),
+            sender=Sender(self._transfer, request.request_id, num_pages, layout.page_size, checksums),
             num_pages=num_pages,
             span=span,
             submitted_ns=time.time_ns(),

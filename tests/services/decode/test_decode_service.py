@@ -101,7 +101,7 @@ class Decode:
             self.registration,
             self.registry,
             self.transfer,
-            30.0,  # type: ignore[arg-type]
+            timeout_s=30.0,  # type: ignore[arg-type]
         )
         self.metrics = WorkerMetrics()
         self.service = DecodeService(
