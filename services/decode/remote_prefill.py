@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class Fetch:
     prefill: InstanceRecord
     receiver: Receiver
     reserved: asyncio.Future[Reserved]
+    offered: Callable[[], None]
     room: str | None = None
 
 
@@ -67,10 +69,10 @@ class RemotePrefill:
         if self._checksums is not None:
             check_readable(endpoint.device)
 
-    def begin(self, engine_id: str, prefill: InstanceRecord) -> Fetch:
-        """Take an aux slot for this transfer. Raises: QueueFull, when there is none."""
+    def begin(self, engine_id: str, prefill: InstanceRecord, offered: Callable[[], None]) -> Fetch:
+        """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
         receiver = Receiver(self._transfer, engine_id, self._checksums)
-        fetch = Fetch(engine_id, prefill, receiver, asyncio.get_running_loop().create_future())
+        fetch = Fetch(engine_id, prefill, receiver, asyncio.get_running_loop().create_future(), offered)
         self._fetches[engine_id] = fetch
         return fetch
 
@@ -159,6 +161,7 @@ class RemotePrefill:
             aux_slot=fetch.receiver.slot,
         )
         fetch.receiver.offer(accepted.room)  # exposed from the moment the offer may leave
+        fetch.offered()
         with tracer.start_as_current_span("decode.offer", kind=SpanKind.CLIENT):
             await self._bus.call(f"{replica.subject}.offer", offer, RoomOk, timeout_s=CALL_TIMEOUT_S)
 

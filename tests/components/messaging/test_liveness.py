@@ -10,13 +10,17 @@ from components.messaging.heartbeats import (
     SILENT_AFTER_S,
     Liveness,
     heartbeat_of,
+    prompt_load,
     send_heartbeats,
     watch_heartbeats,
 )
+from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from engine.ports import StepStats
 from tests.components.discovery.records import record
+
+IDLE = PromptLoad(0, 0.0)
 
 
 class Watched:
@@ -155,7 +159,7 @@ def test_a_process_that_was_held_up_itself_starts_the_count_afresh() -> None:
 
 def test_a_heartbeat_says_what_the_engine_measured() -> None:
     stats = StepStats(step=5, num_waiting=2, num_reserved=1, free_pages=3, total_pages=9)
-    beat = heartbeat_of("i", "e", stats, draining=True)
+    beat = heartbeat_of("i", "e", stats, PromptLoad(70, 2.5), draining=True)
     assert beat == Heartbeat(
         instance_id="i",
         epoch="e",
@@ -166,8 +170,12 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
         num_reserved=1,
         free_pages=3,
         total_pages=9,
+        queued_tokens=70,
+        prompt_tokens_per_s=2.5,
     )
-    assert not heartbeat_of("i", "e", replace(stats, num_waiting=0), draining=False).busy
+    assert prompt_load(beat) == PromptLoad(70, 2.5)
+    assert prompt_load(None) == IDLE
+    assert not heartbeat_of("i", "e", replace(stats, num_waiting=0), IDLE, draining=False).busy
 
 
 @pytest.mark.mesh
@@ -181,7 +189,7 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
         liveness.on_lost(lambda r, _: lost.append(r))
         async with asyncio.timeout(10):
             async with send_heartbeats(
-                bus, mine.subject, lambda: heartbeat_of("one", "1", StepStats(), draining=False)
+                bus, mine.subject, lambda: heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
             ):
                 await bus.publish_bytes(f"{mine.subject}.heartbeat", b"garbage")
                 while liveness.last_heartbeat("one") is None:
