@@ -94,6 +94,13 @@ class StaleInstance(PeerLost):
     """The message quotes an epoch that the instance no longer has."""
 
 
+class KvUnavailable(MeshError):
+    """A prompt's KV did not come from prefill, and decode is told to fail then; `cause` names the class of what happened.
+
+    No PeerLost: who asks for failures wants to see them, so nothing moves elsewhere.
+    """
+
+
 class BackendUnavailable(MeshError):
     """etcd or NATS cannot be reached: the message gives address, cause and what to start."""
 

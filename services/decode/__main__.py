@@ -67,6 +67,7 @@ async def main(settings: DecodeSettings) -> None:
             model=model,
             max_local_prefill=settings.max_local_prefill,
             local_prefill_on_queue=settings.local_prefill_on_queue,
+            on_transfer_failure=settings.on_transfer_failure,
         )
         record = record_maker(
             settings,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import SpanKind
 
 from components.discovery.registry import Registration, Registry
-from components.errors import DeadlineExceeded, MeshError, NoBootstrapInstance, PrefillLost
+from components.errors import BY_NAME, DeadlineExceeded, MeshError, NoBootstrapInstance, PrefillLost
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums, check_readable
@@ -92,7 +92,8 @@ class RemotePrefill:
         """The bootstrap service knows that a transfer will not complete."""
         fetch = self._fetches.get(failed.request_id)
         if fetch is not None and fetch.room in (None, failed.room):
-            fetch.receiver.failure.tell(PrefillLost(f"{failed.error}: {failed.cause}"))
+            kind = BY_NAME.get(failed.error, PrefillLost)
+            fetch.receiver.failure.tell(kind(f"prefill {fetch.prefill.instance_id}: {failed.cause}"))
 
     async def run(self, fetch: Fetch, request: GenerateRequest) -> AuxRecord:
         """Bring the prompt's KV into the reserved pages and return what came beside it.

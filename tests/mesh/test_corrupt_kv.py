@@ -59,3 +59,31 @@ def test_damaged_pages_change_the_text_unless_they_are_verified(mock_mesh: MeshP
         decode = mock_mesh.start_one("decode", DAMAGE=damage, MESH_DECODE_VERIFY_KV="true")
         assert _ask(mock_mesh, decode) == (right, count, count)
         assert decode.logged().count("pages did not arrive as prefill sent them") == count
+
+
+def test_where_failures_are_asked_for_damage_is_a_502_that_says_so_and_no_other_decode_is_tried(
+    mock_mesh: MeshProcesses,  # noqa: F811
+) -> None:
+    verified = {"MESH_DECODE_VERIFY_KV": "true", "MESH_DECODE_ON_TRANSFER_FAILURE": "fail", "DAMAGE": "bit"}
+    mock_mesh.modules["decode"] = DAMAGED
+    *_, frontend = mock_mesh.start("bootstrap", "prefill", "decode", "decode", "frontend", **verified)
+    body = {"model": MODEL, "max_tokens": 5, "ignore_eos": True}
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client, httpx.AsyncClient(base_url=frontend.url) as http:
+            await client.until_usable("prefill")
+            await client.until_usable("decode", 2)
+            for count, stream in enumerate([False, True, False], start=1):
+                answer = await http.post("/v1/completions", json={**body, "prompt": "abc " * 50, "stream": stream})
+                assert answer.status_code == 502
+                error = answer.json()["error"]
+                assert error["code"] == "kv_transfer_failed"
+                assert error["message"].startswith(
+                    "The prompt's KV did not come from its prefill instance: it did not arrive as it was sent."
+                )
+                failures = [_metric(r.http, "kv_transfer_failures_total") for r in client.decodes.usable()]
+                assert sum(failures) == count, "each request failed once, on one decode"
+            for beat in await client.until_quiet():
+                assert beat.free_pages + beat.cached_pages == beat.total_pages
+
+    asyncio.run(run())

@@ -474,6 +474,62 @@ async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: 
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("stage", ["refused", "no bootstrap", "offer", "stamp", "room"])
+async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_comes_back(
+    decode: Decode, stage: str
+) -> None:
+    decode.service._on_transfer_failure = "fail"
+    decode.prefill.quiets.clear()
+    if stage == "refused":
+        decode.prefill.refusal = Overloaded("full")
+    elif stage == "no bootstrap":
+        decode.registry.book.remove("boot")
+    elif stage == "offer":
+        decode.prefill.offer_refusal = Rejected("no")
+    await decode.ask()
+    await decode.reserve()
+    if stage == "stamp":
+        await decode.land(STAMP + 1)
+    elif stage == "room":
+        await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="DeadlineExceeded", cause="late"))
+        await turns()
+    [item] = decode.items()
+    assert item.error is not None
+    causes = {"refused": "Overloaded", "no bootstrap": "NoBootstrapInstance", "offer": "Rejected"}
+    causes |= {"stamp": "TransferFailed", "room": "DeadlineExceeded"}
+    assert (item.error.error, item.error.fields["cause"]) == ("KvUnavailable", causes[stage])
+    assert decode.engine.did("cancel") == [ID]
+    assert decode.engine.did("recompute") == []
+    assert decode.recomputes == 0
+    assert decode.metrics.registry.get_sample_value("kv_transfer_failures_total") == 1
+    if stage in ("offer", "room"):
+        decode.assert_pinned()
+    elif stage == "stamp":  # what was expected came, but not as expected
+        assert decode.engine.did("release") == []
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_stream_that_has_begun_goes_on_where_failures_are_asked_for(decode: Decode) -> None:
+    """It moved here from an instance that died: its client has tokens already."""
+    decode.service._on_transfer_failure = "fail"
+    decode.prefill.refusal = Overloaded("full")
+    await decode.ask(sampling=Sampling(max_tokens=5, num_generated=2))
+    assert decode.engine.did("recompute") == [ID]
+    await decode.finish()
+    assert decode.tokens() == [43]
+    decode.assert_nothing_is_kept()
+
+
+async def test_without_prefill_a_prompt_is_computed_here_where_failures_are_asked_for(decode: Decode) -> None:
+    decode.service._on_transfer_failure = "fail"
+    decode.registry.book.remove("p")
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+
+
 async def test_another_rooms_failure_says_nothing(decode: Decode) -> None:
     await decode.ask()
     await decode.reserve()
