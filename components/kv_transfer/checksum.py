@@ -13,6 +13,8 @@ from zlib import crc32
 from components.aio import ended
 from components.errors import Rejected
 from components.kv_transfer.backend import PageRegion
+from components.kv_transfer.layout import KvLayout
+from components.wire.instances import KvEndpoint
 
 
 def check_readable(device: str) -> None:
@@ -21,6 +23,14 @@ def check_readable(device: str) -> None:
         raise Rejected(
             f"KV cannot be verified: checksums are taken in main memory alone, and these pages are on {device}"
         )
+
+
+def check_verifiable(ours: KvLayout, peer: KvEndpoint) -> None:
+    """Raises: Rejected, when what `peer` sends us cannot be compared page by page."""
+    check_readable(peer.device)
+    if peer.layout.page_size != ours.page_size:
+        sizes = f"{ours.page_size} here, {peer.layout.page_size} there"
+        raise Rejected(f"KV cannot be verified: pages have different sizes ({sizes})")
 
 
 class PageChecksums:

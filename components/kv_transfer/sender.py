@@ -2,16 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from enum import StrEnum, auto
 from typing import Any, Final
 
 from components.aio import ended
-from components.errors import TransferFailed
+from components.errors import DeadlineExceeded, TransferFailed
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer, WriteStats
 from components.kv_transfer.checksum import PageChecksums
 from components.lifecycle import Lifecycle
+from components.messaging.deadline import remaining_s
 from components.telemetry.spans import tracer
 from components.wire.instances import KvEndpoint
 from components.wire.rooms import PagesOffered
@@ -42,7 +44,9 @@ class Sender:
         request_id: str,
         num_pages: int,
         page_size: int,
+        *,
         checksums: PageChecksums | None = None,  # when decode verifies what it gets
+        bootstrap_timeout_s: float | None = None,  # for decode's offer
     ) -> None:
         self.lifecycle = Lifecycle(f"send {request_id}", NEXT, S.BOOTSTRAPPING)
         self.num_bytes = 0  # of pages, as the backend reports them
@@ -51,6 +55,7 @@ class Sender:
         self._num_pages = num_pages
         self._page_size = page_size
         self._checksums = checksums
+        self._bootstrap_timeout_s = bootstrap_timeout_s
         self._sums: list[int] = []  # of the pages sent so far
         self._offer: asyncio.Future[tuple[PagesOffered, KvEndpoint, int]] = asyncio.get_running_loop().create_future()
         self._pages: list[int] = []
@@ -79,23 +84,29 @@ class Sender:
     async def run(self) -> None:
         """Write everything, then the aux slot; on cancellation the write in flight is still awaited.
 
-        Raises: TransferFailed, IncompatibleLayout.
+        Raises: TransferFailed, IncompatibleLayout, DeadlineExceeded.
         """
         try:
-            offer, peer, stamp = await self._offer
+            async with _limit(self._bootstrap_timeout_s, "decode did not offer its pages"):
+                offer, peer, stamp = await self._offer
             self.lifecycle.advance(S.TRANSFERRING)
-            with tracer.start_as_current_span("prefill.transfer") as span:
-                started = time.monotonic()
-                self._check_room(offer, peer)
-                await self._transfer.connect(peer)
-                await self._send_pages(offer, peer.agent)
-                span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
-                await self._send_aux(offer, peer.agent, stamp)
-                self.duration_s = time.monotonic() - started
+            left_s = None if offer.deadline_unix_ms is None else remaining_s(offer.deadline_unix_ms)
+            async with _limit(left_s, "the transfer did not end"):
+                await self._send(offer, peer, stamp)
             self.lifecycle.advance(S.DONE)
         except BaseException:
             self.lifecycle.advance(S.FAILED)
             raise
+
+    async def _send(self, offer: PagesOffered, peer: KvEndpoint, stamp: int) -> None:
+        with tracer.start_as_current_span("prefill.transfer") as span:
+            started = time.monotonic()
+            self._check_room(offer, peer)
+            await self._transfer.connect(peer)
+            await self._send_pages(offer, peer.agent)
+            span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
+            await self._send_aux(offer, peer.agent, stamp)
+            self.duration_s = time.monotonic() - started
 
     async def _send_pages(self, offer: PagesOffered, agent: str) -> None:
         sent = offer.num_cached_pages
@@ -146,3 +157,15 @@ class Sender:
             return await asyncio.shield(task)
         finally:
             await ended(task)
+
+
+@asynccontextmanager
+async def _limit(seconds: float | None, late: str) -> AsyncIterator[None]:
+    """Raises: DeadlineExceeded, when the body is not over by then."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as exc:
+        if limit.expired():
+            raise DeadlineExceeded(f"{late} in {seconds:.3g} s") from exc
+        raise

@@ -55,7 +55,13 @@ async def main(settings: DecodeSettings) -> None:
     ):
         checksums = page_checksums(engine.engine.kv_region) if settings.verify_kv else None
         remote = RemotePrefill(
-            bus, registration, registry, transfer, timeout_s=settings.transfer_timeout_s, checksums=checksums
+            bus,
+            registration,
+            registry,
+            transfer,
+            settings.transfer_timeout_s,
+            bootstrap_timeout_s=settings.bootstrap_timeout_s,
+            checksums=checksums,
         )
         service = DecodeService(
             registration,

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from opentelemetry.trace import SpanKind
 
@@ -13,7 +14,7 @@ from components.discovery.registry import Registration, Registry
 from components.errors import BY_NAME, DeadlineExceeded, MeshError, NoBootstrapInstance, PrefillLost
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
-from components.kv_transfer.checksum import PageChecksums, check_readable
+from components.kv_transfer.checksum import PageChecksums, check_verifiable
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
@@ -25,6 +26,8 @@ from components.wire.rooms import OfferPages, RoomFailed, RoomOk
 from engine.ports import Reserved
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CALL_TIMEOUT_S = 10.0
 QUIESCE_TIMEOUT_S = 5.0
@@ -52,22 +55,24 @@ class RemotePrefill:
         registration: Registration,
         registry: Registry,
         transfer: KvTransfer,
-        *,
         timeout_s: float,
+        *,
+        bootstrap_timeout_s: float | None = None,  # until our pages are offered; None: as long
         checksums: PageChecksums | None = None,  # when what lands is to be verified
     ) -> None:
         self._bus = bus
         self._registration = registration
         self._registry = registry
         self._transfer = transfer
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # from then on
+        self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
         self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
 
     def check(self, endpoint: KvEndpoint) -> None:
-        """Raises: Rejected, when a prefill instance with these pages cannot say what it sent, and we want to know."""
+        """Raises: Rejected, when KV is to be verified and what a prefill instance with these pages sends cannot be."""
         if self._checksums is not None:
-            check_readable(endpoint.device)
+            check_verifiable(self._transfer.endpoint.layout, endpoint)
 
     def begin(self, engine_id: str, prefill: InstanceRecord, offered: Callable[[], None]) -> Fetch:
         """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
@@ -100,12 +105,10 @@ class RemotePrefill:
 
         Raises: MeshError, when this prompt must be computed here; the pages may still be written to until `settle`.
         """
-        timeout_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await fetch.receiver.failure.unless(self._fetch(fetch, request, timeout_s))
-        except TimeoutError as exc:
-            raise DeadlineExceeded(f"no KV from prefill {fetch.prefill.instance_id} in {timeout_s:.0f} s") from exc
+        left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
+        accepted, reserved = await self._within(left_s, "room with pages for", fetch, self._prepare(fetch, request))
+        left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
+        return await self._within(left_s, "KV from", fetch, self._receive(fetch, accepted, reserved, left_s))
 
     async def settle(self, fetch: Fetch) -> None:
         """Return when nothing can write into the pages of a fetch any more, whatever became of it."""
@@ -117,29 +120,45 @@ class RemotePrefill:
             await self._call_off(fetch)
         self._fetches.pop(fetch.engine_id, None)
 
-    async def _fetch(self, fetch: Fetch, request: GenerateRequest, timeout_s: float) -> AuxRecord:
+    async def _within(self, seconds: float, what: str, fetch: Fetch, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with asyncio.timeout(seconds):  # around `unless`, which cancels what forgets a cancellation
+                return await fetch.receiver.failure.unless(work)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"no {what} prefill {fetch.prefill.instance_id} in {seconds:.3g} s") from exc
+
+    async def _prepare(self, fetch: Fetch, request: GenerateRequest) -> tuple[PrefillAccepted, Reserved]:
+        """A room, and pages of ours."""
         asked_ns = time.time_ns()
-        accepted = await self._ask(fetch, request, timeout_s)
+        accepted = await self._ask(fetch, request)
         fetch.room = accepted.room
         reserved = await fetch.reserved
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
-        await self._offer(fetch, accepted, reserved)
+        return accepted, reserved
+
+    async def _receive(
+        self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, timeout_s: float
+    ) -> AuxRecord:
+        await self._offer(fetch, accepted, reserved, now_ms() + int(timeout_s * 1000))
         with tracer.start_as_current_span("decode.receive"):
             sent = reserved.pages[reserved.num_cached_pages :]
             return await fetch.receiver.landed(accepted.stamp, len(reserved.pages), sent)
 
-    async def _ask(self, fetch: Fetch, request: GenerateRequest, timeout_s: float) -> PrefillAccepted:
+    async def _ask(self, fetch: Fetch, request: GenerateRequest) -> PrefillAccepted:
+        life_s = self._bootstrap_timeout_s + self._timeout_s
         asking = PrefillRequest(
             request_id=fetch.engine_id,
             epoch=fetch.prefill.epoch,
             decode_id=self._registration.instance_id,
             decode_epoch=self._registration.epoch,
             token_ids=request.token_ids,
-            deadline_unix_ms=now_ms() + int(timeout_s * 1000),
+            deadline_unix_ms=min(request.deadline_unix_ms, now_ms() + int(life_s * 1000)),
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,
             adapter=request.adapter,
+            adapter_identity=fetch.prefill.adapters.get(request.adapter, ""),
+            layout=self._transfer.endpoint.layout,
             verify_kv=self._checksums is not None,
         )
         with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
@@ -148,7 +167,7 @@ class RemotePrefill:
                 f"{fetch.prefill.subject}.prefill", asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S
             )
 
-    async def _offer(self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved) -> None:
+    async def _offer(self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, deadline_unix_ms: int) -> None:
         replica_id = accepted.room.partition("/")[0]
         replica = self._registry.book.find(replica_id)
         if replica is None:
@@ -160,6 +179,8 @@ class RemotePrefill:
             pages=reserved.pages,
             num_cached_pages=reserved.num_cached_pages,
             aux_slot=fetch.receiver.slot,
+            deadline_unix_ms=deadline_unix_ms,
+            layout=self._transfer.endpoint.layout,
         )
         fetch.receiver.offer(accepted.room)  # exposed from the moment the offer may leave
         fetch.offered()

@@ -34,7 +34,15 @@ async def main(settings: PrefillSettings) -> None:
         ) as transfer,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
-        service = PrefillService(bus, registration, registry, engine, transfer, metrics=metrics)
+        service = PrefillService(
+            bus,
+            registration,
+            registry,
+            engine,
+            transfer,
+            metrics=metrics,
+            bootstrap_timeout_s=settings.bootstrap_timeout_s,
+        )
         adapters = engine.engine.adapters
         record = record_maker(settings, "prefill", me, model=model, adapters=adapters, kv=transfer.endpoint, http=page)
         async with (

@@ -9,7 +9,7 @@ import pytest
 from components.errors import KvCorrupt, Rejected, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord
 from components.kv_transfer.backend import WriteStats
-from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.checksum import PageChecksums, check_verifiable
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.kv_transfer.sender import Sender, SendState
@@ -84,6 +84,13 @@ async def test_each_page_has_the_checksum_of_its_own_bytes() -> None:
 def test_pages_that_are_not_in_main_memory_are_refused() -> None:
     with pytest.raises(Rejected, match="these pages are on cuda:0"):
         PageChecksums(Pages(device="cuda:0"))
+
+
+def test_pages_of_another_size_cannot_be_verified() -> None:
+    other = replace(endpoint(), layout=replace(LAYOUT, page_size=8))
+    with pytest.raises(Rejected, match=r"different sizes \(4 here, 8 there\)"):
+        check_verifiable(LAYOUT, other)
+    check_verifiable(LAYOUT, endpoint())
 
 
 @pytest.mark.parametrize("num_cached", [0, 2, 5])

@@ -17,6 +17,7 @@ from components.errors import (
     UnknownModel,
 )
 from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.checksum import PageChecksums
 from components.messaging.deadline import now_ms
 from components.messaging.heartbeats import Liveness
 from components.messaging.service import Endpoint
@@ -34,6 +35,7 @@ from services.decode.remote_prefill import RemotePrefill
 from services.decode.streams import ActiveRequests
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
+from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
 
@@ -102,7 +104,7 @@ class Decode:
             self.registration,
             self.registry,
             self.transfer,
-            timeout_s=30.0,  # type: ignore[arg-type]
+            30.0,  # type: ignore[arg-type]
         )
         self.metrics = WorkerMetrics()
         self.service = DecodeService(
@@ -528,6 +530,80 @@ async def test_without_prefill_a_prompt_is_computed_here_where_failures_are_aske
     decode.registry.book.remove("p")
     await decode.ask()
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+
+
+@pytest.mark.parametrize("missing", ["room", "pages"])
+async def test_without_room_or_pages_in_time_the_prompt_is_computed_here_and_prefill_called_off(
+    decode: Decode, missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.remote._bootstrap_timeout_s = 0.05
+    if missing == "room":
+        decode.prefill.answers.clear()
+    await decode.ask()
+    async with asyncio.timeout(5):
+        while not decode.engine.did("recompute"):
+            await asyncio.sleep(0.005)
+    await turns()
+    assert not decode.prefill.offered
+    assert [q.request_id for q in decode.prefill.called_off] == [ID]
+    assert decode.engine.did("release") == [ID]
+    causes = [r.cause for r in caplog.records if r.message == "computing the prompt here"]
+    assert causes == ["no room with pages for prefill p in 0.05 s"]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_its_end(decode: Decode) -> None:
+    decode.remote._timeout_s = 0.1
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await asyncio.sleep(0.2)
+    assert not decode.engine.did("recompute")
+    await decode.reserve()
+    [offer] = decode.prefill.offered
+    assert offer.deadline_unix_ms is not None
+    assert 0 < offer.deadline_unix_ms - now_ms() <= 100
+    async with asyncio.timeout(5):
+        while not decode.engine.did("recompute"):
+            await asyncio.sleep(0.005)
+    decode.assert_pinned()
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_decode_tells_prefill_and_bootstrap_what_its_pages_and_adapters_are(decode: Decode) -> None:
+    decode.engine.engine.adapters = {"legal": "w1"}
+    kv = endpoint("prefill-p")
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=kv, adapters={"legal": "w1"}))
+    await decode.ask(adapter="legal")
+    await decode.reserve()
+    [asked], [offer] = decode.prefill.asked, decode.prefill.offered
+    assert (asked.adapter_identity, asked.layout, offer.layout) == ("w1", LAYOUT, LAYOUT)
+    assert not asked.verify_kv
+    await decode.land()
+    await decode.finish()
+
+
+async def test_where_pages_are_verified_prefill_is_asked_for_checksums_and_must_have_readable_pages(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.remote._checksums = PageChecksums(Pages(layout=LAYOUT, num_pages=100))
+    await decode.ask()
+    assert decode.prefill.asked[0].verify_kv
+    await decode.reserve()
+    await decode.land()
+    assert decode.engine.did("recompute") == [ID], "no checksums came"
+    on_gpu = replace(endpoint("prefill-p"), device="cuda:0")
+    decode.registry.book.put("p", record("p", "2", role="prefill", model="m", kv=on_gpu))
+    await decode.ask(2)
+    assert len(decode.prefill.asked) == 1
+    assert "these pages are on cuda:0" in caplog.records[-1].cause
+    for engine_id in (ID, "r.2"):
+        await decode.finish(engine_id)
+    decode.assert_nothing_is_kept()
 
 
 async def test_another_rooms_failure_says_nothing(decode: Decode) -> None:
