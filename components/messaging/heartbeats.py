@@ -70,6 +70,13 @@ class Liveness:
         pulse = self._pulses.get(instance_id)
         return None if pulse is None else pulse.last
 
+    def prompts(self, instance_id: str) -> PromptLoad:
+        """What the instance last said of its prompts, if it has said anything yet."""
+        pulse = self._pulses.get(instance_id)
+        if pulse is None or pulse.last is None:
+            return PromptLoad(0, 0.0)
+        return PromptLoad(pulse.last.queued_tokens, pulse.last.prompt_tokens_per_s, self._clock() - pulse.heard)
+
     def heard(self, heartbeat: Heartbeat) -> None:
         """A heartbeat arrived; one of another epoch, or of an instance not in etcd, says nothing."""
         pulse = self._pulses.get(heartbeat.instance_id)
@@ -154,13 +161,6 @@ def heartbeat_of(instance_id: str, epoch: str, load: object, prompts: PromptLoad
         prompt_tokens_per_s=prompts.tokens_per_s,
         **counts,
     )
-
-
-def prompt_load(heartbeat: Heartbeat | None) -> PromptLoad:
-    """What an instance has said of its prompts, if it has said anything yet."""
-    if heartbeat is None:
-        return PromptLoad(0, 0.0)
-    return PromptLoad(heartbeat.queued_tokens, heartbeat.prompt_tokens_per_s)
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SMOOTHING: Final = 0.2  # weight of the latest step
+MARGIN_S: Final = 0.5  # what the news of a queue may have missed: the time between two heartbeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,10 +14,11 @@ class PromptLoad:
 
     queued_tokens: int  # prompt tokens accepted and not computed
     tokens_per_s: float  # of prompts; 0: none was computed yet
+    age_s: float = 0.0  # of this news: it has computed since
 
     def seconds_for(self, tokens: int, usual: float) -> float:
         """Until what is queued and `tokens` more are computed; `usual` is the speed of a worker that is not known."""
-        return (self.queued_tokens + tokens) / (self.tokens_per_s or usual)
+        return max(0.0, (self.queued_tokens + tokens) / (self.tokens_per_s or usual) - self.age_s)
 
 
 class PromptRate:
@@ -34,13 +36,13 @@ class PromptRate:
 
 
 def sooner_here(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]) -> bool:
-    """Whether `tokens` would be computed here before any worker `there` had begun with them.
+    """Whether `tokens` would be computed here, by a margin, before any worker `there` had begun with them.
 
-    That is, when every queue there lasts longer than our own and the prompt. False while nobody's speed is known.
+    False while nobody's speed is known.
     """
     others = list(there)
     speeds = [load.tokens_per_s for load in (here, *others) if load.tokens_per_s]
     if not others or not speeds:
         return False
     usual = max(speeds)
-    return min(load.seconds_for(0, usual) for load in others) > here.seconds_for(tokens, usual)
+    return min(load.seconds_for(0, usual) for load in others) > here.seconds_for(tokens, usual) + MARGIN_S

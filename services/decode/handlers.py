@@ -20,7 +20,7 @@ from components.errors import (
 )
 from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.deadline import remaining_s
-from components.messaging.heartbeats import Liveness, heartbeat_of, prompt_load
+from components.messaging.heartbeats import Liveness, heartbeat_of
 from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate, sooner_here
@@ -171,8 +171,13 @@ class DecodeService:
             if remaining <= self._max_local_prefill:
                 span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
                 return None
+            if not self._remote.has_room:
+                span.set_attribute("kvmesh.prefill.why_local", "there are as many transfers as aux slots")
+                return None
             usable = [r for r in self._prefills.usable(self._model, request.adapter) if self._fits(r, request.adapter)]
-            if self._overflow and sooner_here(remaining, self._prompts(), map(self._prompts_of, usable)):
+            if self._overflow and sooner_here(
+                remaining, self._prompts(), (self._prefills.prompts(r.instance_id) for r in usable)
+            ):
                 span.set_attribute(
                     "kvmesh.prefill.why_local", "every prefill queue lasts longer than computing it here"
                 )
@@ -191,9 +196,6 @@ class DecodeService:
         """What this instance computes itself."""
         waiting = (a for a in self._active.everyone() if a.lifecycle.state is DecodeState.WAITING)
         return PromptLoad(sum(len(active.token_ids) for active in waiting), self._rate.tokens_per_s)
-
-    def _prompts_of(self, prefill: InstanceRecord) -> PromptLoad:
-        return prompt_load(self._prefills.last_heartbeat(prefill.instance_id))
 
     def _fits(self, record: InstanceRecord, adapter: str) -> bool:
         """Whether the KV that it computes with `adapter` is what we would compute."""

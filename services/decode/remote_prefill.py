@@ -69,6 +69,11 @@ class RemotePrefill:
         self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more transfer may begin."""
+        return self._transfer.aux.num_free > 0
+
     def check(self, endpoint: KvEndpoint) -> None:
         """Raises: Rejected, when KV is to be verified and what a prefill instance with these pages sends cannot be."""
         if self._checksums is not None:

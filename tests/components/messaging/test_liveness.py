@@ -10,7 +10,6 @@ from components.messaging.heartbeats import (
     SILENT_AFTER_S,
     Liveness,
     heartbeat_of,
-    prompt_load,
     send_heartbeats,
     watch_heartbeats,
 )
@@ -173,9 +172,15 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
         queued_tokens=70,
         prompt_tokens_per_s=2.5,
     )
-    assert prompt_load(beat) == PromptLoad(70, 2.5)
-    assert prompt_load(None) == IDLE
     assert not heartbeat_of("i", "e", replace(stats, num_waiting=0), IDLE, draining=False).busy
+
+
+def test_what_an_instance_said_of_its_prompts_grows_old() -> None:
+    watched = Watched()
+    assert watched.liveness.prompts("a") == watched.liveness.prompts("unknown") == IDLE
+    watched.liveness.heard(heartbeat_of("a", "1", StepStats(), PromptLoad(70, 2.5), draining=False))
+    watched.after(1.5)
+    assert watched.liveness.prompts("a") == PromptLoad(70, 2.5, age_s=1.5)
 
 
 @pytest.mark.mesh

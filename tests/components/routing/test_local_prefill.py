@@ -9,14 +9,17 @@ IDLE = PromptLoad(0, 1000.0)
     ("here", "there", "sooner"),
     [
         (IDLE, [IDLE], False),
-        (IDLE, [PromptLoad(100, 1000.0)], False),  # both take 0.1 s: the tie goes to prefill
-        (IDLE, [PromptLoad(101, 1000.0)], True),
+        (IDLE, [PromptLoad(590, 1000.0)], False),  # 0.1 s here, 0.6 there: no more than the margin
+        (IDLE, [PromptLoad(610, 1000.0)], True),
+        (IDLE, [PromptLoad(1590, 1000.0, age_s=1.0)], False),  # that was a second ago
+        (IDLE, [PromptLoad(1610, 1000.0, age_s=1.0)], True),
+        (PromptLoad(0, 1000.0), [PromptLoad(10, 1000.0, age_s=60.0)], False),
         (IDLE, [PromptLoad(5000, 1000.0), PromptLoad(50, 1000.0)], False),  # one of them is free soon
-        (IDLE, [PromptLoad(5000, 1000.0), PromptLoad(500, 1000.0)], True),
-        (PromptLoad(900, 1000.0), [PromptLoad(500, 1000.0)], False),  # we have a queue, too
-        (PromptLoad(0, 100.0), [PromptLoad(500, 1000.0)], False),  # a second here, half of one there
-        (PromptLoad(0, 0.0), [PromptLoad(500, 1000.0)], True),  # as fast as the other, until we know better
-        (IDLE, [PromptLoad(500, 0.0)], True),
+        (IDLE, [PromptLoad(5000, 1000.0), PromptLoad(700, 1000.0)], True),
+        (PromptLoad(900, 1000.0), [PromptLoad(1400, 1000.0)], False),  # we have a queue, too
+        (PromptLoad(0, 100.0), [PromptLoad(1400, 1000.0)], False),  # a second here
+        (PromptLoad(0, 0.0), [PromptLoad(700, 1000.0)], True),  # as fast as the other, until we know better
+        (IDLE, [PromptLoad(700, 0.0)], True),
         (PromptLoad(0, 0.0), [PromptLoad(500, 0.0)], False),
         (IDLE, [], False),
     ],

@@ -251,7 +251,7 @@ async def test_a_prompt_is_computed_here_while_the_queue_at_prefill_lasts_longer
     assert decode.engine.engine.submitted["r.1"].phase is Phase.FULL
     assert decode.queues() == {"waiting": 1}
     assert decode.service.heartbeat().queued_tokens == 10
-    decode.beat(50, 100.0)  # half a second
+    decode.beat(150, 100.0)  # one and a half: within the margin
     await decode.ask(2)
     assert decode.engine.engine.submitted["r.2"].phase is Phase.DECODE
     decode.service._overflow = False
@@ -279,6 +279,16 @@ async def test_little_left_to_compute_is_computed_here(decode: Decode, prefix: i
     await decode.ask()
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
     assert not decode.prefill.asked
+
+
+async def test_a_transfer_too_many_is_none(decode: Decode) -> None:
+    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    await decode.finish()
+    for slot in taken:
+        decode.transfer.aux.give_back(slot)
+    decode.assert_nothing_is_kept()
 
 
 async def test_without_prefill_the_prompt_is_computed_here(decode: Decode) -> None:
@@ -723,13 +733,4 @@ async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_s
     assert not drained.done()
     decode.prefill.quiets.set()
     await asyncio.wait_for(drained, 1)
-    decode.assert_nothing_is_kept()
-
-
-async def test_without_an_aux_slot_the_frontend_is_told_to_go_elsewhere(decode: Decode) -> None:
-    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
-    await decode.ask()
-    assert decode.errors() == ["QueueFull"]
-    for slot in taken:
-        decode.transfer.aux.give_back(slot)
     decode.assert_nothing_is_kept()
