@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from components.settings import MeshSettings
 from engine.config import EngineConfig
@@ -20,7 +20,7 @@ class DecodeSettings(MeshSettings):
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stopping worker finishes, seconds")] = 30.0
     nixl_backend: Annotated[str, Field(description="NIXL plugin that moves KV: UCX, LIBFABRIC, …")] = "UCX"
     verify_kv: Annotated[
-        bool,
+        CliImplicitFlag[bool],
         Field(
             description="check every page that prefill sends by a checksum; prefill need not be told. CPU memory only"
         ),

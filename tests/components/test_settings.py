@@ -60,7 +60,7 @@ def test_the_timeout_of_rooms_is_everybodys_though_it_begins_like_the_bootstrap_
 
 def test_verification_is_asked_of_decode_alone_or_of_the_whole_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not DecodeSettings.read([]).verify_kv
-    assert DecodeSettings.read(["--verify-kv", "true"]).verify_kv
+    assert DecodeSettings.read(["--verify-kv"]).verify_kv
     monkeypatch.setenv("MESH_VERIFY_KV", "true")
     assert DecodeSettings.read([]).verify_kv
     for settings in ALL:
