@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from components.errors import MeshError, TransferFailed
-from components.kv_transfer.aux import SLOT, AuxBuffer
+from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, WriteStats
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
@@ -38,6 +38,7 @@ class _Peer:
     endpoint: KvEndpoint
     pages: Any  # prepared descriptor list of the peer's whole pool
     aux: Any
+    our_aux: Any  # our slots, as far as they are no longer than the peer's
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ class _Write:
 class NixlTransfer:
     """See `KvTransfer`."""
 
-    def __init__(self, region: PageRegion, agent_name: str, backend: str) -> None:
-        self.aux = AuxBuffer()
+    def __init__(self, region: PageRegion, agent_name: str, backend: str, max_request_pages: int) -> None:
+        self.aux = AuxBuffer(max_checksums=max_request_pages)
         self._region = region
         self._name = agent_name
         self._backend = backend
@@ -105,7 +106,7 @@ class NixlTransfer:
         text = notification.encode()
         return await self._write(
             lambda peer: self._agent.make_prepped_xfer(
-                "WRITE", self._aux_list, [source_slot], peer.aux, [target_slot], text
+                "WRITE", peer.our_aux, [source_slot], peer.aux, [target_slot], text
             ),
             agent,
         )
@@ -173,7 +174,6 @@ class NixlTransfer:
         self._pages = self._prepare(
             "NIXL_INIT_AGENT", region.address, region.num_pages, layout.page_bytes, region.device
         )
-        self._aux_list = self._prepare("NIXL_INIT_AGENT", aux.address, aux.num_slots, SLOT.itemsize, "cpu")
         return KvEndpoint(
             backend=f"nixl/{self._backend}",
             agent=self._name,
@@ -183,11 +183,13 @@ class NixlTransfer:
             device=region.device,
             aux_address=aux.address,
             aux_slots=aux.num_slots,
+            aux_slot_bytes=aux.slot_bytes,
             layout=layout,
         )
 
-    def _prepare(self, agent: str, address: int, count: int, size: int, device: str) -> Any:
-        return self._agent.prep_xfer_dlist(agent, self._descriptors(address, np.arange(count) * size, size, device))
+    def _prepare(self, agent: str, address: int, count: int, size: int, device: str, *, stride: int = 0) -> Any:
+        offsets = np.arange(count) * (stride or size)
+        return self._agent.prep_xfer_dlist(agent, self._descriptors(address, offsets, size, device))
 
     def _unprepared(self, peer: KvEndpoint, pieces: Pieces) -> Any:
         local = self._descriptors(self._region.address, pieces.source, pieces.length, self._region.device)
@@ -211,14 +213,16 @@ class NixlTransfer:
             raise TransferFailed(f"NIXL metadata of {peer.agent!r} names the agent {agent!r}")
         self._agent.make_connection(agent)
         pages = self._prepare(agent, peer.base_address, peer.num_pages, peer.layout.page_bytes, peer.device)
-        aux = self._prepare(agent, peer.aux_address, peer.aux_slots, SLOT.itemsize, "cpu")
-        self._peers[agent] = _Peer(peer, pages, aux)
+        ours, size = self.aux, min(self.aux.slot_bytes, peer.aux_slot_bytes)  # longer ones are not filled further
+        aux = self._prepare(agent, peer.aux_address, peer.aux_slots, size, "cpu", stride=peer.aux_slot_bytes)
+        our_aux = self._prepare("NIXL_INIT_AGENT", ours.address, ours.num_slots, size, "cpu", stride=ours.slot_bytes)
+        self._peers[agent] = _Peer(peer, pages, aux, our_aux)
 
     def _disconnect(self, agent: str) -> None:
         peer = self._peers.pop(agent, None)
         if peer is None:
             return
-        for prepared in (peer.pages, peer.aux):
+        for prepared in (peer.pages, peer.aux, peer.our_aux):
             with contextlib.suppress(Exception):  # a peer that died took its half with it
                 prepared.release()
         with contextlib.suppress(Exception):
@@ -327,9 +331,18 @@ def _memory_type(device: str) -> tuple[str, int]:
 
 
 @asynccontextmanager
-async def open_nixl(region: PageRegion, agent_name: str, backend: str = "UCX") -> AsyncIterator[NixlTransfer]:
-    """A NIXL agent over `region` while inside; the region must outlive it."""
-    transfer = NixlTransfer(region, agent_name, backend)
+async def open_nixl(
+    region: PageRegion, agent_name: str, backend: str = "UCX", max_request_pages: int = 0
+) -> AsyncIterator[NixlTransfer]:
+    """A NIXL agent over `region` while inside; the region must outlive it.
+
+    Args:
+        region: the page pool.
+        agent_name: unique in the mesh.
+        backend: NIXL plugin.
+        max_request_pages: aux slots have room for a checksum for each of so many pages.
+    """
+    transfer = NixlTransfer(region, agent_name, backend, max_request_pages)
     try:
         await transfer.start()
         yield transfer

@@ -19,10 +19,12 @@ from components.errors import (
     TransferFailed,
 )
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.kv_transfer.sender import Sender
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.bus import Bus
-from components.messaging.deadline import remaining_s
+from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.heartbeats import heartbeat_of
 from components.messaging.service import Endpoint
 from components.routing.local_prefill import PromptLoad, PromptRate
@@ -56,6 +58,7 @@ class PrefillService:
         transfer: KvTransfer,
         *,
         metrics: WorkerMetrics,
+        bootstrap_timeout_s: float | None = None,  # how long a room waits for decode's pages
     ) -> None:
         self._bus = bus
         self._registration = registration
@@ -63,6 +66,7 @@ class PrefillService:
         self._engine = engine
         self._transfer = transfer
         self._metrics = metrics
+        self._bootstrap_timeout_s = bootstrap_timeout_s
         self._jobs: dict[str, PrefillJob] = {}
         self._forgetting: set[asyncio.Task[None]] = set()  # peers that are gone
         self._tally = Tally(NEXT)
@@ -95,6 +99,7 @@ class PrefillService:
         remaining_s(request.deadline_unix_ms)
         if self.draining:
             raise Overloaded("this prefill instance is leaving")
+        self._check_pair(request)
         if request.request_id in self._jobs:
             raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
         span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
@@ -104,6 +109,14 @@ class PrefillService:
             except BaseException:
                 span.end()
                 raise
+
+    def _check_pair(self, request: PrefillRequest) -> None:
+        """Raises: IncompatibleLayout, naming both values: what we compute would be of no use there."""
+        if request.layout is not None:
+            check_compatible(self._transfer.endpoint.layout, request.layout)
+        ours = self._engine.engine.adapters.get(request.adapter)
+        if ours is not None and request.adapter_identity:
+            check_same_adapter(request.adapter, ours, request.adapter_identity)
 
     async def pages(self, offer: PagesOffered) -> RoomOk:
         """Decode's pages for one of our rooms. Raises: TransferFailed, when the room is over here."""
@@ -167,9 +180,16 @@ class PrefillService:
             adapter=request.adapter,
         )
         num_tokens = len(prompt.token_ids)
+        checksums = PageChecksums(self._engine.engine.kv_region) if request.verify_kv else None
         job = PrefillJob(
             request=request,
-            sender=Sender(self._transfer, request.request_id, num_tokens),
+            sender=Sender(
+                self._transfer,
+                request.request_id,
+                num_tokens,
+                checksums=checksums,
+                bootstrap_timeout_s=self._bootstrap_timeout_s,
+            ),
             lifecycle=Lifecycle(f"prefill {request.request_id}", NEXT, PrefillState.BOOTSTRAPPING, self._tally),
             num_tokens=num_tokens,
             span=span,
@@ -198,6 +218,8 @@ class PrefillService:
             decode_id=request.decode_id,
             decode_epoch=request.decode_epoch,
             deadline_unix_ms=request.deadline_unix_ms,
+            offer_deadline_unix_ms=self._offer_deadline(),
+            layout=self._transfer.endpoint.layout,
         )
         turn = next(self._turn)
         last: MeshError | None = None
@@ -211,6 +233,10 @@ class PrefillService:
             except MeshError as exc:
                 last = exc
         raise NoBootstrapInstance(f"no bootstrap instance opened a room: {last}")
+
+    def _offer_deadline(self) -> int | None:
+        wait_s = self._bootstrap_timeout_s
+        return None if wait_s is None else now_ms() + int(wait_s * 1000)
 
     async def _run(self, job: PrefillJob, bootstrap: InstanceRecord) -> None:
         assert job.room is not None

@@ -65,7 +65,7 @@ async def main(agent: str, page_size: int = LAYOUT.page_size) -> None:
         await landed
         say(state(pages, transfer))
 
-    async with open_nixl(pages, agent) as transfer:
+    async with open_nixl(pages, agent, max_request_pages=NUM_PAGES) as transfer:
         say(json.dumps(asdict(transfer.endpoint)))
         while line := (await asyncio.to_thread(sys.stdin.readline)).split():
             if line[0] == "expect":
