@@ -8,7 +8,7 @@ from typing import Any
 from opentelemetry import trace
 
 from components.discovery.registry import Registration
-from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, UnknownModel
+from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, Rejected, UnknownModel
 from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.deadline import remaining_s
 from components.messaging.heartbeats import Liveness, heartbeat_of
@@ -82,8 +82,11 @@ class DecodeService:
             raise UnknownModel(f"this instance serves {self._model!r}, not {request.model!r}")
         if request.adapter and request.adapter not in self._engine.engine.adapters:
             raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
+        engine_id = f"{request.request_id}.{request.stream_id}"
+        if self._active.find(engine_id) is not None:
+            raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
         active = ActiveRequest(
-            engine_id=f"{request.request_id}.{request.stream_id}",
+            engine_id=engine_id,
             request=request,
             token_ids=unpack_tokens(request.token_ids),
             sampling=sampling_params(request.sampling),
