@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum, auto
 from typing import Any, Final
 
@@ -71,12 +71,8 @@ class Fault:
 
     def __str__(self) -> str:
         facts = [f"Do.{self.do.name}", repr(self.at)]
-        for name, default in (("nth", 1), ("count", 1), ("amount", 0.0), ("field", ""), ("role", "")):
-            if (value := getattr(self, name)) != default:
-                facts.append(f"{name}={value!r}")
-        for name in ("which", "after_s"):
-            if value := getattr(self, name):
-                facts.append(f"{name}={value!r}")
+        named = ((f.name, getattr(self, f.name), f.default) for f in fields(self)[2:])
+        facts += [f"{name}={value!r}" for name, value, default in named if value != default]
         return f"Fault({', '.join(facts)})"
 
 
@@ -87,6 +83,7 @@ class Chaos:
         self.fired: list[Fault] = []
         self.trace: list[str] = []
         self.recovering = False  # nothing goes wrong any more
+        self.is_over = False  # nor is anything of note
         self._schedule = schedule
         self._act = act
         self._seen: Counter[str] = Counter()
@@ -98,6 +95,8 @@ class Chaos:
 
     def note(self, line: str) -> None:
         """For the trace that a failure prints."""
+        if self.is_over:
+            return
         self.trace.append(f"{asyncio.get_running_loop().time():9.4f} {line}")
 
     def message(self, sent: Sent) -> list[Copy] | None:

@@ -377,6 +377,7 @@ class MeshRun:
             self.problems.append("somebody does not leave")
         for node in living:
             self.problems += [f"{node.id}: left with {task}" for task in node.process.live_tasks()]
+        self.chaos.is_over = True
         loop.bury()
         loop.set_exception_handler(lambda _loop, _context: None)  # nobody listens to what the dead say
         for node in self._nodes:
