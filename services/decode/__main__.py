@@ -50,6 +50,7 @@ async def main(settings: DecodeSettings) -> None:
             metrics=metrics,
             model=model,
             max_local_prefill=settings.max_local_prefill,
+            local_prefill_on_queue=settings.local_prefill_on_queue,
         )
         record = record_maker(
             settings,

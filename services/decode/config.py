@@ -20,3 +20,7 @@ class DecodeSettings(MeshSettings):
     max_local_prefill: Annotated[
         int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
     ] = 16
+    local_prefill_on_queue: Annotated[
+        bool,
+        Field(description="compute a prompt on decode when every prefill queue lasts longer than that would take"),
+    ] = True

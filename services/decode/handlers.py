@@ -14,6 +14,7 @@ from components.messaging.deadline import remaining_s
 from components.messaging.heartbeats import Liveness, heartbeat_of
 from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream
+from components.routing.local_prefill import PromptLoad, PromptRate, sooner_here
 from components.routing.policy import RoundRobin
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -27,7 +28,7 @@ from engine.loop import EngineLoop
 from engine.ports import EngineRequest, Phase, StepOutput
 from engine.sampling.wire import sampling_params
 from services.decode.remote_prefill import Fetch, RemotePrefill
-from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests
+from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, DecodeState
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class DecodeService:
         metrics: WorkerMetrics,
         model: str,
         max_local_prefill: int,
+        local_prefill_on_queue: bool,
     ) -> None:
         self._registration = registration
         self._engine = engine
@@ -55,10 +57,13 @@ class DecodeService:
         self._metrics = metrics
         self._model = model
         self._max_local_prefill = max_local_prefill
+        self._overflow = local_prefill_on_queue
         self._policy = RoundRobin()
+        self._rate = PromptRate()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, set[str]] = {}  # why prefill instances do not fit us, each reason said once
         self.draining = False
+        metrics.show_queues(active.tally)
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
         prefills.on_lost(remote.instance_lost)
@@ -116,7 +121,7 @@ class DecodeService:
     def heartbeat(self) -> Heartbeat:
         """What this instance says of itself."""
         me = self._registration
-        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, draining=self.draining)
+        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, self._prompts(), draining=self.draining)
 
     async def drained(self) -> None:
         """Wait until every request is answered and every page is safe."""
@@ -135,6 +140,7 @@ class DecodeService:
             try:
                 prefill = self._choose(active)
                 if prefill is None:
+                    active.enter(DecodeState.WAITING)
                     self._submit(active, Phase.FULL)
                 else:
                     await self._fetch(active, prefill)
@@ -156,7 +162,17 @@ class DecodeService:
             if remaining <= self._max_local_prefill:
                 span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
                 return None
+            if not self._remote.has_room:
+                span.set_attribute("kvmesh.prefill.why_local", "there are as many transfers as aux slots")
+                return None
             usable = [r for r in self._prefills.usable(self._model, request.adapter) if self._fits(r, request.adapter)]
+            if self._overflow and sooner_here(
+                remaining, self._prompts(), (self._prefills.prompts(r.instance_id) for r in usable)
+            ):
+                span.set_attribute(
+                    "kvmesh.prefill.why_local", "every prefill queue lasts longer than computing it here"
+                )
+                return None
             chosen = self._policy.choose(usable)
             if chosen is None:
                 why = (
@@ -166,6 +182,11 @@ class DecodeService:
             else:
                 span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
             return chosen
+
+    def _prompts(self) -> PromptLoad:
+        """What this instance computes itself."""
+        waiting = (a for a in self._active.everyone() if a.lifecycle.state is DecodeState.WAITING)
+        return PromptLoad(sum(len(active.token_ids) for active in waiting), self._rate.tokens_per_s)
 
     def _fits(self, record: InstanceRecord, adapter: str) -> bool:
         """Whether the KV that it computes with `adapter` is what we would compute."""
@@ -188,7 +209,8 @@ class DecodeService:
 
     async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord) -> None:
         """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency."""
-        fetch = self._remote.begin(active.engine_id, prefill)
+        fetch = self._remote.begin(active.engine_id, prefill, lambda: active.enter(DecodeState.TRANSFER))
+        active.enter(DecodeState.PREALLOC)
         self._submit(active, Phase.DECODE)
         try:
             record = await self._remote.run(fetch, active.request)
@@ -198,6 +220,7 @@ class DecodeService:
             log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": exc.message})
             active.span.add_event("recompute", {"cause": exc.message})
             self._metrics.recomputed()
+            active.enter(DecodeState.WAITING)
             active.wait(SPAN_LOCAL_PREFILL)
             self._engine.post(lambda engine: engine.recompute(active.engine_id))
             self._settle_later(fetch)
@@ -254,6 +277,7 @@ class DecodeService:
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)
+        self._rate.stepped(output.stats.prompt_tokens, output.stats.step_s)
         for reserved in output.reserved:
             self._remote.reserved(reserved)
         for tokens in output.tokens:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Fetch:
     prefill: InstanceRecord
     receiver: Receiver
     reserved: asyncio.Future[Reserved]
+    offered: Callable[[], None]
     room: str | None = None
 
 
@@ -53,10 +55,15 @@ class RemotePrefill:
         self._timeout_s = timeout_s
         self._fetches: dict[str, Fetch] = {}
 
-    def begin(self, engine_id: str, prefill: InstanceRecord) -> Fetch:
-        """Take an aux slot for this transfer. Raises: QueueFull, when there is none."""
+    @property
+    def has_room(self) -> bool:
+        """Whether one more transfer may begin."""
+        return self._transfer.aux.num_free > 0
+
+    def begin(self, engine_id: str, prefill: InstanceRecord, offered: Callable[[], None]) -> Fetch:
+        """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
         receiver = Receiver(self._transfer, engine_id)
-        fetch = Fetch(engine_id, prefill, receiver, asyncio.get_running_loop().create_future())
+        fetch = Fetch(engine_id, prefill, receiver, asyncio.get_running_loop().create_future(), offered)
         self._fetches[engine_id] = fetch
         return fetch
 
@@ -143,6 +150,7 @@ class RemotePrefill:
             aux_slot=fetch.receiver.slot,
         )
         fetch.receiver.offer(accepted.room)  # exposed from the moment the offer may leave
+        fetch.offered()
         with tracer.start_as_current_span("decode.offer", kind=SpanKind.CLIENT):
             await self._bus.call(f"{replica.subject}.offer", offer, RoomOk, timeout_s=CALL_TIMEOUT_S)
 

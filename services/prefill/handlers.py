@@ -20,10 +20,12 @@ from components.errors import (
 )
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.sender import Sender
+from components.lifecycle import Lifecycle, Tally
 from components.messaging.bus import Bus
 from components.messaging.deadline import remaining_s
 from components.messaging.heartbeats import heartbeat_of
 from components.messaging.service import Endpoint
+from components.routing.local_prefill import PromptLoad, PromptRate
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
@@ -35,7 +37,7 @@ from engine.log_line import BatchLog
 from engine.loop import EngineLoop
 from engine.ports import EngineRequest, Phase, StepOutput
 from engine.sampling.wire import sampling_params
-from services.prefill.jobs import PrefillJob
+from services.prefill.jobs import NEXT, PrefillJob, PrefillState
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +67,13 @@ class PrefillService:
         self._none = asyncio.Event()  # no jobs
         self._none.set()
         self._forgetting: set[asyncio.Task[None]] = set()  # peers that are gone
+        self._tally = Tally(NEXT)
+        self._rate = PromptRate()
         self._turn = count()
         self.draining = False
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
+        metrics.show_queues(self._tally)
         registration.on_lost(self._lease_lost)
         registry.book.subscribe(self._instance_changed)
 
@@ -117,7 +122,7 @@ class PrefillService:
             raise TransferFailed(f"{offer.num_cached_pages} cached pages of {job.num_pages}")
         if not 0 <= offer.aux_slot < record.kv.aux_slots:
             raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
-        job.sender.offered(offer, record.kv, job.room.stamp)
+        job.offered(offer, record.kv)
         return RoomOk(room=offer.room)
 
     async def quiesce(self, request: Quiesce) -> Quiet:
@@ -139,7 +144,8 @@ class PrefillService:
     def heartbeat(self) -> Heartbeat:
         """What this instance says of itself."""
         me = self._registration
-        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, draining=self.draining)
+        prompts = PromptLoad(sum(job.tokens_left for job in self._jobs.values()), self._rate.tokens_per_s)
+        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, prompts, draining=self.draining)
 
     async def drained(self) -> None:
         """Wait for the jobs in flight, also for those whose room is being opened: they would write when we have left."""
@@ -166,6 +172,8 @@ class PrefillService:
         job = PrefillJob(
             request=request,
             sender=Sender(self._transfer, request.request_id, num_pages, layout.page_size),
+            lifecycle=Lifecycle(f"prefill {request.request_id}", NEXT, PrefillState.BOOTSTRAPPING, self._tally),
+            num_tokens=len(prompt.token_ids),
             num_pages=num_pages,
             span=span,
             submitted_ns=time.time_ns(),
@@ -231,6 +239,7 @@ class PrefillService:
     def _forget(self, job: PrefillJob) -> None:
         """Nothing of this job is in flight: its pages go back, what was computed stays in the prefix cache."""
         request_id = job.request.request_id
+        job.over()
         self._jobs.pop(request_id, None)
         if not self._jobs:
             self._none.set()
@@ -239,6 +248,7 @@ class PrefillService:
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)
+        self._rate.stepped(output.stats.prompt_tokens, output.stats.step_s)
         for event in output.computed:
             if (job := self._jobs.get(event.request_id)) is not None:
                 job.computed(event)

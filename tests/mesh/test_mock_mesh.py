@@ -35,6 +35,7 @@ def mock_mesh(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> I
         "MESH_ENGINE__MAX_STEP_TOKENS": "128",
         "MESH_ENGINE__MOCK__SPEEDUP": "inf",
         "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+        "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
         "MESH_LEASE_TTL_S": "3",
         **{f"MESH_ENGINE__MOCK__{name}": value for name, value in SHAPE.items()},
     }
@@ -96,6 +97,33 @@ def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh
         assert sum(_computed(r.http) for r in client.prefills.usable()) > 0.5 * sum(map(len, prompts))
 
     mock_mesh.start("bootstrap", "decode")
+    asyncio.run(run())
+
+
+def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
+    """Prefill computes 500 tokens a second here, decode at once: whoever comes behind 3,000 tokens is computed there."""
+    prompts = [[i + 1] * 200 for i in range(20)]
+    sampling = SamplingParams(4, temperature=0, ignore_eos=True)
+    expected = [ids[:4] for ids in _one_engine(mock_mesh.home, prompts, sampling)]
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            [prefill] = await client.until_usable("prefill")
+            [decode] = await client.until_usable("decode")
+            ask = [asyncio.create_task(client.generate(p, 4, model=MODEL)) for p in prompts[:15]]
+            async with asyncio.timeout(10):
+                while client.prefills.prompts(prefill.instance_id).queued_tokens < 2000:
+                    await asyncio.sleep(0.05)
+            assert _computed(decode.http) == 0
+            behind = await asyncio.gather(*(client.generate(p, 4, model=MODEL) for p in prompts[15:]))
+            assert _computed(decode.http) == 5 * 200
+            assert [*await asyncio.gather(*ask), *behind] == expected
+            assert _computed(decode.http) == 5 * 200
+            await _no_page_is_lost(client)
+
+    mock_mesh.start("bootstrap", "decode", MESH_DECODE_LOCAL_PREFILL_ON_QUEUE="true")
+    slow = {"SPEEDUP": "1", "PROMPT_TOKEN_S": "0.002", "STEP_S": "0"}
+    mock_mesh.start("prefill", **{f"MESH_ENGINE__MOCK__{name}": value for name, value in slow.items()})
     asyncio.run(run())
 
 

@@ -23,11 +23,12 @@ from components.messaging.service import Endpoint
 from components.messaging.streams import open_outbox
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
+from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import OfferPages, RoomFailed, RoomOk
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
-from engine.ports import Failed, FinishReason, Phase, Reserved, TokenOutput
+from engine.ports import Failed, FinishReason, Phase, Reserved, StepStats, TokenOutput
 from services.decode.handlers import DecodeService
 from services.decode.remote_prefill import RemotePrefill
 from services.decode.streams import ActiveRequests
@@ -113,6 +114,7 @@ class Decode:
             metrics=self.metrics,
             model="m",
             max_local_prefill=2,
+            local_prefill_on_queue=True,
         )
 
     async def ask(self, stream_id: int = 1, life_ms: int = 60_000, **changes: Any) -> GenerateAccepted:
@@ -163,11 +165,24 @@ class Decode:
     def errors(self) -> list[str]:
         return [item.error.error for item in self.items() if item.error is not None]
 
+    def queues(self) -> dict[str, int]:
+        """Those that somebody stands in."""
+        found = {
+            str(state): self.metrics.registry.get_sample_value("queue_length", {"queue": str(state)})
+            for state in self.active.tally.states
+        }
+        return {state: int(count) for state, count in found.items() if count}
+
+    def beat(self, queued_tokens: int, prompt_tokens_per_s: float) -> None:
+        load = {"queued_tokens": queued_tokens, "prompt_tokens_per_s": prompt_tokens_per_s}
+        self.prefills.heard(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))  # type: ignore[arg-type]
+
     @property
     def recomputes(self) -> float | None:
         return self.metrics.registry.get_sample_value("prompt_recomputes_total")
 
     def assert_nothing_is_kept(self) -> None:
+        assert not self.queues()
         assert not self.service._tasks
         assert not self.remote._fetches
         assert not len(self.active)
@@ -206,6 +221,47 @@ async def test_kv_is_fetched_the_first_token_comes_from_prefill_and_nothing_is_k
     decode.assert_nothing_is_kept()
 
 
+async def test_a_request_goes_through_the_queues_one_after_the_other(decode: Decode) -> None:
+    await decode.ask()
+    assert decode.queues() == {"prealloc": 1}
+    await decode.reserve()
+    assert decode.queues() == {"transfer": 1}
+    await decode.land()
+    assert decode.queues() == {"running": 1}
+    await decode.finish()
+    assert decode.queues() == {}
+
+
+async def test_a_request_whose_kv_does_not_come_waits_for_its_turn_here(decode: Decode) -> None:
+    await decode.ask()
+    await decode.reserve()
+    await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="PrefillLost", cause="gone"))
+    await decode.until_nothing_runs()
+    assert decode.queues() == {"waiting": 1}
+    await decode.finish()
+    assert decode.queues() == {}
+
+
+async def test_a_prompt_is_computed_here_while_the_queue_at_prefill_lasts_longer(decode: Decode) -> None:
+    decode.beat(1000, 100.0)  # ten seconds
+    decode.engine.step(stats=StepStats(prompt_tokens=10, step_s=1.0))  # here, ten tokens take one
+    await decode.ask(1)
+    assert decode.engine.engine.submitted["r.1"].phase is Phase.FULL
+    assert decode.queues() == {"waiting": 1}
+    assert decode.service.heartbeat().queued_tokens == 10
+    decode.beat(150, 100.0)  # one and a half: within the margin
+    await decode.ask(2)
+    assert decode.engine.engine.submitted["r.2"].phase is Phase.DECODE
+    decode.service._overflow = False
+    decode.beat(1000, 100.0)
+    await decode.ask(3)
+    assert decode.engine.engine.submitted["r.3"].phase is Phase.DECODE
+    for stream_id in (1, 2, 3):
+        await decode.cancel(stream_id)
+    await decode.until_nothing_runs()
+    decode.assert_nothing_is_kept()
+
+
 async def test_a_stream_that_ends_with_its_first_token_is_over(decode: Decode) -> None:
     decode.engine.engine.delivered = [TokenOutput(ID, [42], FinishReason.STOP)]
     await decode.ask()
@@ -221,6 +277,16 @@ async def test_little_left_to_compute_is_computed_here(decode: Decode, prefix: i
     await decode.ask()
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
     assert not decode.prefill.asked
+
+
+async def test_a_transfer_too_many_is_none(decode: Decode) -> None:
+    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    await decode.finish()
+    for slot in taken:
+        decode.transfer.aux.give_back(slot)
+    decode.assert_nothing_is_kept()
 
 
 async def test_without_prefill_the_prompt_is_computed_here(decode: Decode) -> None:
@@ -571,13 +637,4 @@ async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_s
     assert not drained.done()
     decode.prefill.quiets.set()
     await asyncio.wait_for(drained, 1)
-    decode.assert_nothing_is_kept()
-
-
-async def test_without_an_aux_slot_the_frontend_is_told_to_go_elsewhere(decode: Decode) -> None:
-    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
-    await decode.ask()
-    assert decode.errors() == ["QueueFull"]
-    for slot in taken:
-        decode.transfer.aux.give_back(slot)
     decode.assert_nothing_is_kept()

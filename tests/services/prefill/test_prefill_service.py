@@ -25,6 +25,7 @@ from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from engine.ports import Computed, Failed, Phase
 from services.prefill.handlers import PrefillService
+from services.prefill.jobs import PrefillState
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
 from tests.components.messaging.fake_bus import FakeBus
@@ -72,13 +73,14 @@ class Prefill:
         book.put("d", record("d", "1", kv=endpoint("decode-d")))
         self.registration = Registration("p")
         self.registration.held("mine", asyncio.Event())
+        self.metrics = WorkerMetrics()
         self.service = PrefillService(
             self.bus,
             self.registration,
             self.registry,
             self.engine,
             self.transfer,
-            metrics=WorkerMetrics(),  # type: ignore[arg-type]
+            metrics=self.metrics,
         )
 
     async def ask(self, request_id: str = "r", life_ms: int = 60_000, **changes: Any) -> PrefillAccepted:
@@ -111,7 +113,16 @@ class Prefill:
     def quiesce(self, request_id: str = "r") -> asyncio.Task[Quiet]:
         return asyncio.ensure_future(self.service.quiesce(Quiesce(request_id=request_id, cause="gone")))
 
+    def queues(self) -> dict[str, int]:
+        """Those that somebody stands in."""
+        found = {
+            str(state): self.metrics.registry.get_sample_value("queue_length", {"queue": str(state)})
+            for state in PrefillState
+        }
+        return {state: int(count) for state, count in found.items() if count}
+
     def assert_nothing_is_kept(self, request_id: str = "r") -> None:
+        assert not self.queues()
         assert self.service.num_jobs == 0
         assert request_id in self.engine.did("release")
         assert self.transfer.aux.num_free == self.transfer.aux.num_slots
@@ -149,6 +160,37 @@ async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forg
     assert landed.done()
     assert prefill.ends == [None]
     prefill.assert_nothing_is_kept()
+
+
+async def test_a_prompt_goes_through_the_queues_one_after_the_other(prefill: Prefill) -> None:
+    prefill.transfer.gate.clear()
+    await prefill.ask()
+    assert prefill.queues() == {"bootstrapping": 1}
+    await prefill.offer()
+    assert prefill.queues() == {"waiting": 1}
+    assert prefill.service.heartbeat().queued_tokens == 10
+    prefill.computed(num_computed=4, first_token=None)
+    assert prefill.queues() == {"computing": 1}
+    assert prefill.service.heartbeat().queued_tokens == 6
+    prefill.computed()
+    assert prefill.queues() == {"inflight": 1}
+    assert prefill.service.heartbeat().queued_tokens == 0
+    prefill.transfer.gate.set()
+    await turns()
+    assert prefill.queues() == {}
+
+
+@pytest.mark.parametrize(("computed", "queue"), [(0, "waiting"), (4, "computing"), (10, "inflight")])
+async def test_computing_goes_on_while_decodes_pages_are_not_known(prefill: Prefill, computed: int, queue: str) -> None:
+    prefill.transfer.gate.clear()
+    await prefill.ask()
+    if computed:
+        prefill.computed(computed, 42 if computed == 10 else None)
+    assert prefill.queues() == {"bootstrapping": 1}
+    await prefill.offer()
+    assert prefill.queues() == {queue: 1}
+    await prefill.offer()
+    assert prefill.queues() == {queue: 1}, "the same offer again changes nothing"
 
 
 async def test_the_engine_is_told_the_adapter_and_its_refusal_ends_the_room(prefill: Prefill) -> None:
