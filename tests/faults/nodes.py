@@ -223,6 +223,7 @@ class Decode(Worker):
             metrics=WorkerMetrics(),
             model=MODEL,
             max_local_prefill=16,
+            local_prefill_on_queue=False,  # it goes by how long steps really took
         )
         record = self._record(self.transfer.endpoint, self.engine.engine.max_context)
         await stack.enter_async_context(self._advertised(self.service.endpoints(), record))

@@ -26,24 +26,38 @@ FIELDS: Final = {
     "room-close.v1": ("room",),
     "heartbeat.v1": ("epoch",),
 }
-STATES: Final = (
-    "message prefill.v2",  # receive bootstrapping
-    "receive transferring",
+STATES: Final = (  # the first of each lifecycle by what leads to it: nothing moves there
+    "message generate.v2",  # decode accepted
+    "decode prealloc",
+    "decode transfer",
+    "decode running",
+    "decode done",
+    "message room-open.v1",  # prefill bootstrapping
+    "prefill waiting",
+    "prefill computing",
+    "prefill inflight",
+    "prefill done",
+    "message prefill-accepted.v1",  # receive and send bootstrapping
     "receive done",
-    "message prefill-accepted.v1",  # send bootstrapping
     "send transferring",
-    "write pages",
-    "write aux",
-    "send done",
     "room offered",
     "room closed",
+    "write pages",
+    "write aux",
     "request reserved",
-    "request running",
-    "request finished",
 )
-STATES_AFTER_FAILURE: Final = ("receive pinned", "receive closed", "send failed", "room failed", "request held")
+STATES_AFTER_FAILURE: Final = (
+    "decode waiting",
+    "prefill failed",
+    "receive pinned",
+    "receive closed",
+    "send failed",
+    "room failed",
+    "request held",
+)
+STATES_AFTER_CLIENT: Final = ("decode failed",)
 DELAYS_S: Final = (0.05, 3.0, 12.0)  # noticed by nobody, by some, by every call
-STOPS_S: Final = (4.0, 9.0)  # declared lost and back: before its lease has run out, and after
+STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has run out, and after
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
 A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0.001)
 
@@ -101,14 +115,17 @@ def of_states() -> Iterator[Schedule]:
     for at in STATES:
         yield from ([fault] for fault in _at_state(at))
     for at in STATES_AFTER_FAILURE:
-        yield from ([A_TRANSFER_FAILS, fault] for fault in _at_state(at))
+        yield from ([A_TRANSFER_FAILS, fault] for fault in _at_state(at) if fault.do not in (Do.LEASE, Do.DRAIN))
+    for at in STATES_AFTER_CLIENT:
+        yield from ([A_CLIENT_LEAVES, fault] for fault in _at_state(at) if fault.do is not Do.CLIENT_GONE)
 
 
 def _at_state(at: str) -> Iterator[Fault]:
     for role in ROLES:
         yield Fault(Do.KILL, at, role=role)
-        yield from (Fault(Do.STOP, at, amount=stop_s, role=role) for stop_s in STOPS_S)
+        yield Fault(Do.STOP, at, amount=STOP_S, role=role)
     for role in ("decode", "prefill"):
+        yield Fault(Do.STOP, at, amount=LONG_STOP_S, role=role)
         yield Fault(Do.LEASE, at, role=role)
         yield Fault(Do.DRAIN, at, role=role)
     yield Fault(Do.NATS_AWAY, at, amount=1.0)
