@@ -16,6 +16,7 @@ from components.errors import (
     MeshError,
     Overloaded,
     PeerLost,
+    Rejected,
     UnknownModel,
 )
 from components.kv_transfer.layout import check_compatible, check_same_adapter
@@ -99,8 +100,11 @@ class DecodeService:
             raise UnknownModel(f"this instance serves {self._model!r}, not {request.model!r}")
         if request.adapter and request.adapter not in self._engine.engine.adapters:
             raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
+        engine_id = f"{request.request_id}.{request.stream_id}"
+        if self._active.find(engine_id) is not None:
+            raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
         active = ActiveRequest(
-            engine_id=f"{request.request_id}.{request.stream_id}",
+            engine_id=engine_id,
             request=request,
             token_ids=unpack_tokens(request.token_ids),
             sampling=sampling_params(request.sampling),

@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanKind
 
 from components.aio import ended
 from components.discovery.registry import Registration, Registry
-from components.errors import BY_NAME, DeadlineExceeded, MeshError, NoBootstrapInstance, PrefillLost
+from components.errors import BY_NAME, DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums, check_verifiable
@@ -206,12 +206,19 @@ class RemotePrefill:
             await self._bus.publish(f"{fetch.prefill.subject}.quiesce", _quiesce(fetch))
 
     async def _until_quiet(self, fetch: Fetch) -> None:
-        """A released handle or a dead peer's message proves nothing: ask prefill itself, or wait until etcd drops it."""
+        """Ask prefill itself: a released handle proves nothing, nor does a dead peer's message.
+
+        Nor does etcd alone: a process that was stopped, or lost its lease and has not noticed, goes on writing. It is gone
+        when neither etcd nor NATS knows it any more.
+        """
         prefill = fetch.prefill
-        while self._registry.book.find(prefill.instance_id, prefill.epoch) is not None:
+        while True:
             try:
                 await self._bus.call(f"{prefill.subject}.quiesce", _quiesce(fetch), Quiet, timeout_s=QUIESCE_TIMEOUT_S)
             except MeshError as exc:
+                nobody_listens = isinstance(exc, PeerLost)
+                if nobody_listens and self._registry.book.find(prefill.instance_id, prefill.epoch) is None:
+                    return
                 log.debug("not quiet yet", extra={"request": fetch.engine_id, "cause": exc.message})
                 await asyncio.sleep(QUIESCE_AGAIN_S)
             else:

@@ -68,6 +68,8 @@ class PrefillService:
         self._metrics = metrics
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._jobs: dict[str, PrefillJob] = {}
+        self._none = asyncio.Event()  # no jobs
+        self._none.set()
         self._forgetting: set[asyncio.Task[None]] = set()  # peers that are gone
         self._tally = Tally(NEXT)
         self._rate = PromptRate()
@@ -159,9 +161,8 @@ class PrefillService:
         return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, prompts, draining=self.draining)
 
     async def drained(self) -> None:
-        """Wait for the jobs in flight."""
-        while tasks := [job.task for job in self._jobs.values() if job.task is not None]:
-            await asyncio.wait(tasks)
+        """Wait for the jobs in flight, also for those whose room is being opened: they would write when we have left."""
+        await self._none.wait()
 
     def stop_all(self, cause: str) -> None:
         """Give up every job: decode computes those prompts itself."""
@@ -197,6 +198,7 @@ class PrefillService:
             step_s=lambda: self._engine.stats.step_s,
         )
         self._jobs[request.request_id] = job
+        self._none.clear()
         submitted = self._engine.post(lambda engine: engine.submit(prompt))
         submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
         try:
@@ -263,6 +265,8 @@ class PrefillService:
         request_id = job.request.request_id
         job.over()
         self._jobs.pop(request_id, None)
+        if not self._jobs:
+            self._none.set()
         self._engine.post(lambda engine: engine.cancel(request_id))
         self._engine.post(lambda engine: engine.release(request_id))
 
@@ -279,7 +283,8 @@ class PrefillService:
     async def _lease_lost(self) -> None:
         # Decode may reuse its pages once etcd has dropped us, so nothing of ours may be written after that.
         self.stop_all("the lease of this prefill instance was lost")
-        await self.drained()
+        while tasks := [job.task for job in self._jobs.values() if job.task is not None]:  # others will not write
+            await asyncio.wait(tasks)
 
     def _instance_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if was is None or was.role != "decode":

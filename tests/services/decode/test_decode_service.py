@@ -377,6 +377,19 @@ async def test_no_prefill_with_the_adapters_weights_means_computing_here(
     await decode.until_nothing_runs()
 
 
+async def test_a_request_that_comes_twice_is_answered_once(decode: Decode) -> None:
+    """The second one took the first one's place, was refused by the engine, and ended the stream with that."""
+    await decode.ask()
+    with pytest.raises(Rejected, match="in use"):
+        await decode.ask()
+    await decode.reserve()
+    await decode.land()
+    await decode.finish()
+    assert decode.tokens() == [42, 43]
+    assert decode.errors() == []
+    decode.assert_nothing_is_kept()
+
+
 async def test_an_adapter_that_is_not_here_is_refused_at_once(decode: Decode) -> None:
     decode.engine.engine.adapters = {"legal": "w1"}
     with pytest.raises(UnknownModel, match="no adapter 'medical' of 'm'"):
@@ -493,6 +506,29 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_etcd_d
     assert decode.engine.did("release") == [ID]
     await decode.finish()
     assert decode.tokens() == [43]
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("quiet", ["answers", "gone"])
+async def test_a_prefill_that_left_etcd_and_still_listens_may_write(
+    decode: Decode, quiet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Etcd's word was enough: a prefill that was stopped for longer than its lease wrote into another request's pages."""
+    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.005)
+    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_TIMEOUT_S", 0.01)
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await decode.reserve()
+    decode.registry.book.remove("p")
+    await asyncio.sleep(0.05)
+    assert decode.engine.did("recompute") == [ID]
+    decode.assert_pinned()
+    if quiet == "gone":
+        decode.bus.handlers.clear()
+    decode.prefill.quiets.set()
+    await asyncio.sleep(0.03)
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
     decode.assert_nothing_is_kept()
 
 

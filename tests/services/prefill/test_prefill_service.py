@@ -526,3 +526,22 @@ async def test_giving_up_ends_every_transfer(prefill: Prefill) -> None:
     assert prefill.ends == ["PeerLost"] * 3
     await turns()
     assert sorted(prefill.engine.did("release")) == ["r0", "r1", "r2"]
+
+
+async def test_a_leaving_instance_waits_for_a_room_that_is_being_opened(prefill: Prefill) -> None:
+    """It left etcd, decode took its pages back, and the job began to write into them."""
+    prefill.bootstrap.gate.clear()
+    asking = asyncio.create_task(prefill.ask())
+    await turns()
+    prefill.service.draining = True
+    draining = asyncio.create_task(prefill.service.drained())
+    await turns()
+    assert not draining.done()
+    prefill.bootstrap.gate.set()
+    await asking
+    await turns()
+    assert not draining.done()
+    await prefill.offer()
+    prefill.computed()
+    await asyncio.wait_for(draining, 1)
+    assert prefill.ends == [None]
