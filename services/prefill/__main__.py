@@ -5,6 +5,7 @@ from components.discovery.registry import Registration, join_registry
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats
+from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
 from components.telemetry.logs import log_progress, log_ready
@@ -12,6 +13,7 @@ from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.loop import start_engine
 from engine.model.resolve import served_name
+from engine.profiler import EngineProfiler
 from services.prefill.config import PrefillSettings
 from services.prefill.handlers import PrefillService
 
@@ -29,13 +31,15 @@ async def main(settings: PrefillSettings) -> None:
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
         open_nixl(engine.engine.kv_region, f"prefill-{me}", settings.nixl_backend) as transfer,
+        keep_profiles(f"prefill {me}", EngineProfiler(engine, {"role": "prefill", "instance": me})) as profiles,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
         service = PrefillService(bus, registration, registry, engine, transfer, metrics=metrics)
         adapters = engine.engine.adapters
         record = record_maker(settings, "prefill", me, model=model, adapters=adapters, kv=transfer.endpoint, http=page)
+        endpoints = [*service.endpoints(), *profiles.endpoints()]
         async with (
-            serve_calls(bus, "prefill", subject, service.endpoints(), {"instance_id": me, "model": model}),
+            serve_calls(bus, "prefill", subject, endpoints, {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat),
             registry.advertise(registration, record),
         ):
