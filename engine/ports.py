@@ -226,7 +226,7 @@ class Recording(Protocol):
     """A profile that was recorded."""
 
     def save(self, path: Path) -> None:
-        """Write it to `path` as a gzipped Chrome trace. On any thread; raises OSError."""
+        """Append it to `path` as a gzipped Chrome trace. On any thread; raises OSError."""
 
 
 class Engine(Protocol):

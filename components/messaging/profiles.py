@@ -14,7 +14,7 @@ from components.errors import InvariantBroken, Overloaded, Rejected
 from components.messaging.service import Endpoint
 from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 
-MAX_SECONDS: Final = 60.0
+MAX_SECONDS: Final = 60.0  # up to 10 MB each, unpacked
 PART_BYTES: Final = 512 * 1024  # half of what NATS takes unless it is told to take more
 WAIT_S: Final = 2.0  # for a profile that is not ready, before that is answered
 KEPT: Final = 2  # profiles; an older one goes when a new one begins

@@ -30,9 +30,9 @@ class FetchProfile:
 
 @message("profile-part.v1")
 class ProfilePart:
-    """worker → inspect: bytes of a gzipped Chrome trace from the offset on."""
+    """worker → inspect: some bytes from the offset on."""
 
-    data: bytes
+    data: bytes  # of gzip members, one after the other: each a Chrome trace of a piece of the time
     size_bytes: int | None = None  # of the whole file; None: it is being recorded or written still
     seconds: float = 0.0  # that were recorded
     steps: int = 0  # of the engine that computed something in that time

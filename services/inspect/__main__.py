@@ -73,9 +73,9 @@ def traces(count: Annotated[int, typer.Option(help="how many")] = 20, state_dir:
 def profile(
     role: Annotated[Literal["prefill", "decode"], typer.Argument(help="what it is")],
     *,
-    seconds: Annotated[float, typer.Option(help="how long to record, at most 60; it ends early after 200 steps")] = 5.0,
+    seconds: Annotated[float, typer.Option(help="how long to record, at most 60")] = 5.0,
     instance: Annotated[str | None, typer.Option(help="the beginning of its id, where there are several")] = None,
-    out: Annotated[Path | None, typer.Option(help="[default: profile-ROLE-ID.json.gz]")] = None,
+    out: Annotated[Path | None, typer.Option(help="(default: profile-ROLE-ID.json.gz)")] = None,
     etcd_url: Annotated[str | None, typer.Option(help="[env: MESH_ETCD_URL]")] = None,
     nats_url: Annotated[str | None, typer.Option(help="[env: MESH_NATS_URL]")] = None,
     namespace: Annotated[str | None, typer.Option(help="[env: MESH_NAMESPACE]")] = None,

@@ -1,12 +1,15 @@
 """Profile one worker: order it, wait, fetch the file in parts."""
 
 import asyncio
+import gzip
+import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from rich.console import Console
 
@@ -21,6 +24,8 @@ CONNECT_S: Final = 8.0
 START_S: Final = 60.0  # the engine starts a profile after its step, and its first start takes a second or two
 ANSWER_S: Final = 5.0  # a worker that collects events answers nobody meanwhile
 TRIES: Final = 3
+GZIP_LEVEL: Final = 6
+BLANK: Final = re.compile(r"\s*")
 WRITE_S: Final = 120.0  # from the end of the recording to a file
 
 
@@ -66,11 +71,35 @@ def _arriving(path: Path) -> Iterator[BinaryIO]:
     """A file that stands at `path` once it is whole. Opened before a worker is asked: what cannot be written is said first."""
     part = path.with_name(f"{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with part.open("w+b") as file:
             yield file
+            file.seek(0)
+            whole = join_segments(gzip.decompress(file.read()).decode())
+        packed = json.dumps(whole).encode()
+        part.write_bytes(gzip.compress(packed, GZIP_LEVEL) if path.suffix == ".gz" else packed)
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def join_segments(text: str) -> dict[str, Any]:
+    """One Chrome trace of those that stand in `text` one after the other; their times have one origin."""
+    decoder = json.JSONDecoder()
+    whole: dict[str, Any] = {}
+    named: set[tuple[Any, ...]] = set()
+    at = 0
+    while (at := BLANK.match(text, at).end()) < len(text):  # type: ignore[union-attr]  # it matches nothing, too
+        segment, at = decoder.raw_decode(text, at)
+        events = whole.setdefault("traceEvents", [])
+        for event in segment.pop("traceEvents"):
+            if event.get("ph") == "M":  # the name of a process or thread: once
+                name = (event["name"], event.get("pid"), event.get("tid"))
+                if name in named:
+                    continue
+                named.add(name)
+            events.append(event)
+        whole = {**segment, **whole}
+    return whole
 
 
 async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> InstanceRecord:

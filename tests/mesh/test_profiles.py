@@ -87,6 +87,7 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
         assert trace["role"] == role
         computed = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op"]
         assert {e["pid"] for e in computed} == {pids[role]}, "nobody else's work"
+        assert max(e["ts"] for e in computed) - min(e["ts"] for e in computed) > 0.8e6, "all of its segments"
         assert any(e["name"] in ("aten::linear", "aten::mm", "aten::addmm") for e in computed)
     assert {name for name in forwards(traces["decode"]) if "1 decodes" in name}
     assert all(name.startswith("forward: 0 decodes") for name in forwards(traces["prefill"]))
