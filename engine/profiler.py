@@ -42,8 +42,8 @@ class EngineProfiler:
             while running:
                 await asyncio.sleep(min(SEGMENT_S, end_s - perf_counter()))
                 running = perf_counter() < end_s
-                recorded_s, steps = perf_counter() - self._started_s, self._steps
                 recording = await self._engine.post(self._next if running else _stop)
+                recorded_s, steps = perf_counter() - self._started_s, self._steps
                 await asyncio.to_thread(recording.save, path)
         finally:
             if running:

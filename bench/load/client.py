@@ -26,6 +26,9 @@ class Run:
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
+    ends_s: list[float] = field(
+        default_factory=list
+    )  # before an event that ends a text and brings none: no token's gap
     e2e_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0  # as the endpoint counts them
     output_tokens: int = 0
@@ -118,6 +121,7 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
         body = await prepare(client, body)
     first: float | None = None
     gaps_s: list[float] = []
+    ends_s: list[float] = []
     prompt_tokens = tokens = 0
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
@@ -136,11 +140,14 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
             if first is None:
                 first = now
             else:
-                gaps_s.append(now - last)
+                choice = chunk["choices"][0]
+                bare = choice.get("finish_reason") is not None and not choice.get("text")
+                (ends_s if bare else gaps_s).append(now - last)
             last = now
     if first is None or tokens < 1:
         raise Failed("an answer without tokens" if tokens < 1 else "an answer without text")
     run.itl_s += gaps_s
+    run.ends_s += ends_s
     run.ttft_s.append(first - started)
     run.e2e_s.append(last - started)
     if tokens > 1:

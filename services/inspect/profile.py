@@ -98,6 +98,7 @@ def join_segments(text: str) -> dict[str, Any]:
                     continue
                 named.add(name)
             events.append(event)
+        segment.pop("traceName", None)  # a temporary file of the worker's
         whole = {**segment, **whole}
     return whole
 

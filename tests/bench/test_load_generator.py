@@ -44,6 +44,7 @@ class Endpoint:
             for _ in range(body["max_tokens"]):
                 yield "data: " + json.dumps({"choices": [{"text": " w"}]}) + "\n\n"
                 await asyncio.sleep(GAP_S)
+            yield "data: " + json.dumps({"choices": [{"text": "", "finish_reason": "length"}]}) + "\n\n"
             usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": body["max_tokens"]}
             yield "data: " + json.dumps({"choices": [], "usage": usage}) + "\n\ndata: [DONE]\n\n"
         finally:
@@ -93,7 +94,8 @@ def test_times_are_those_that_the_server_took(endpoint: Endpoint) -> None:
     assert all(body["ignore_eos"] and body["max_tokens"] == 5 for body in endpoint.bodies)
     assert all(FIRST_S <= ttft < FIRST_S + 1 for ttft in run.ttft_s)
     assert all(GAP_S * 0.5 <= tpot < 1 for tpot in run.tpot_s)
-    assert len(run.itl_s) == 16
+    assert len(run.itl_s) == 16, "the end of a text is no token"
+    assert len(run.ends_s) == 4
     assert all(e2e >= FIRST_S + 4 * GAP_S for e2e in run.e2e_s)
 
 

@@ -114,8 +114,8 @@ def test_segments_of_a_profile_become_one_trace() -> None:
     name = {"ph": "M", "name": "process_name", "pid": 7, "tid": 0}
     segments = [
         {"role": "decode", "baseTimeNanoseconds": 5, "traceEvents": [name, {"ph": "X", "ts": 1}]},
-        {"role": "decode", "baseTimeNanoseconds": 5, "traceEvents": [name, {"ph": "X", "ts": 2}]},
+        {"role": "decode", "baseTimeNanoseconds": 5, "traceEvents": [name, {"ph": "X", "ts": 2}], "traceName": "x"},
     ]
     whole = join_segments("".join(f"\n{json.dumps(segment, indent=1)}\n" for segment in segments))
-    assert whole["role"] == "decode"
+    assert whole.keys() == {"role", "baseTimeNanoseconds", "traceEvents"}
     assert whole["traceEvents"] == [name, {"ph": "X", "ts": 1}, {"ph": "X", "ts": 2}]
