@@ -12,7 +12,7 @@ import pytest
 
 from tests.mesh.harness import Client, MeshProcesses, open_client
 
-pytestmark = [pytest.mark.mesh, pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mesh, pytest.mark.anyio, pytest.mark.timeout(240)]
 
 RunService = Callable[..., Any]
 PROMPT: Final = [3 + i % 400 for i in range(200)]
@@ -59,8 +59,8 @@ async def keep_busy(client: Client, stop: asyncio.Event) -> int:
     """Requests one after the other, each another prompt; how many came back whole."""
     answered = 0
     while not stop.is_set():
-        tokens = await client.generate([5 + answered % 400, *PROMPT], 32, model="tiny")
-        assert len(tokens) == 32
+        tokens = await client.generate([5 + answered % 400, *PROMPT], 8, model="tiny")
+        assert len(tokens) == 8
         answered += 1
     return answered
 
@@ -76,7 +76,7 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
         traces = {}
         for role in ("prefill", "decode"):
             out = tmp_path / f"{role}.json.gz"
-            code, said = await inspect.run(role, "--seconds", "1.5", "--out", str(out))
+            code, said = await inspect.run(role, "--seconds", "2.5", "--out", str(out))
             assert code == 0, said
             assert "idle" not in said
             traces[role] = read(out)
@@ -87,7 +87,7 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
         assert trace["role"] == role
         computed = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op"]
         assert {e["pid"] for e in computed} == {pids[role]}, "nobody else's work"
-        assert max(e["ts"] for e in computed) - min(e["ts"] for e in computed) > 0.8e6, "all of its segments"
+        assert len([e for e in trace["traceEvents"] if e["name"] == "Record Window End"]) > 1, "all of its segments"
         assert any(e["name"] in ("aten::linear", "aten::mm", "aten::addmm") for e in computed)
     assert {name for name in forwards(traces["decode"]) if "1 decodes" in name}
     assert all(name.startswith("forward: 0 decodes") for name in forwards(traces["prefill"]))
