@@ -218,8 +218,11 @@ def main(
         sys.exit("--concurrency and --request-rate exclude each other")
     if (workload is Workload.TRACE) != (trace is not None):
         sys.exit("--workload trace-replay and --trace FILE go together")
+    for path in (json_file, plot):  # now and not after the load
+        if path is not None and not path.parent.is_dir():
+            sys.exit(f"{path} cannot be written: there is no directory {path.parent}")
     if plot is not None:
-        pyplot()  # not after the load
+        pyplot()
     like_sharegpt = workload is Workload.SHAREGPT
     shape = Shape(
         workload,
