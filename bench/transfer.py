@@ -3,8 +3,8 @@
     python -m bench.transfer                                             # a 135M model's pages of 16, 32 and 64 tokens
     python -m bench.transfer --layers 32 --kv-heads 8 --head-dim 128 --page-size 16 --pages 1 --pages 64
 
-Four ways to move the same bytes into another process, by turns in one run: our backend with pages scattered over both
-pools and with neighbouring ones, NIXL's own API with one contiguous block and nothing of ours around it, and a plain copy
+Four ways to move the same bytes into another process, in turn, in one run: our backend with scattered and with
+neighbouring pages, NIXL's own API with one contiguous block and nothing of ours around it, and a plain copy
 into memory that both processes map. µs are medians over rounds, GB/s follow from them; ratios are time over time, so 1.1
 means that we take a tenth longer. The last line of a page size is what a write costs before it moves anything.
 """
@@ -37,7 +37,6 @@ from components.wire.instances import KvEndpoint
 
 REPO: Final = Path(__file__).resolve().parents[1]
 WARM_UP: Final = 2  # writes of each kind before the first that counts: connections and page tables
-SPREAD: Final = 2  # pools have this many times the pages of the largest write
 FIXED_ROUNDS: Final = 5  # times as many rounds for the smallest write
 
 Move = Callable[[], Awaitable[object]]
@@ -93,13 +92,11 @@ class Ends:
     shared: "np.ndarray[Any, np.dtype[np.uint8]]"
 
     def scattered(self, count: int) -> Move:
-        """Our backend, no page beside another."""
-        draw = random.Random(count)
-        source, target = (draw.sample(range(self.pool.num_pages), count) for _ in range(2))
-        return self._pages(source, target)
+        """Our backend, the first pages of both pools, in opposite orders: no two of them merge."""
+        return self._pages(range(count), range(count)[::-1])
 
     def neighbours(self, count: int) -> Move:
-        """Our backend, the first pages of both pools."""
+        """Our backend, the same pages in order: they merge."""
         return self._pages(range(count), range(count))
 
     def aux(self) -> Move:
@@ -148,15 +145,22 @@ class Ends:
         return lambda: self.transfer.write_pages(self.peer.endpoint.agent, source, target)
 
 
+async def time_us(move: Move) -> float:
+    started = time.perf_counter()
+    await move()
+    return (time.perf_counter() - started) * 1e6
+
+
 async def times_us(moves: dict[str, Move], rounds: int) -> dict[str, float]:
-    """Medians over `rounds` of each, one after the other in each round."""
+    """Medians over `rounds` of each. In an order drawn anew in each round: who comes later finds the bytes in a cache."""
+    order = list(moves.items())
     taken: dict[str, list[float]] = {name: [] for name in moves}
     for round_ in range(WARM_UP + rounds):
-        for name, move in moves.items():
-            started = time.perf_counter()
-            await move()
+        random.shuffle(order)
+        for name, move in order:
+            taken_us = await time_us(move)
             if round_ >= WARM_UP:
-                taken[name].append((time.perf_counter() - started) * 1e6)
+                taken[name].append(taken_us)
     return {name: round(statistics.median(values), 1) for name, values in taken.items()}
 
 
@@ -165,8 +169,11 @@ async def fixed_us(ends: Ends, rounds: int) -> dict[str, float]:
     page = {"scattered": ends.scattered(1), "nixl": ends.plain(1), "memcpy": ends.memcpy(1)}
     alone = await times_us(page, rounds)
     aux = await times_us({"aux": ends.aux()}, rounds)
-    behind = await times_us({"aux": ends.aux(), "after_aux": ends.scattered(1)}, rounds)
-    return {**alone, **aux, "after_aux": behind["after_aux"]}
+    behind = []
+    for _ in range(rounds):
+        await ends.aux()()
+        behind.append(await time_us(ends.scattered(1)))
+    return {**alone, **aux, "after_aux": round(statistics.median(behind), 1)}
 
 
 def figure(layout: KvLayout, pages: int, us: dict[str, float]) -> dict[str, Any]:
@@ -211,7 +218,7 @@ def _here() -> dict[str, Any]:
 
 async def measure_page_size(layout: KvLayout, counts: Sequence[int], rounds: int) -> None:
     """All sizes of write with pages of one size; prints as it goes."""
-    num_pages = SPREAD * max(counts)
+    num_pages = max(counts)
     pool = Pool(layout, num_pages)
     with receiving(layout, num_pages) as peer:
         shared = _attach(peer)
