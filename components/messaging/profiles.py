@@ -42,11 +42,11 @@ class Ordered:
 class Profiles:
     """The profiles of one worker."""
 
-    def __init__(self, who: str, profiler: Profiler, home: Path) -> None:
-        """Of `who`, as errors name it; files are written under `home`."""
+    def __init__(self, who: str, profiler: Profiler) -> None:
+        """Of `who`, as errors name it."""
         self._who = who
         self._profiler = profiler
-        self._home = home
+        self._home: tempfile.TemporaryDirectory[str] | None = None  # from the first profile on: a kill -9 leaves it
         self._ordered: dict[str, Ordered] = {}
         self._starting = False
 
@@ -64,13 +64,17 @@ class Profiles:
         self._refuse_second()
         self._starting = True
         try:
+            if self._home is None:
+                self._home = tempfile.TemporaryDirectory(prefix="kvmesh-profile-", ignore_cleanup_errors=True)
             await self._profiler.start()
+        except OSError as exc:
+            raise InvariantBroken(f"the profile of {self._who} cannot be kept there: {exc}") from exc
         finally:
             self._starting = False
         for profile_id in list(self._ordered)[: 1 - KEPT]:
             self._ordered.pop(profile_id).path.unlink(missing_ok=True)
         profile_id = token_hex(4)
-        path = self._home / f"{profile_id}.json.gz"
+        path = Path(self._home.name) / f"{profile_id}.json.gz"
         task = asyncio.create_task(self._profiler.finish(request.seconds, path))
         self._ordered[profile_id] = Ordered(path, monotonic() + request.seconds, task)
         return ProfileStarted(profile_id=profile_id)
@@ -91,11 +95,13 @@ class Profiles:
         return ProfilePart(data=data, size_bytes=size, seconds=seconds, steps=steps)
 
     async def close(self) -> None:
-        """Stop recording."""
+        """Stop recording; remove the files."""
         tasks = [ordered.task for ordered in self._ordered.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._home is not None:
+            self._home.cleanup()
 
     def _refuse_second(self) -> None:
         running = [(name, o) for name, o in self._ordered.items() if not o.task.done()]
@@ -110,12 +116,11 @@ class Profiles:
 @asynccontextmanager
 async def keep_profiles(who: str, profiler: Profiler) -> AsyncIterator[Profiles]:
     """Profiles of `who`, in a temporary directory that goes with the context."""
-    with tempfile.TemporaryDirectory(prefix="kvmesh-profile-", ignore_cleanup_errors=True) as home:
-        profiles = Profiles(who, profiler, Path(home))
-        try:
-            yield profiles
-        finally:
-            await profiles.close()
+    profiles = Profiles(who, profiler)
+    try:
+        yield profiles
+    finally:
+        await profiles.close()
 
 
 def _read(path: Path, offset: int) -> tuple[int, bytes]:

@@ -101,9 +101,11 @@ async def test_one_that_is_not_ready_is_answered_before_the_caller_gives_up(
 async def test_leaving_stops_the_recording_and_removes_the_files(nats_url: str, namespace: str) -> None:
     profiler = FakeProfiler(b"x")
     async with worker(nats_url, namespace, profiler) as (bus, kept):
+        assert kept._home is None, "a worker that is never profiled leaves nothing when it is killed"
         await part(bus, namespace, await start(bus, namespace, 0.01))
         await start(bus, namespace, 50)
-        home = kept._home
+        assert kept._home is not None
+        home = Path(kept._home.name)
         assert list(home.iterdir())
     assert profiler.stopped == 2
     assert not home.exists()
