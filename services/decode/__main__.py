@@ -9,6 +9,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
+from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_outbox
 from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
@@ -18,6 +19,7 @@ from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.loop import start_engine
 from engine.model.resolve import served_name
 from engine.ports import KvRegion, max_request_pages
+from engine.profiler import EngineProfiler
 from services.decode.config import DecodeSettings
 from services.decode.handlers import DecodeService
 from services.decode.remote_prefill import RemotePrefill
@@ -49,6 +51,7 @@ async def main(settings: DecodeSettings) -> None:
         open_nixl(
             engine.engine.kv_region, f"decode-{me}", settings.nixl_backend, max_request_pages(engine.engine)
         ) as transfer,
+        keep_profiles(f"decode {me}", EngineProfiler(engine, {"role": "decode", "instance": me})) as profiles,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
         watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,
         open_outbox(bus, me, lambda: registration.epoch, lambda: engine.stats.step) as outbox,
@@ -85,8 +88,9 @@ async def main(settings: DecodeSettings) -> None:
             kv=transfer.endpoint,
             http=page,
         )
+        endpoints = [*service.endpoints(), *profiles.endpoints()]
         async with (
-            serve_calls(bus, "decode", subject, service.endpoints(), {"instance_id": me, "model": model}),
+            serve_calls(bus, "decode", subject, endpoints, {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat),
             registry.advertise(registration, record),
         ):

@@ -5,6 +5,7 @@ from components.discovery.registry import Registration, join_registry
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats
+from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
 from components.telemetry.logs import log_progress, log_ready
@@ -13,6 +14,7 @@ from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.loop import start_engine
 from engine.model.resolve import served_name
 from engine.ports import max_request_pages
+from engine.profiler import EngineProfiler
 from services.prefill.config import PrefillSettings
 from services.prefill.handlers import PrefillService
 
@@ -32,6 +34,7 @@ async def main(settings: PrefillSettings) -> None:
         open_nixl(
             engine.engine.kv_region, f"prefill-{me}", settings.nixl_backend, max_request_pages(engine.engine)
         ) as transfer,
+        keep_profiles(f"prefill {me}", EngineProfiler(engine, {"role": "prefill", "instance": me})) as profiles,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
         service = PrefillService(
@@ -45,8 +48,9 @@ async def main(settings: PrefillSettings) -> None:
         )
         adapters = engine.engine.adapters
         record = record_maker(settings, "prefill", me, model=model, adapters=adapters, kv=transfer.endpoint, http=page)
+        endpoints = [*service.endpoints(), *profiles.endpoints()]
         async with (
-            serve_calls(bus, "prefill", subject, service.endpoints(), {"instance_id": me, "model": model}),
+            serve_calls(bus, "prefill", subject, endpoints, {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat),
             registry.advertise(registration, record),
         ):
