@@ -1,100 +1,52 @@
-"""Load on an OpenAI endpoint: time to first token, time per output token, throughput. One JSON line a figure.
+"""Load on an OpenAI endpoint: throughput, time to first token, time per output token. A table, JSON lines, a picture.
 
-    python -m bench.serve --url http://127.0.0.1:8000 --model smollm2-135m --concurrency 1 8 --input-len 256 --output-len 64
+    python -m bench.serve                                                    # random words, 1 client, then 8
+    python -m bench.serve --request-rate 4 --num-prompts 200 --workload sharegpt-like
+    python -m bench.serve --workload shared-prefix --groups 8 --prompts-per-group 16 --prefix-len 1024
+    python -m bench.serve --workload trace-replay --trace conversation_trace.jsonl --trace-scale 0.05 --num-prompts 100
 
-Closed loop: each client sends its next request when the last is answered. Prompts are random English words, each prompt
-different, so that no prefix cache helps. Works on any OpenAI endpoint that knows `ignore_eos`: peers are measured with it.
+With --concurrency each client sends its next request when the last is answered; with --request-rate requests come at
+random, that often a second, however long answers take; a trace comes at its own times unless one of both is given. Prompts
+are random English words, other ones in every run, so that no prefix cache helps but where the workload repeats itself.
+Works on any OpenAI endpoint that knows `ignore_eos`: peers are measured with it.
 """
 
 import asyncio
+import itertools
 import json
-import platform
 import random
-import statistics
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import httpx
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "was",
-    "for",
-    "on",
-    "that",
-    "with",
-    "as",
-    "by",
-    "at",
-    "from",
-    "it",
-    "an",
-    "are",
+from bench.load.client import Body, Prepare, Run, body_of, closed_loop, open_loop
+from bench.load.plot import pyplot, save_plot
+from bench.load.replay import trace_asks
+from bench.load.report import figures, more_figures, table
+from bench.load.workloads import (
+    SHAREGPT_INPUT,
+    SHAREGPT_OUTPUT,
+    WORDS,
+    Ask,
+    Workload,
+    poisson_times_s,
+    random_asks,
+    shared_prefix_asks,
+    sharegpt_asks,
 )
 
+__all__ = ["WORDS", "Body", "Prepare", "Run", "figures", "measure"]  # for the other benchmarks, of peers too
 
-Body = dict[str, Any]
-Prepare = Callable[[httpx.AsyncClient, Body], Awaitable[Body]]  # what is sent, from what was going to be sent
-
-
-@dataclass(slots=True)
-class Run:
-    """What one level of concurrency measured; seconds."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    tpot_s: list[float] = field(default_factory=list)
-    itl_s: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0  # as the endpoint counts them
-    output_tokens: int = 0
-    failed: int = 0
-    duration_s: float = 0.0
-
-
-def _prompt(draw: random.Random, length: int) -> str:
-    # One short English word is one token in every common vocabulary, as long as a space stands before it.
-    return " ".join(draw.choice(WORDS) for _ in range(length))
-
-
-async def _one(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prepare | None) -> None:
-    started = last = time.perf_counter()
-    if prepare is not None:
-        body = await prepare(client, body)
-    first: float | None = None
-    prompt_tokens = tokens = 0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            run.failed += 1
-            await answer.aread()
-            return
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            now = time.perf_counter()
-            chunk = json.loads(line[6:])
-            if usage := chunk.get("usage"):
-                prompt_tokens, tokens = usage["prompt_tokens"], usage["completion_tokens"]
-            if not chunk["choices"]:
-                continue
-            if first is None:
-                first = now
-            else:
-                run.itl_s.append(now - last)
-            last = now
-    if first is None or tokens < 2:
-        run.failed += 1
-        return
-    run.ttft_s.append(first - started)
-    run.tpot_s.append((last - first) / (tokens - 1))
-    run.prompt_tokens += prompt_tokens
-    run.output_tokens += tokens
+CONNECT_S: Final = 10.0
+WARM_UP_TOKENS: Final = 8
 
 
 async def measure(
@@ -108,69 +60,218 @@ async def measure(
     prepare: Prepare | None = None,
 ) -> Run:
     """Send `requests` requests, `concurrency` at a time. What `prepare` does to one counts as time to its first token."""
-    run = Run()
     draw = random.Random()  # seeded anew: prompts of an earlier run would be found in the prefix cache
-    pending: list[Body] = [
-        {
-            "model": model,
-            "prompt": _prompt(draw, input_len),
-            "max_tokens": output_len,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+    asks = random_asks(draw, requests, input_len, output_len, 1.0)
+    return await closed_loop(url, [body_of(ask, model) for ask in asks], concurrency, prepare)
+
+
+def find_model(url: str, model: str | None) -> str:
+    """`model`, or the first that the endpoint has. Exits with a sentence when nobody answers there."""
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=CONNECT_S)
+        if model is not None:
+            return model
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.TransportError, httpx.InvalidURL) as exc:
+        sys.exit(f"no server at {url} ({exc or type(exc).__name__}): start one or name it with --url")
+    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as exc:
+        sys.exit(f"{url}/v1/models names no model ({type(exc).__name__}): name it with --model")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a load is made of, as the command line has it."""
+
+    workload: Workload
+    input_len: int
+    output_len: int
+    range_ratio: float
+    max_len: int
+    groups: int
+    prompts_per_group: int
+    prefix_len: int
+    trace: Path | None
+    trace_scale: float
+    trace_speed: float
+    seed: int | None
+
+    def asks(self, count: int | None) -> list[Ask]:
+        """The requests, `count` of them where the workload does not say. Exits when the trace cannot be read."""
+        draw = random.Random(self.seed)
+        match self.workload:
+            case Workload.RANDOM:
+                return random_asks(draw, count or 0, self.input_len, self.output_len, self.range_ratio)
+            case Workload.SHAREGPT:
+                return sharegpt_asks(draw, count or 0, self.input_len, self.output_len, self.max_len)
+            case Workload.SHARED_PREFIX:
+                sizes = (self.prefix_len, self.input_len, self.output_len)
+                return shared_prefix_asks(draw, self.groups, self.prompts_per_group, *sizes)
+        assert self.trace is not None
+        try:
+            return trace_asks(self.trace, count, self.trace_scale, self.trace_speed, draw.getrandbits(32))
+        except (OSError, ValueError) as exc:
+            sys.exit(str(exc))
+
+    def facts(self) -> dict[str, Any]:
+        """For a line of JSON: what shapes this workload."""
+        sizes = {"input_len": self.input_len, "output_len": self.output_len}
+        match self.workload:
+            case Workload.RANDOM:
+                return sizes | {"range_ratio": self.range_ratio}
+            case Workload.SHAREGPT:
+                return {"workload": self.workload, **sizes}
+            case Workload.SHARED_PREFIX:
+                groups = {"groups": self.groups, "prompts_per_group": self.prompts_per_group}
+                return {"workload": self.workload, **sizes, **groups, "prefix_len": self.prefix_len}
+        return {
+            "workload": self.workload,
+            "trace": str(self.trace),
+            "trace_scale": self.trace_scale,
+            "trace_speed": self.trace_speed,
         }
-        for _ in range(requests)
-    ]
-
-    async def client_loop(client: httpx.AsyncClient) -> None:
-        while pending:
-            await _one(client, pending.pop(), run, prepare)
-
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
-        started = time.perf_counter()
-        await asyncio.gather(*(client_loop(client) for _ in range(concurrency)))
-        run.duration_s = time.perf_counter() - started
-    return run
 
 
-def figures(run: Run, **facts: Any) -> dict[str, Any]:
-    """What is printed of a run: `facts` and what follows from its times."""
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How requests come: from so many clients, or so many a second, or, with neither, when the trace says."""
 
-    def ms(values: list[float], quantile: float) -> float:
-        return round(sorted(values)[min(len(values) - 1, int(len(values) * quantile))] * 1000, 2) if values else 0.0
+    concurrency: int | None = None
+    request_rate: float | None = None
 
-    return {
-        **facts,
-        "requests": len(run.ttft_s),
-        "failed": run.failed,
-        "ttft_ms_p50": ms(run.ttft_s, 0.5),
-        "ttft_ms_p90": ms(run.ttft_s, 0.9),
-        "tpot_ms_p50": ms(run.tpot_s, 0.5),
-        "itl_ms_p99": ms(run.itl_s, 0.99),
-        "output_tok_s": round(run.output_tokens / run.duration_s, 1),
-        "req_s": round(len(run.ttft_s) / run.duration_s, 2),
-        "tpot_ms_mean": round(statistics.fmean(run.tpot_s) * 1000, 2) if run.tpot_s else 0.0,
-        "machine": f"{platform.machine()} {platform.system()}",
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    def __str__(self) -> str:
+        if self.concurrency is not None:
+            return f"{self.concurrency} clients"
+        return "at the trace's times" if self.request_rate is None else f"{self.request_rate:g} requests/s"
+
+    def facts(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        return {
+            name: value
+            for name, value in (("concurrency", self.concurrency), ("request_rate", self.request_rate))
+            if value is not None
+        }
+
+    async def run(self, url: str, model: str, asks: Sequence[Ask], done: Callable[[], object]) -> Run:
+        """Send them all."""
+        bodies = [body_of(ask, model) for ask in asks]
+        if self.concurrency is not None:
+            return await closed_loop(url, bodies[::-1], self.concurrency, done=done)  # which takes the last one first
+        if self.request_rate is not None:
+            times_s: Iterator[float] = poisson_times_s(random.Random(), self.request_rate)
+        else:
+            times_s = (ask.at_s or 0.0 for ask in asks)
+        timed = sorted(zip(itertools.islice(times_s, len(bodies)), bodies, strict=True), key=lambda pair: pair[0])
+        return await open_loop(url, timed, done)
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[], object]]:
+    """What to call after each request; nothing is drawn where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
+
+
+def warm_up(url: str, model: str, requests: int, input_len: int) -> None:
+    """Exits with what the endpoint answered when it does not answer these."""
+    if requests == 0:
+        return
+    run = asyncio.run(
+        measure(url, model, concurrency=1, requests=requests, input_len=input_len, output_len=WARM_UP_TOKENS)
+    )
+    if run.failed:
+        sys.exit(f"{url} failed at {run.failed} of {requests} requests to warm up: {next(iter(run.reasons))}")
 
 
 def main(
     url: Annotated[str, typer.Option(help="endpoint")] = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option(help="as the endpoint names it")] = "smollm2-135m",
-    concurrency: Annotated[list[int], typer.Option(help="clients at once; may be given several times")] = [1, 8],  # noqa: B006
-    requests: Annotated[int, typer.Option(help="requests per client")] = 6,
-    input_len: Annotated[int, typer.Option(help="tokens")] = 256,
-    output_len: Annotated[int, typer.Option(help="tokens")] = 64,
+    model: Annotated[str | None, typer.Option(help="(default: the first that the endpoint names)")] = None,
+    *,
+    workload: Annotated[Workload, typer.Option(help="kind of load")] = Workload.RANDOM,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="clients at once; may be given several times (default: 1, then 8)", min=1)
+    ] = None,
+    request_rate: Annotated[float | None, typer.Option(help="requests a second instead, Poisson", min=1e-6)] = None,
+    requests: Annotated[int, typer.Option(help="requests per client, with --concurrency", min=1)] = 6,
+    num_prompts: Annotated[int | None, typer.Option(help="requests in all instead", min=1)] = None,
+    input_len: Annotated[int | None, typer.Option(help="tokens; a mean, where lengths vary (default: 256)")] = None,
+    output_len: Annotated[int | None, typer.Option(help="tokens; a mean, where lengths vary (default: 64)")] = None,
+    range_ratio: Annotated[float, typer.Option(help="random: shortest to longest", min=0.0, max=1.0)] = 1.0,
+    max_len: Annotated[int, typer.Option(help="sharegpt-like: prompt and answer at most", min=2)] = 2048,
+    groups: Annotated[int, typer.Option(help="shared-prefix: system prompts", min=1)] = 4,
+    prompts_per_group: Annotated[int, typer.Option(help="shared-prefix: questions to each", min=1)] = 8,
+    prefix_len: Annotated[int, typer.Option(help="shared-prefix: tokens of a system prompt", min=1)] = 512,
+    trace: Annotated[Path | None, typer.Option(help="trace-replay: a file in Mooncake's format")] = None,
+    trace_scale: Annotated[float, typer.Option(help="trace-replay: factor of all lengths", min=1e-6)] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="trace-replay: how much faster it comes", min=1e-6)] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="makes the same prompts again, which caches know")] = None,
+    warmup: Annotated[int, typer.Option(help="requests before the first measured one", min=0)] = 1,
     label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
+    json_file: Annotated[Path | None, typer.Option("--json", help="append a line a run; - prints them instead")] = None,
+    plot: Annotated[Path | None, typer.Option(help="picture of the distributions, PNG or SVG")] = None,
 ) -> None:
-    """Measure each level of concurrency in turn, after one request to warm up."""
-    asyncio.run(measure(url, model, concurrency=1, requests=1, input_len=input_len, output_len=8))
-    for clients in concurrency:
-        shape: dict[str, Any] = {"concurrency": clients, "input_len": input_len, "output_len": output_len}
-        run = asyncio.run(measure(url, model, requests=requests * clients, **shape))
-        print(json.dumps(figures(run, label=label, **shape)), flush=True)
+    """Measure each level of concurrency in turn, or one rate of requests, after a warm-up."""
+    if concurrency and request_rate is not None:
+        sys.exit("--concurrency and --request-rate exclude each other")
+    if (workload is Workload.TRACE) != (trace is not None):
+        sys.exit("--workload trace-replay and --trace FILE go together")
+    for path in (json_file, plot):  # now and not after the load
+        if path is not None and not path.parent.is_dir():
+            sys.exit(f"{path} cannot be written: there is no directory {path.parent}")
+    if plot is not None:
+        pyplot()
+    like_sharegpt = workload is Workload.SHAREGPT
+    shape = Shape(
+        workload,
+        input_len or (SHAREGPT_INPUT if like_sharegpt else 256),
+        output_len or (SHAREGPT_OUTPUT if like_sharegpt else 64),
+        range_ratio,
+        max_len,
+        groups,
+        prompts_per_group,
+        prefix_len,
+        trace,
+        trace_scale,
+        trace_speed,
+        seed,
+    )
+    levels = [Level(clients) for clients in concurrency or ()]
+    if not levels:
+        timed = request_rate is not None or workload is Workload.TRACE
+        levels = [Level(None, request_rate)] if timed else [Level(1), Level(8)]
+    name = find_model(url, model)
+    warm_up(url, name, warmup, min(shape.input_len, max_len // 2))
+    runs = []
+    for level in levels:
+        count = num_prompts or (None if workload is Workload.TRACE else requests * (level.concurrency or 10))
+        run = measure_level(url, name, level, shape.asks(count))
+        runs.append((str(level), run))
+        tell(run, f"{label}: {name}, {workload}, {level}", json_file, label=label, **level.facts(), **shape.facts())
+    if plot is not None:
+        save_plot(runs, plot)
+    if any(not run.ttft_s for _, run in runs):
+        sys.exit(1)
+
+
+def measure_level(url: str, model: str, level: Level, asks: Sequence[Ask]) -> Run:
+    """One run, with a bar."""
+    with progress_bar(str(level), len(asks)) as done:
+        return asyncio.run(level.run(url, model, asks, done))
+
+
+def tell(run: Run, title: str, json_file: Path | None, **facts: Any) -> None:
+    """A table, a line of JSON, or both."""
+    line = json.dumps(figures(run, **facts, **more_figures(run)))
+    if json_file == Path("-"):
+        print(line, flush=True)
+        return
+    print(table(run, title), flush=True)
+    if json_file is not None:
+        with json_file.open("a") as file:
+            file.write(line + "\n")
 
 
 if __name__ == "__main__":

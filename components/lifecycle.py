@@ -1,6 +1,7 @@
-"""A lifecycle is an enum and a table of legal moves; one method writes the state."""
+"""A lifecycle is an enum and a table of legal moves; one method writes the state, and a tally counts who is where."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Set
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -12,15 +13,44 @@ S = TypeVar("S", bound=StrEnum)
 log = logging.getLogger(__name__)
 
 
+class Tally(Generic[S]):
+    """How many things are in each state, terminal ones left out: the lengths of the queues that a lifecycle is made of."""
+
+    __slots__ = ("_counts", "_table")
+
+    def __init__(self, table: Mapping[S, Set[S]]) -> None:
+        self._table = table
+        self._counts: Counter[S] = Counter()
+
+    @property
+    def states(self) -> list[S]:
+        """Those that are counted."""
+        return list(self._table)
+
+    def __getitem__(self, state: S) -> int:
+        """Things in `state` now."""
+        return self._counts[state]
+
+    def moved(self, was: S | None, now: S) -> None:
+        """One thing went from `was`, None when it is new, to `now`."""
+        if was is not None:
+            self._counts[was] -= 1
+        if now in self._table:
+            self._counts[now] += 1
+
+
 class Lifecycle(Generic[S]):
     """The state of one thing. A state without a row in `table` is terminal."""
 
-    __slots__ = ("_name", "_state", "_table")
+    __slots__ = ("_name", "_state", "_table", "_tally")
 
-    def __init__(self, name: str, table: Mapping[S, Set[S]], start: S) -> None:
+    def __init__(self, name: str, table: Mapping[S, Set[S]], start: S, tally: Tally[S] | None = None) -> None:
         self._name = name
         self._table = table
         self._state = start
+        self._tally = tally
+        if tally is not None:
+            tally.moved(None, start)
 
     @property
     def state(self) -> S:
@@ -37,4 +67,6 @@ class Lifecycle(Generic[S]):
         if to not in self._table.get(self._state, frozenset()):
             raise IllegalTransition(f"{self._name}: {self._state} → {to} is not in the table")
         log.debug("state", extra={"of": self._name, "was": str(self._state), "is": str(to)})
+        if self._tally is not None:
+            self._tally.moved(self._state, to)
         self._state = to

@@ -34,6 +34,7 @@ from engine.ports import (
     FinishReason,
     KvRegion,
     Phase,
+    Recording,
     Reserved,
     StepOutput,
     StepStats,
@@ -157,6 +158,14 @@ class EngineCore:
     def release(self, request_id: str) -> None:
         """No transfer touches the exposed pages of this request any more: give them back. Unknown ids are ignored."""
         self._requests.release(request_id)
+
+    def start_profile(self, facts: Mapping[str, str]) -> None:
+        """Record what is computed from here on. Raises: Rejected, without anything to record."""
+        self._runner.start_profile(facts)
+
+    def stop_profile(self) -> Recording:
+        """End the profile that was started."""
+        return self._runner.stop_profile()
 
     def has_work(self) -> bool:
         """Whether a step would do anything; telling of blocks that came or went between steps is something."""

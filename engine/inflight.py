@@ -1,10 +1,11 @@
 """What computes a step, and the step that it is computing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from components.errors import InvariantBroken
+from engine.ports import Recording
 from engine.scheduler.scheduler import Chunk
 
 
@@ -41,6 +42,12 @@ class Runner(Protocol):
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers, after what was launched and before what will be."""
+
+    def start_profile(self, facts: Mapping[str, str]) -> None:
+        """Record what is computed from here on. Raises: Rejected, without anything to record."""
+
+    def stop_profile(self) -> Recording:
+        """End the profile that was started."""
 
 
 @dataclass(frozen=True, slots=True)

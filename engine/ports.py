@@ -8,6 +8,7 @@ becomes of it, until `release` says that no transfer touches them any more.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from components.errors import MeshError
@@ -221,6 +222,18 @@ class KvRegion:
         return self.num_pages * self.layout.page_bytes
 
 
+def max_request_pages(engine: "Engine") -> int:
+    """Pages that the longest request fills."""
+    return min(engine.kv_region.layout.pages_for(engine.max_context), engine.kv_region.num_pages)
+
+
+class Recording(Protocol):
+    """A profile that was recorded."""
+
+    def save(self, path: Path) -> None:
+        """Append it to `path` as a gzipped Chrome trace. On any thread; raises OSError."""
+
+
 class Engine(Protocol):
     """The engine's face. All but `peek_prefix` are called from the one thread that owns it."""
 
@@ -268,3 +281,9 @@ class Engine(Protocol):
 
         With `pipeline` it launches that batch and tells what the one before it gave.
         """
+
+    def start_profile(self, facts: Mapping[str, str]) -> None:
+        """Record what is computed from here on; `facts` stand in the trace. Raises: Rejected, without anything to record."""
+
+    def stop_profile(self) -> Recording:
+        """End the profile that was started."""

@@ -1,7 +1,7 @@
 """One step on the device: chunks flattened into one sequence, through the model, to sampled tokens."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 import torch
@@ -12,6 +12,7 @@ from engine.device_copy import Arrival, to_device
 from engine.inflight import StepFailed
 from engine.lora.load import Adapters
 from engine.ports import SamplingParams
+from engine.profile import Profile, Recording
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.row import Row
 from engine.sampling.sampler import Draw
@@ -38,6 +39,7 @@ class TorchRunner:
         self._attention = attention
         self._storage = storage
         self._adapters = adapters
+        self._profile: Profile | None = None  # while one is recorded
         self._drawn_ids = torch.empty(0)  # int64 [S], on the device: what the latest step draws
         self._drawn_for: dict[Request, int] = {}  # where in it
 
@@ -50,12 +52,23 @@ class TorchRunner:
         order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length > 1, chunks[i].end))
         ordered = [chunks[i] for i in order]
         wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in ordered]
-        with self.failing(len(chunks)):
+        marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
+        with self.failing(len(chunks)), marked:
             return TorchStep(self, ordered, order, wanted, self._logits(ordered, wanted))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers; on a device, in its order of work."""
         self._storage[target].copy_(self._storage[source])
+
+    def start_profile(self, facts: Mapping[str, str]) -> None:
+        """Record what is computed from here on."""
+        self._profile = Profile(self._device, facts)
+
+    def stop_profile(self) -> Recording:
+        """End the profile that was started."""
+        assert self._profile is not None, "no profile was started"
+        stopping, self._profile = self._profile, None
+        return stopping.stop()
 
     def drawn(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
         """What the latest step draws for its requests: int64 [number of requests], on the device."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from components.errors import IncompatibleLayout
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.layout import KvLayout
+from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
 
 
@@ -59,9 +60,18 @@ class KvTransfer(Protocol):
         """Forget a peer that is gone: nothing is written to it any more."""
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
-        """Copy pages `source` of ours into pages `target` of the peer; returns when they have landed.
+        """Copy pages `source` of ours into pages `target` of the peer, whose pages are as large as ours.
 
+        Returns when they have landed. A page is one contiguous piece on both sides.
         Raises: TransferFailed, when no byte of it is in flight any more but not all have landed.
+        """
+
+    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+        """Copy `pieces` of our pool into the peer's, whose pages have another size; otherwise as `write_pages`.
+
+        At least one piece, and not a byte beside them: an earlier write may have filled the other rows of the same page.
+        There are hundreds for each page, each of a kilobyte or a few, and no two writes have the same: what a backend
+        prepares for whole pages does not help here.
         """
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
@@ -78,7 +88,7 @@ class OpenTransfer(Protocol):
     """What a backend gives under its name: see docs/writing-a-kv-transfer-backend.md."""
 
     def __call__(
-        self, region: PageRegion, agent_name: str, *, plugin: str, host: str
+        self, region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
     ) -> AbstractAsyncContextManager[KvTransfer]:
         """This process's end, while inside; the region outlives it.
 
@@ -87,6 +97,7 @@ class OpenTransfer(Protocol):
             agent_name: unique per process; peers name us by it.
             plugin: what followed a slash in the name, as UCX in nixl/UCX; else empty.
             host: the address of this machine that peers reach.
+            max_request_pages: aux slots have room for a checksum for each of so many pages.
         Raises: BackendUnavailable, saying what is missing.
         """
 

@@ -28,8 +28,8 @@ def known_backends() -> dict[str, EntryPoint]:
     return theirs | {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
 
 
-def kv_opener(setting: str) -> Callable[[PageRegion, str, str], AbstractAsyncContextManager[KvTransfer]]:
-    """(region, agent name, host) → this process's end, by the backend that the setting `kv_transfer` names.
+def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsyncContextManager[KvTransfer]]:
+    """By the backend that the setting `kv_transfer` names: (region, agent name, host, pages of the longest request).
 
     Raises: BackendUnavailable, listing all known names, or saying why this one cannot be loaded.
     """
@@ -43,7 +43,9 @@ def kv_opener(setting: str) -> Callable[[PageRegion, str, str], AbstractAsyncCon
         opener: OpenTransfer = backends[name].load()
     except (ImportError, AttributeError) as exc:
         raise BackendUnavailable(f"setting kv_transfer: {name!r} cannot be loaded: {exc}") from exc
-    return lambda region, agent_name, host: opener(region, agent_name, plugin=plugin, host=host)
+    return lambda region, agent_name, host, pages: opener(
+        region, agent_name, plugin=plugin, host=host, max_request_pages=pages
+    )
 
 
 def own_address(etcd_url: str) -> str:

@@ -16,6 +16,7 @@ from components.kv_transfer.backend import PageRegion, WriteStats, check_same_ba
 from components.kv_transfer.doorbell import Bell
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
+from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.runs import runs
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 class FakeKvTransfer:
     """See `KvTransfer`."""
 
-    def __init__(self, region: PageRegion, agent_name: str, host: str) -> None:
-        self.aux = AuxBuffer()
+    def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
+        self.aux = AuxBuffer(max_checksums=max_request_pages)
         self.bell = Bell(agent_name, host, self.aux.put)
         self._region = region
         self._name = agent_name
@@ -46,6 +47,7 @@ class FakeKvTransfer:
             device=self._region.device,
             aux_address=self.aux.address,
             aux_slots=self.aux.num_slots,
+            aux_slot_bytes=self.aux.slot_bytes,
             layout=self._region.layout,
         )
 
@@ -73,6 +75,12 @@ class FakeKvTransfer:
         await line.ring(Ring())
         return WriteStats(0, len(pieces), int((time.monotonic() - started) * 1e6))
 
+    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+        """As `write_pages`."""
+        started = time.monotonic()
+        await self._lines.to(agent).ring(Ring())
+        return WriteStats(0, len(pieces), int((time.monotonic() - started) * 1e6))
+
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
         """Send one aux slot, and tell the peer."""
         started = time.monotonic()
@@ -86,12 +94,14 @@ class FakeKvTransfer:
 
 
 @asynccontextmanager
-async def open_fake(region: PageRegion, agent_name: str, *, plugin: str, host: str) -> AsyncIterator[FakeKvTransfer]:
+async def open_fake(
+    region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
+) -> AsyncIterator[FakeKvTransfer]:
     """A fake backend while inside."""
     if plugin:
         raise BackendUnavailable(f"the fake KV transfer has no plugin {plugin!r}: say fake")
     log.warning("KV transfer is fake: no KV moves, and what is generated after a transfer means nothing")
-    transfer = FakeKvTransfer(region, agent_name, host)
+    transfer = FakeKvTransfer(region, agent_name, host, max_request_pages)
     async with transfer.bell.listening():
         try:
             yield transfer

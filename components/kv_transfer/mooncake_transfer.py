@@ -11,13 +11,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from components.errors import BackendUnavailable, TransferFailed
-from components.kv_transfer.aux import SLOT, AuxBuffer
+from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend
 from components.kv_transfer.doorbell import Bell
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
 from components.kv_transfer.mooncake_api import start_engine
 from components.kv_transfer.mooncake_peer import MooncakePeer, Piece
+from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.runs import runs
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint
@@ -26,8 +27,8 @@ from components.wire.instances import KvEndpoint
 class MooncakeTransfer:
     """See `KvTransfer`."""
 
-    def __init__(self, region: PageRegion, agent_name: str, host: str) -> None:
-        self.aux = AuxBuffer()
+    def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
+        self.aux = AuxBuffer(max_checksums=max_request_pages)
         self.bell = Bell(agent_name, host, None)
         self._region = region
         self._name = agent_name
@@ -50,6 +51,7 @@ class MooncakeTransfer:
             device=self._region.device,
             aux_address=self.aux.address,
             aux_slots=self.aux.num_slots,
+            aux_slot_bytes=self.aux.slot_bytes,
             layout=self._region.layout,
         )
 
@@ -95,12 +97,20 @@ class MooncakeTransfer:
         ]
         return await peer.write(pieces)
 
+    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+        """Copy pieces of pages of another size; returns when they have landed."""
+        peer = self._peer(agent)
+        ours, theirs = self._region.address, peer.endpoint.base_address
+        copies = zip(pieces.source.tolist(), pieces.target.tolist(), pieces.length.tolist(), strict=True)
+        return await peer.write([Piece(ours + source, theirs + target, size) for source, target, size in copies])
+
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
         """Copy one aux slot, then tell the peer."""
         peer, line = self._peer(agent), self._lines.to(agent)
-        source = self.aux.address + source_slot * SLOT.itemsize
-        target = peer.endpoint.aux_address + target_slot * SLOT.itemsize
-        stats = await peer.write([Piece(source, target, SLOT.itemsize)])
+        source = self.aux.address + source_slot * self.aux.slot_bytes
+        target = peer.endpoint.aux_address + target_slot * peer.endpoint.aux_slot_bytes
+        size = min(self.aux.slot_bytes, peer.endpoint.aux_slot_bytes)  # longer ones are not filled further
+        stats = await peer.write([Piece(source, target, size)])
         await line.ring(Ring(notification=notification))
         return stats
 
@@ -131,14 +141,14 @@ class MooncakeTransfer:
 
 @asynccontextmanager
 async def open_mooncake(
-    region: PageRegion, agent_name: str, *, plugin: str, host: str
+    region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AsyncIterator[MooncakeTransfer]:
     """Mooncake over `region` while inside; the region must outlive it."""
     if plugin:
         raise BackendUnavailable(f"mooncake moves KV over TCP and has no plugin {plugin!r}: say mooncake")
     if region.device != "cpu":
         raise BackendUnavailable(f"mooncake moves KV in host memory, not on {region.device}: use nixl")
-    transfer = MooncakeTransfer(region, agent_name, host)
+    transfer = MooncakeTransfer(region, agent_name, host, max_request_pages)
     try:
         await transfer.start()
         async with transfer.bell.listening():

@@ -14,6 +14,7 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import BackendUnavailable, MalformedMessage
 from components.messaging.bus import Bus
+from components.routing.local_prefill import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
@@ -68,6 +69,13 @@ class Liveness:
         """What the instance last said of itself."""
         pulse = self._pulses.get(instance_id)
         return None if pulse is None else pulse.last
+
+    def prompts(self, instance_id: str) -> PromptLoad:
+        """What the instance last said of its prompts, if it has said anything yet."""
+        pulse = self._pulses.get(instance_id)
+        if pulse is None or pulse.last is None:
+            return PromptLoad(0, 0.0)
+        return PromptLoad(pulse.last.queued_tokens, pulse.last.prompt_tokens_per_s, self._clock() - pulse.heard)
 
     def heard(self, heartbeat: Heartbeat) -> None:
         """A heartbeat arrived; one of another epoch, or of an instance not in etcd, says nothing."""
@@ -140,11 +148,19 @@ async def watch_heartbeats(bus: Bus, namespace: str, role: Role, book: InstanceB
         yield liveness
 
 
-def heartbeat_of(instance_id: str, epoch: str, load: object, *, draining: bool) -> Heartbeat:
+def heartbeat_of(instance_id: str, epoch: str, load: object, prompts: PromptLoad, *, draining: bool) -> Heartbeat:
     """What a worker says of itself; `load` has the counts of a `Heartbeat` under the same names, as `StepStats` does."""
     counts = {f.name: getattr(load, f.name) for f in fields(Heartbeat) if hasattr(load, f.name)}
     busy = counts["num_running"] + counts["num_waiting"] > 0
-    return Heartbeat(instance_id=instance_id, epoch=epoch, busy=busy, draining=draining, **counts)
+    return Heartbeat(
+        instance_id=instance_id,
+        epoch=epoch,
+        busy=busy,
+        draining=draining,
+        queued_tokens=prompts.queued_tokens,
+        prompt_tokens_per_s=prompts.tokens_per_s,
+        **counts,
+    )
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from components.http_server import serve_http
+from components.lifecycle import S, Tally
 
 STEP_BUCKETS: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 TRANSFER_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
@@ -87,6 +88,10 @@ class WorkerMetrics:
             "kv_transfer_bytes", "KV bytes that the transfer backend reports as moved."
         )
         self._transfer_failures = self._counter("kv_transfer_failures", "Transfers that did not complete.")
+        self._corrupt = self._counter("kv_transfers_corrupt", "Transfers that did not arrive as they were sent.")
+        self._queues = Gauge(
+            "queue_length", "Requests in each state of this role's lifecycle.", ["queue"], registry=self.registry
+        )
         self._recomputes = self._counter("prompt_recomputes", "Prompts computed here because their KV did not come.")
 
     def record(self, figures: StepFigures) -> None:
@@ -101,6 +106,11 @@ class WorkerMetrics:
         if figures.prompt_tokens or figures.decode_tokens:
             self._steps.observe(figures.step_s)
 
+    def show_queues(self, tally: Tally[S]) -> None:
+        """Show how many requests are in each state."""
+        for state in tally.states:
+            self._queues.labels(str(state)).set_function(lambda state=state: tally[state])  # type: ignore[misc]
+
     def transferred(self, num_bytes: int, duration_s: float) -> None:
         """One transfer is complete."""
         self._transfer_bytes.inc(num_bytes)
@@ -109,6 +119,10 @@ class WorkerMetrics:
     def transfer_failed(self) -> None:
         """One transfer will not complete."""
         self._transfer_failures.inc()
+
+    def corrupt(self) -> None:
+        """One transfer did not arrive as it was sent."""
+        self._corrupt.inc()
 
     def recomputed(self) -> None:
         """One prompt is computed here after its transfer failed."""

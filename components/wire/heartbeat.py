@@ -23,3 +23,5 @@ class Heartbeat:
     cached_pages: int = 0
     held_pages: int = 0
     total_pages: int = 0
+    queued_tokens: int = 0  # prompt tokens accepted and not computed
+    prompt_tokens_per_s: float = 0.0  # computed lately; 0: none yet

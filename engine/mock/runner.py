@@ -6,9 +6,10 @@ from struct import Struct
 from typing import Final
 from zlib import crc32
 
+from components.errors import InvariantBroken, Rejected
 from engine.mock.config import MockConfig
 from engine.mock.memory import MarkedPages
-from engine.ports import SamplingParams
+from engine.ports import Recording, SamplingParams
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
 
@@ -63,6 +64,14 @@ class MockRunner:
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's marks."""
         self._pages.copy(source, target)
+
+    def start_profile(self, facts: Mapping[str, str]) -> None:
+        """Raises: Rejected."""
+        raise Rejected("this worker runs the mock engine, which computes nothing: profile one with a model")
+
+    def stop_profile(self) -> Recording:
+        """None was started. Raises: InvariantBroken."""
+        raise InvariantBroken("the mock engine records no profile")
 
     def _draw(self, checksum: int, sampling: SamplingParams) -> int:
         if sampling.temperature > 0:

@@ -8,12 +8,23 @@ from typing import Any
 from opentelemetry import trace
 
 from components.discovery.registry import Registration
-from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, UnknownModel
+from components.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    KvCorrupt,
+    KvUnavailable,
+    MeshError,
+    Overloaded,
+    PeerLost,
+    Rejected,
+    UnknownModel,
+)
 from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.deadline import remaining_s
 from components.messaging.heartbeats import Liveness, heartbeat_of
 from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream
+from components.routing.local_prefill import PromptLoad, PromptRate, sooner_here
 from components.routing.policy import RoundRobin
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -26,8 +37,9 @@ from engine.log_line import BatchLog
 from engine.loop import EngineLoop
 from engine.ports import EngineRequest, Phase, StepOutput
 from engine.sampling.wire import sampling_params
+from services.decode.config import OnTransferFailure
 from services.decode.remote_prefill import Fetch, RemotePrefill
-from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests
+from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, DecodeState
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +58,8 @@ class DecodeService:
         metrics: WorkerMetrics,
         model: str,
         max_local_prefill: int,
+        local_prefill_on_queue: bool,
+        on_transfer_failure: OnTransferFailure = "recompute",
     ) -> None:
         self._registration = registration
         self._engine = engine
@@ -55,10 +69,14 @@ class DecodeService:
         self._metrics = metrics
         self._model = model
         self._max_local_prefill = max_local_prefill
+        self._on_transfer_failure = on_transfer_failure
+        self._overflow = local_prefill_on_queue
         self._policy = RoundRobin()
+        self._rate = PromptRate()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, set[str]] = {}  # why prefill instances do not fit us, each reason said once
         self.draining = False
+        metrics.show_queues(active.tally)
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
         prefills.on_lost(remote.instance_lost)
@@ -82,8 +100,11 @@ class DecodeService:
             raise UnknownModel(f"this instance serves {self._model!r}, not {request.model!r}")
         if request.adapter and request.adapter not in self._engine.engine.adapters:
             raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
+        engine_id = f"{request.request_id}.{request.stream_id}"
+        if self._active.find(engine_id) is not None:
+            raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
         active = ActiveRequest(
-            engine_id=f"{request.request_id}.{request.stream_id}",
+            engine_id=engine_id,
             request=request,
             token_ids=unpack_tokens(request.token_ids),
             sampling=sampling_params(request.sampling),
@@ -113,7 +134,7 @@ class DecodeService:
     def heartbeat(self) -> Heartbeat:
         """What this instance says of itself."""
         me = self._registration
-        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, draining=self.draining)
+        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, self._prompts(), draining=self.draining)
 
     async def drained(self) -> None:
         """Wait until every request is answered and every page is safe."""
@@ -132,6 +153,7 @@ class DecodeService:
             try:
                 prefill = self._choose(active)
                 if prefill is None:
+                    active.enter(DecodeState.WAITING)
                     self._submit(active, Phase.FULL)
                 else:
                     await self._fetch(active, prefill)
@@ -153,7 +175,17 @@ class DecodeService:
             if remaining <= self._max_local_prefill:
                 span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
                 return None
+            if not self._remote.has_room:
+                span.set_attribute("kvmesh.prefill.why_local", "there are as many transfers as aux slots")
+                return None
             usable = [r for r in self._prefills.usable(self._model, request.adapter) if self._fits(r, request.adapter)]
+            if self._overflow and sooner_here(
+                remaining, self._prompts(), (self._prefills.prompts(r.instance_id) for r in usable)
+            ):
+                span.set_attribute(
+                    "kvmesh.prefill.why_local", "every prefill queue lasts longer than computing it here"
+                )
+                return None
             chosen = self._policy.choose(usable)
             if chosen is None:
                 why = (
@@ -164,13 +196,18 @@ class DecodeService:
                 span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
             return chosen
 
+    def _prompts(self) -> PromptLoad:
+        """What this instance computes itself."""
+        waiting = (a for a in self._active.everyone() if a.lifecycle.state is DecodeState.WAITING)
+        return PromptLoad(sum(len(active.token_ids) for active in waiting), self._rate.tokens_per_s)
+
     def _fits(self, record: InstanceRecord, adapter: str) -> bool:
         """Whether the KV that it computes with `adapter` is what we would compute."""
         if record.kv is None:
             return False
         try:
-            self._remote.check_backend(record.kv)
             check_compatible(self._engine.engine.kv_region.layout, record.kv.layout)
+            self._remote.check(record.kv)
             if adapter:
                 check_same_adapter(adapter, self._engine.engine.adapters[adapter], record.adapters[adapter])
         except MeshError as exc:
@@ -185,20 +222,20 @@ class DecodeService:
         self._refused.pop(record.instance_id, None)
 
     async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord) -> None:
-        """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency."""
-        fetch = self._remote.begin(active.engine_id, prefill)
+        """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency.
+
+        Raises: KvUnavailable instead, where that is asked for and nothing of the answer is out yet.
+        """
+        fetch = self._remote.begin(active.engine_id, prefill, lambda: active.enter(DecodeState.TRANSFER))
+        active.enter(DecodeState.PREALLOC)
         self._submit(active, Phase.DECODE)
         try:
             record = await self._remote.run(fetch, active.request)
             active.wait("decode.first_token")
             outputs = await self._engine.post(lambda engine: engine.deliver(active.engine_id, record.first_token))
         except MeshError as exc:
-            log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": exc.message})
-            active.span.add_event("recompute", {"cause": exc.message})
-            self._metrics.recomputed()
-            active.wait(SPAN_LOCAL_PREFILL)
-            self._engine.post(lambda engine: engine.recompute(active.engine_id))
             self._settle_later(fetch)
+            self._go_on_without_kv(active, exc)
         except BaseException:  # cancelled, or our bug: the pages must come back all the same
             self._settle_later(fetch)
             raise
@@ -206,6 +243,20 @@ class DecodeService:
             for output in outputs:  # before anything else is awaited: the next step's tokens may be right behind
                 self._active.emit(output)
             await self._remote.settle(fetch)
+
+    def _go_on_without_kv(self, active: ActiveRequest, cause: MeshError) -> None:
+        self._metrics.transfer_failed()
+        if isinstance(cause, KvCorrupt):
+            self._metrics.corrupt()
+        if self._on_transfer_failure == "fail" and not active.request.sampling.num_generated:
+            self._engine.post(lambda engine: engine.cancel(active.engine_id))
+            raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
+        log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": cause.message})
+        active.span.add_event("recompute", {"cause": cause.message})
+        self._metrics.recomputed()
+        active.enter(DecodeState.WAITING)
+        active.wait(SPAN_LOCAL_PREFILL)
+        self._engine.post(lambda engine: engine.recompute(active.engine_id))
 
     def _submit(self, active: ActiveRequest, phase: Phase) -> None:
         request = active.request
@@ -252,6 +303,7 @@ class DecodeService:
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)
+        self._rate.stepped(output.stats.prompt_tokens, output.stats.step_s)
         for reserved in output.reserved:
             self._remote.reserved(reserved)
         for tokens in output.tokens:

@@ -2,19 +2,43 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from components.errors import MeshError
+from components.lifecycle import Lifecycle, Tally
 from components.messaging.streams import OutStream, StreamOutbox
 from components.telemetry.spans import record_span
 from components.wire.generate import GenerateRequest
 from engine.ports import SamplingParams, TokenOutput
 
 SPAN_LOCAL_PREFILL: Final = "decode.prefill"
+
+
+class DecodeState(StrEnum):
+    """Life of one request here: which queue it stands in."""
+
+    ACCEPTED = auto()  # where its prompt is computed is not decided yet
+    PREALLOC = auto()  # a prefill instance was asked, and the engine for pages that the KV can come into
+    TRANSFER = auto()  # the pages are offered, the KV is on its way
+    WAITING = auto()  # the prompt is queued or computed here
+    RUNNING = auto()  # it has its first token
+    DONE = auto()
+    FAILED = auto()  # or cancelled
+
+
+S = DecodeState
+NEXT: Final = {
+    S.ACCEPTED: {S.PREALLOC, S.WAITING, S.FAILED},
+    S.PREALLOC: {S.TRANSFER, S.WAITING, S.FAILED},
+    S.TRANSFER: {S.RUNNING, S.WAITING, S.FAILED},
+    S.WAITING: {S.RUNNING, S.FAILED},
+    S.RUNNING: {S.DONE, S.FAILED},
+}
 
 
 @dataclass(slots=True)
@@ -32,6 +56,12 @@ class ActiveRequest:
     first_token_ns: int = 0
     num_generated: int = 0
     expiry: asyncio.TimerHandle | None = None  # ends it at its deadline
+    lifecycle: Lifecycle[DecodeState] = field(init=False)  # from `ActiveRequests.add` on
+
+    def enter(self, state: DecodeState) -> None:
+        """Move on, unless it is over: whoever works on it may not have heard yet."""
+        if not self.lifecycle.is_over:
+            self.lifecycle.advance(state)
 
     def wait(self, span: str) -> None:
         """What ends with the first token begins now, unless something better ends with it."""
@@ -42,6 +72,7 @@ class ActiveRequests:
     """All of them, found by engine id or by stream."""
 
     def __init__(self, outbox: StreamOutbox) -> None:
+        self.tally = Tally(NEXT)
         self._outbox = outbox
         self._by_engine_id: dict[str, ActiveRequest] = {}
         self._by_stream: dict[tuple[str, int], ActiveRequest] = {}
@@ -53,6 +84,7 @@ class ActiveRequests:
 
     def add(self, active: ActiveRequest) -> None:
         """It is being answered from now on."""
+        active.lifecycle = Lifecycle(f"decode {active.engine_id}", NEXT, S.ACCEPTED, self.tally)
         self._none.clear()
         self._by_engine_id[active.engine_id] = active
         self._by_stream[active.stream.reply_to, active.stream.stream_id] = active
@@ -85,7 +117,8 @@ class ActiveRequests:
             active.stream, active.stream.tokens(output.token_ids, finish, output.num_cached_tokens, sent_ns)
         )
         if finish is not None:
-            self.end(active)
+            active.enter(S.DONE)
+            self._end(active)
 
     def fail(self, active: ActiveRequest, error: MeshError) -> None:
         """Tell the frontend why there will be no more tokens; one that is over already needs no telling."""
@@ -93,12 +126,11 @@ class ActiveRequests:
             return
         active.span.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
         self._outbox.put(active.stream, active.stream.error(error))
-        self.end(active)
+        active.enter(S.FAILED)
+        self._end(active)
 
-    def end(self, active: ActiveRequest) -> None:
-        """Forget it."""
-        if self._by_engine_id.pop(active.engine_id, None) is None:
-            return
+    def _end(self, active: ActiveRequest) -> None:
+        del self._by_engine_id[active.engine_id]
         del self._by_stream[active.stream.reply_to, active.stream.stream_id]
         if active.expiry is not None:
             active.expiry.cancel()
@@ -116,6 +148,7 @@ class ActiveRequests:
 
     def _first_token(self, active: ActiveRequest) -> int:
         active.first_token_ns = time.time_ns()
+        active.enter(S.RUNNING)
         parent = trace.set_span_in_context(active.span)
         record_span(active.waiting_span, active.waiting_since_ns, active.first_token_ns, parent=parent)
         return active.first_token_ns

@@ -1,4 +1,4 @@
-"""python -m services.inspect: who is registered, what is busy, what one request did."""
+"""python -m services.inspect: who is registered, what is busy, what one request did, what one worker computes."""
 
 import asyncio
 import json
@@ -8,18 +8,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 import typer
 from rich.console import Console
 
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME, TraceStore
+from services.inspect.profile import profile_worker
 from services.inspect.trace_view import trace_table
 from services.inspect.workers import show_workers
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look inside a running kvmesh mesh.")
-console = Console()
+PIPED_WIDTH: Final = 200  # rich's 80 would cut addresses that somebody wants to grep for
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 StateDir = Annotated[Path | None, typer.Option(help="where the services keep their traces [env: MESH_STATE_DIR]")]
 
@@ -66,6 +68,23 @@ def traces(count: Annotated[int, typer.Option(help="how many")] = 20, state_dir:
         root = next((s for s in spans if s.parent_id is None), spans[0])
         total_ms = (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e6
         console.print(f"{trace_id}  {total_ms:9.1f} ms  {len(spans):3d} spans  {root.name}  {root.status}")
+
+
+@app.command()
+def profile(
+    role: Annotated[Literal["prefill", "decode"], typer.Argument(help="what it is")],
+    *,
+    seconds: Annotated[float, typer.Option(help="how long to record, at most 60")] = 5.0,
+    instance: Annotated[str | None, typer.Option(help="the beginning of its id, where there are several")] = None,
+    out: Annotated[Path | None, typer.Option(help="(default: profile-ROLE-ID.json.gz)")] = None,
+    etcd_url: Annotated[str | None, typer.Option(help="[env: MESH_ETCD_URL]")] = None,
+    nats_url: Annotated[str | None, typer.Option(help="[env: MESH_NATS_URL]")] = None,
+    namespace: Annotated[str | None, typer.Option(help="[env: MESH_NAMESPACE]")] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """What one worker computes while it serves: a torch trace that opens in Perfetto."""
+    settings = _settings(state_dir, etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
+    asyncio.run(profile_worker(settings, console, role, instance, seconds=seconds, out=out))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from components.discovery.registry import Registration, join_registry
 from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats
+from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
 from components.telemetry.logs import log_progress, log_ready
@@ -12,6 +13,8 @@ from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.loop import start_engine
 from engine.model.resolve import served_name
+from engine.ports import max_request_pages
+from engine.profiler import EngineProfiler
 from services.prefill.config import PrefillSettings
 from services.prefill.handlers import PrefillService
 
@@ -30,15 +33,28 @@ async def main(settings: PrefillSettings) -> None:
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
         open_transfer(
-            engine.engine.kv_region, f"prefill-{me}", settings.kv_transfer_host or own_address(settings.etcd_url)
+            engine.engine.kv_region,
+            f"prefill-{me}",
+            settings.kv_transfer_host or own_address(settings.etcd_url),
+            max_request_pages(engine.engine),
         ) as transfer,
+        keep_profiles(f"prefill {me}", EngineProfiler(engine, {"role": "prefill", "instance": me})) as profiles,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
-        service = PrefillService(bus, registration, registry, engine, transfer, metrics=metrics)
+        service = PrefillService(
+            bus,
+            registration,
+            registry,
+            engine,
+            transfer,
+            metrics=metrics,
+            bootstrap_timeout_s=settings.bootstrap_timeout_s,
+        )
         adapters = engine.engine.adapters
         record = record_maker(settings, "prefill", me, model=model, adapters=adapters, kv=transfer.endpoint, http=page)
+        endpoints = [*service.endpoints(), *profiles.endpoints()]
         async with (
-            serve_calls(bus, "prefill", subject, service.endpoints(), {"instance_id": me, "model": model}),
+            serve_calls(bus, "prefill", subject, endpoints, {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat),
             registry.advertise(registration, record),
         ):

@@ -5,6 +5,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
@@ -12,13 +14,35 @@ from opentelemetry.trace import Span
 from components.aio import Failure
 from components.errors import DeadlineExceeded, InvariantBroken, MeshError
 from components.kv_transfer.sender import Sender
+from components.lifecycle import Lifecycle
 from components.messaging.deadline import remaining_s
 from components.telemetry.spans import record_span
+from components.wire.instances import KvEndpoint
 from components.wire.prefill import PrefillRequest
-from components.wire.rooms import RoomOpened
+from components.wire.rooms import PagesOffered, RoomOpened
 from engine.ports import Computed
 
 log = logging.getLogger(__name__)
+
+
+class PrefillState(StrEnum):
+    """Life of one prompt here: which queue it stands in. Computing does not wait for decode's pages."""
+
+    BOOTSTRAPPING = auto()  # decode's pages are not known; the prompt is queued or computed meanwhile
+    WAITING = auto()  # they are, and the prompt is queued in the engine
+    COMPUTING = auto()  # chunks are computed, and leave as they are
+    INFLIGHT = auto()  # all is computed; what is left is on its way
+    DONE = auto()  # everything has landed, decode was told
+    FAILED = auto()  # nothing of it is in flight, and nothing will be
+
+
+S = PrefillState
+NEXT: Final = {
+    S.BOOTSTRAPPING: {S.WAITING, S.COMPUTING, S.INFLIGHT, S.FAILED},
+    S.WAITING: {S.COMPUTING, S.INFLIGHT, S.FAILED},
+    S.COMPUTING: {S.INFLIGHT, S.FAILED},
+    S.INFLIGHT: {S.DONE, S.FAILED},
+}
 
 
 @dataclass(slots=True)
@@ -27,20 +51,45 @@ class PrefillJob:
 
     request: PrefillRequest
     sender: Sender
-    num_pages: int  # of the whole prompt
+    lifecycle: Lifecycle[PrefillState]
+    num_tokens: int  # of the whole prompt
     span: Span  # prefill.request: from acceptance to the last byte
     submitted_ns: int
     step_s: Callable[[], float]  # duration of the engine's last step
     room: RoomOpened | None = None  # the prompt is computing already while the room is being opened
     task: asyncio.Task[None] | None = None
     failure: Failure = field(default_factory=Failure)
+    num_computed: int = 0  # prompt tokens
     _started_ns: int = 0
+    _computed_ns: int = 0
+
+    @property
+    def tokens_left(self) -> int:
+        """Prompt tokens still to be computed."""
+        return self.num_tokens - self.num_computed
+
+    def offered(self, offer: PagesOffered, peer: KvEndpoint) -> None:
+        """Decode's pages are known; the same offer again changes nothing."""
+        assert self.room is not None, "the room comes before what is in it"
+        if self.lifecycle.state is not S.BOOTSTRAPPING:
+            return
+        parent = trace.set_span_in_context(self.span)
+        record_span("prefill.bootstrap", self.submitted_ns, parent=parent)
+        self.sender.offered(offer, peer, self.room.stamp)
+        self.lifecycle.advance(S.INFLIGHT if self._computed_ns else S.COMPUTING if self._started_ns else S.WAITING)
 
     def computed(self, event: Computed) -> None:
         """The engine has finished a chunk."""
         now_ns = time.time_ns()
+        self.num_computed = event.num_computed
         if not self._started_ns:
             self._started_ns = max(self.submitted_ns, now_ns - int(self.step_s() * 1e9))
+        if event.first_token is not None:
+            self._computed_ns = now_ns
+        if self.lifecycle.state in (S.WAITING, S.COMPUTING):
+            following = S.INFLIGHT if self._computed_ns else S.COMPUTING
+            if following is not self.lifecycle.state:
+                self.lifecycle.advance(following)
         if event.first_token is None:
             self.sender.computed(event.pages, event.num_computed)
             return
@@ -63,7 +112,7 @@ class PrefillJob:
                 async with asyncio.timeout(remaining_s(self.request.deadline_unix_ms)):
                     await self.failure.unless(self.sender.run())
             except TimeoutError:
-                outcome = DeadlineExceeded("decode did not offer its pages, or the transfer did not end, in time")
+                outcome = DeadlineExceeded("the transfer did not end before the request's deadline")
             except MeshError as exc:
                 outcome = exc
             except Exception as exc:  # the edge of one request
@@ -73,4 +122,12 @@ class PrefillJob:
                 self.span.set_status(trace.Status(trace.StatusCode.ERROR, outcome.message))
                 log.warning("transfer failed", extra={"request": self.request.request_id, "cause": outcome.message})
             await close_room(outcome)
+            if outcome is None:
+                record_span("prefill.inflight", self._computed_ns)
+                self.lifecycle.advance(S.DONE)
             return outcome is None
+
+    def over(self) -> None:
+        """Nothing of it is in flight any more, however it ended."""
+        if not self.lifecycle.is_over:
+            self.lifecycle.advance(S.FAILED)

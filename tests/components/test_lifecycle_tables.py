@@ -8,14 +8,20 @@ from components.errors import IllegalTransition, InvariantBroken
 from components.kv_transfer import receiver, sender
 from components.kv_transfer.receiver import ReceiveState
 from components.kv_transfer.sender import SendState
-from components.lifecycle import Lifecycle
+from components.lifecycle import Lifecycle, Tally
 from services.bootstrap import rooms
 from services.bootstrap.rooms import RoomState
+from services.decode import streams
+from services.decode.streams import DecodeState
+from services.prefill import jobs
+from services.prefill.jobs import PrefillState
 
 TABLES: dict[type[StrEnum], Mapping[StrEnum, Set[StrEnum]]] = {
     ReceiveState: receiver.NEXT,
     SendState: sender.NEXT,
     RoomState: rooms.NEXT,
+    PrefillState: jobs.NEXT,
+    DecodeState: streams.NEXT,
 }
 PAIRS = [(states, one, other) for states in TABLES for one, other in product(states, states)]
 
@@ -54,6 +60,22 @@ def test_every_state_is_reached_and_reaches_an_end(states: type[StrEnum]) -> Non
                 ahead.add(following)
                 pending.append(following)
         assert ahead & ends, f"{state} never ends"
+
+
+@pytest.mark.parametrize("states", TABLES)
+def test_a_tally_knows_how_many_are_in_each_state_that_is_no_end(states: type[StrEnum]) -> None:
+    table, start = TABLES[states], next(iter(states))
+    tally = Tally(table)
+    assert tally.states == list(table)
+    assert not any(tally[state] for state in states)
+    things = [Lifecycle("thing", table, start, tally) for _ in range(3)]
+    assert tally[start] == 3
+    for thing in things:
+        while not thing.is_over:
+            thing.advance(min(table[thing.state], key=list(states).index))
+            counted = {state: tally[state] for state in table}
+            assert counted == {s: sum(t.state is s for t in things) for s in table}
+    assert not any(tally[state] for state in states)
 
 
 def test_a_receive_whose_pages_are_known_to_prefill_never_closes_without_being_pinned() -> None:

@@ -56,6 +56,7 @@ def real_mesh(
         "MESH_ENGINE__DTYPE": "float32",
         "MESH_ENGINE__MAX_STEP_TOKENS": "128",
         "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+        "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
         "MESH_ENGINE__THREADS": "1",  # two workers, two cores
         "MESH_ENGINE__COMPILE": "off",
     }
@@ -85,6 +86,7 @@ def tiny_mesh(
         "MESH_ENGINE__MAX_STEP_TOKENS": "128",
         "MESH_ENGINE__THREADS": "1",
         "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+        "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
         "MESH_LEASE_TTL_S": "3",
     }
     with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(tiny_model), env) as mesh:

@@ -14,7 +14,7 @@ REPO: Final = Path(__file__).resolve().parents[3]
 
 
 async def _opens(setting: str, pages: Pages) -> str:
-    async with kv_opener(setting)(pages, "agent", "127.0.0.1") as transfer:
+    async with kv_opener(setting)(pages, "agent", "127.0.0.1", 8) as transfer:
         return transfer.endpoint.backend
 
 
@@ -71,9 +71,12 @@ async def test_another_package_can_bring_a_backend(tmp_path: Path, monkeypatch: 
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
     points = ["elsewhere = elsewhere_kv:opener", "broken = elsewhere_kv:no_such", "fake = elsewhere_kv:opener"]
     (info / "entry_points.txt").write_text("\n".join(["[kvmesh.kv_transfer]", *points]))
-    (tmp_path / "elsewhere_kv.py").write_text("def opener(region, agent, *, plugin, host): return agent, plugin, host")
+    (tmp_path / "elsewhere_kv.py").write_text("def opener(region, agent, **more): return agent, more")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert kv_opener("elsewhere/x")(Pages(), "agent", "10.0.0.1") == ("agent", "x", "10.0.0.1")
+    assert kv_opener("elsewhere/x")(Pages(), "agent", "10.0.0.1", 8) == (
+        "agent",
+        {"plugin": "x", "host": "10.0.0.1", "max_request_pages": 8},
+    )
     with pytest.raises(BackendUnavailable, match="there are broken, elsewhere, fake, mooncake, nixl"):
         kv_opener("nothing")
     with pytest.raises(BackendUnavailable, match=r"'broken' cannot be loaded: .*no_such"):

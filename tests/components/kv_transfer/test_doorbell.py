@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from components.errors import TransferFailed
-from components.kv_transfer.aux import SLOT, AuxBuffer, AuxRecord
+from components.kv_transfer.aux import HEAD, AuxBuffer, AuxRecord
 from components.kv_transfer.doorbell import Bell, dial
 from components.wire.codec import pack, unpack
 from components.wire.doorbell import Heard, Ring
@@ -70,7 +70,7 @@ async def test_it_is_the_right_process_or_none(bell: Bell) -> None:
         b"\x00\x00\x00\x03abc",
         b"\x00\x00\x00\x00",
         _frame(Heard(agent="x")),
-        _frame(Ring(notification="room", aux_slot=4, aux=bytes(SLOT.itemsize))),
+        _frame(Ring(notification="room", aux_slot=4, aux=bytes(HEAD.itemsize))),
         _frame(Ring(notification="room", aux=b"short")),
     ],
 )

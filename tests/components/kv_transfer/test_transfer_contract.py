@@ -73,7 +73,7 @@ def pages() -> Pages:
 
 @pytest.fixture
 async def transfer(backend: str, pages: Pages) -> AsyncIterator[KvTransfer]:
-    async with kv_opener(backend)(pages, f"prefill-{random.getrandbits(32):x}", HOST) as opened:
+    async with kv_opener(backend)(pages, f"prefill-{random.getrandbits(32):x}", HOST, NUM_PAGES) as opened:
         yield opened
 
 

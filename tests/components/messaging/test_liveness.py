@@ -13,10 +13,13 @@ from components.messaging.heartbeats import (
     send_heartbeats,
     watch_heartbeats,
 )
+from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from engine.ports import StepStats
 from tests.components.discovery.records import record
+
+IDLE = PromptLoad(0, 0.0)
 
 
 class Watched:
@@ -155,7 +158,7 @@ def test_a_process_that_was_held_up_itself_starts_the_count_afresh() -> None:
 
 def test_a_heartbeat_says_what_the_engine_measured() -> None:
     stats = StepStats(step=5, num_waiting=2, num_reserved=1, free_pages=3, total_pages=9)
-    beat = heartbeat_of("i", "e", stats, draining=True)
+    beat = heartbeat_of("i", "e", stats, PromptLoad(70, 2.5), draining=True)
     assert beat == Heartbeat(
         instance_id="i",
         epoch="e",
@@ -166,8 +169,18 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
         num_reserved=1,
         free_pages=3,
         total_pages=9,
+        queued_tokens=70,
+        prompt_tokens_per_s=2.5,
     )
-    assert not heartbeat_of("i", "e", replace(stats, num_waiting=0), draining=False).busy
+    assert not heartbeat_of("i", "e", replace(stats, num_waiting=0), IDLE, draining=False).busy
+
+
+def test_what_an_instance_said_of_its_prompts_grows_old() -> None:
+    watched = Watched()
+    assert watched.liveness.prompts("a") == watched.liveness.prompts("unknown") == IDLE
+    watched.liveness.heard(heartbeat_of("a", "1", StepStats(), PromptLoad(70, 2.5), draining=False))
+    watched.after(1.5)
+    assert watched.liveness.prompts("a") == PromptLoad(70, 2.5, age_s=1.5)
 
 
 @pytest.mark.mesh
@@ -181,7 +194,7 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
         liveness.on_lost(lambda r, _: lost.append(r))
         async with asyncio.timeout(10):
             async with send_heartbeats(
-                bus, mine.subject, lambda: heartbeat_of("one", "1", StepStats(), draining=False)
+                bus, mine.subject, lambda: heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
             ):
                 await bus.publish_bytes(f"{mine.subject}.heartbeat", b"garbage")
                 while liveness.last_heartbeat("one") is None:

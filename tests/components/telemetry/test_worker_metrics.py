@@ -1,6 +1,9 @@
+from enum import StrEnum, auto
+
 import httpx
 import pytest
 
+from components.lifecycle import Lifecycle, Tally
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.ports import StepStats
 
@@ -50,6 +53,30 @@ def test_transfers_failures_and_recomputes_are_counted() -> None:
     names = ("kv_transfer_bytes_total", "kv_transfer_failures_total", "prompt_recomputes_total")
     assert [value(metrics, name) for name in names] == [1000, 1, 1]
     assert value(metrics, "kv_transfer_seconds_count") == 1
+
+
+class Place(StrEnum):
+    QUEUE = auto()
+    BATCH = auto()
+    GONE = auto()
+
+
+def test_queues_are_shown_as_long_as_they_are() -> None:
+    metrics = WorkerMetrics()
+    table = {Place.QUEUE: {Place.BATCH}, Place.BATCH: {Place.GONE}}
+    tally = Tally(table)
+    metrics.show_queues(tally)
+
+    def shown() -> list[float | None]:
+        return [metrics.registry.get_sample_value("queue_length", {"queue": str(place)}) for place in Place]
+
+    assert shown() == [0, 0, None]
+    first, _ = (Lifecycle("thing", table, Place.QUEUE, tally) for _ in range(2))
+    assert shown() == [2, 0, None]
+    first.advance(Place.BATCH)
+    assert shown() == [1, 1, None]
+    first.advance(Place.GONE)
+    assert shown() == [1, 0, None]
 
 
 @pytest.mark.anyio

@@ -17,22 +17,25 @@ from components.errors import (
     UnknownModel,
 )
 from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.checksum import PageChecksums
 from components.messaging.deadline import now_ms
 from components.messaging.heartbeats import Liveness
 from components.messaging.service import Endpoint
 from components.messaging.streams import open_outbox
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
+from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import OfferPages, RoomFailed, RoomOk
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
-from engine.ports import Failed, FinishReason, Phase, Reserved, TokenOutput
+from engine.ports import Failed, FinishReason, Phase, Reserved, StepStats, TokenOutput
 from services.decode.handlers import DecodeService
 from services.decode.remote_prefill import RemotePrefill
 from services.decode.streams import ActiveRequests
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
+from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
 
@@ -113,6 +116,7 @@ class Decode:
             metrics=self.metrics,
             model="m",
             max_local_prefill=2,
+            local_prefill_on_queue=True,
         )
 
     async def ask(self, stream_id: int = 1, life_ms: int = 60_000, **changes: Any) -> GenerateAccepted:
@@ -163,11 +167,24 @@ class Decode:
     def errors(self) -> list[str]:
         return [item.error.error for item in self.items() if item.error is not None]
 
+    def queues(self) -> dict[str, int]:
+        """Those that somebody stands in."""
+        found = {
+            str(state): self.metrics.registry.get_sample_value("queue_length", {"queue": str(state)})
+            for state in self.active.tally.states
+        }
+        return {state: int(count) for state, count in found.items() if count}
+
+    def beat(self, queued_tokens: int, prompt_tokens_per_s: float) -> None:
+        load = {"queued_tokens": queued_tokens, "prompt_tokens_per_s": prompt_tokens_per_s}
+        self.prefills.heard(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))  # type: ignore[arg-type]
+
     @property
     def recomputes(self) -> float | None:
         return self.metrics.registry.get_sample_value("prompt_recomputes_total")
 
     def assert_nothing_is_kept(self) -> None:
+        assert not self.queues()
         assert not self.service._tasks
         assert not self.remote._fetches
         assert not len(self.active)
@@ -206,6 +223,47 @@ async def test_kv_is_fetched_the_first_token_comes_from_prefill_and_nothing_is_k
     decode.assert_nothing_is_kept()
 
 
+async def test_a_request_goes_through_the_queues_one_after_the_other(decode: Decode) -> None:
+    await decode.ask()
+    assert decode.queues() == {"prealloc": 1}
+    await decode.reserve()
+    assert decode.queues() == {"transfer": 1}
+    await decode.land()
+    assert decode.queues() == {"running": 1}
+    await decode.finish()
+    assert decode.queues() == {}
+
+
+async def test_a_request_whose_kv_does_not_come_waits_for_its_turn_here(decode: Decode) -> None:
+    await decode.ask()
+    await decode.reserve()
+    await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="PrefillLost", cause="gone"))
+    await decode.until_nothing_runs()
+    assert decode.queues() == {"waiting": 1}
+    await decode.finish()
+    assert decode.queues() == {}
+
+
+async def test_a_prompt_is_computed_here_while_the_queue_at_prefill_lasts_longer(decode: Decode) -> None:
+    decode.beat(1000, 100.0)  # ten seconds
+    decode.engine.step(stats=StepStats(prompt_tokens=10, step_s=1.0))  # here, ten tokens take one
+    await decode.ask(1)
+    assert decode.engine.engine.submitted["r.1"].phase is Phase.FULL
+    assert decode.queues() == {"waiting": 1}
+    assert decode.service.heartbeat().queued_tokens == 10
+    decode.beat(150, 100.0)  # one and a half: within the margin
+    await decode.ask(2)
+    assert decode.engine.engine.submitted["r.2"].phase is Phase.DECODE
+    decode.service._overflow = False
+    decode.beat(1000, 100.0)
+    await decode.ask(3)
+    assert decode.engine.engine.submitted["r.3"].phase is Phase.DECODE
+    for stream_id in (1, 2, 3):
+        await decode.cancel(stream_id)
+    await decode.until_nothing_runs()
+    decode.assert_nothing_is_kept()
+
+
 async def test_a_stream_that_ends_with_its_first_token_is_over(decode: Decode) -> None:
     decode.engine.engine.delivered = [TokenOutput(ID, [42], FinishReason.STOP)]
     await decode.ask()
@@ -221,6 +279,16 @@ async def test_little_left_to_compute_is_computed_here(decode: Decode, prefix: i
     await decode.ask()
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
     assert not decode.prefill.asked
+
+
+async def test_a_transfer_too_many_is_none(decode: Decode) -> None:
+    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    await decode.finish()
+    for slot in taken:
+        decode.transfer.aux.give_back(slot)
+    decode.assert_nothing_is_kept()
 
 
 async def test_without_prefill_the_prompt_is_computed_here(decode: Decode) -> None:
@@ -257,6 +325,30 @@ async def test_a_prefill_with_another_transfer_backend_is_passed_over_with_both_
     assert said == "prefill and decode must move KV the same way (--kv-transfer: fake here, nixl/UCX there)"
     await decode.finish()
     decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("page_size", [2, 8, 16])
+async def test_a_prefill_whose_page_size_divides_ours_or_is_divided_by_it_is_used(
+    decode: Decode, page_size: int
+) -> None:
+    other = endpoint("prefill-p", layout=replace(LAYOUT, page_size=page_size))
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=other))
+    await decode.ask()
+    assert len(decode.prefill.asked) == 1
+    await decode.reserve()
+    await decode.land()
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_prefill_whose_page_size_does_not_fit_is_passed_over_with_both_sizes_named(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = endpoint("prefill-p", layout=replace(LAYOUT, page_size=6))
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=other))
+    await decode.ask()
+    assert not decode.prefill.asked
+    assert "(page_size: 4 here, 6 there)" in caplog.records[-1].cause
 
 
 async def test_an_adapter_goes_to_the_engine_and_to_a_prefill_that_has_its_very_weights(decode: Decode) -> None:
@@ -297,6 +389,19 @@ async def test_no_prefill_with_the_adapters_weights_means_computing_here(
     for stream_id in (1, 2, 3):
         await decode.cancel(stream_id)
     await decode.until_nothing_runs()
+
+
+async def test_a_request_that_comes_twice_is_answered_once(decode: Decode) -> None:
+    """The second one took the first one's place, was refused by the engine, and ended the stream with that."""
+    await decode.ask()
+    with pytest.raises(Rejected, match="in use"):
+        await decode.ask()
+    await decode.reserve()
+    await decode.land()
+    await decode.finish()
+    assert decode.tokens() == [42, 43]
+    assert decode.errors() == []
+    decode.assert_nothing_is_kept()
 
 
 async def test_an_adapter_that_is_not_here_is_refused_at_once(decode: Decode) -> None:
@@ -418,6 +523,29 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_etcd_d
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("quiet", ["answers", "gone"])
+async def test_a_prefill_that_left_etcd_and_still_listens_may_write(
+    decode: Decode, quiet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Etcd's word was enough: a prefill that was stopped for longer than its lease wrote into another request's pages."""
+    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.005)
+    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_TIMEOUT_S", 0.01)
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await decode.reserve()
+    decode.registry.book.remove("p")
+    await asyncio.sleep(0.05)
+    assert decode.engine.did("recompute") == [ID]
+    decode.assert_pinned()
+    if quiet == "gone":
+        decode.bus.handlers.clear()
+    decode.prefill.quiets.set()
+    await asyncio.sleep(0.03)
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
 async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of a kind that nobody thought of ended the asking once, and the pages stayed for ever."""
     monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.001)
@@ -429,6 +557,138 @@ async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: 
         while not decode.engine.did("release"):
             await asyncio.sleep(0.001)
     assert len(decode.prefill.called_off) == 4
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("stage", ["refused", "no bootstrap", "offer", "stamp", "room"])
+async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_comes_back(
+    decode: Decode, stage: str
+) -> None:
+    decode.service._on_transfer_failure = "fail"
+    decode.prefill.quiets.clear()
+    if stage == "refused":
+        decode.prefill.refusal = Overloaded("full")
+    elif stage == "no bootstrap":
+        decode.registry.book.remove("boot")
+    elif stage == "offer":
+        decode.prefill.offer_refusal = Rejected("no")
+    await decode.ask()
+    await decode.reserve()
+    if stage == "stamp":
+        await decode.land(STAMP + 1)
+    elif stage == "room":
+        await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="DeadlineExceeded", cause="late"))
+        await turns()
+    [item] = decode.items()
+    assert item.error is not None
+    causes = {"refused": "Overloaded", "no bootstrap": "NoBootstrapInstance", "offer": "Rejected"}
+    causes |= {"stamp": "TransferFailed", "room": "DeadlineExceeded"}
+    assert (item.error.error, item.error.fields["cause"]) == ("KvUnavailable", causes[stage])
+    assert decode.engine.did("cancel") == [ID]
+    assert decode.engine.did("recompute") == []
+    assert decode.recomputes == 0
+    assert decode.metrics.registry.get_sample_value("kv_transfer_failures_total") == 1
+    if stage in ("offer", "room"):
+        decode.assert_pinned()
+    elif stage == "stamp":  # what was expected came, but not as expected
+        assert decode.engine.did("release") == []
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_stream_that_has_begun_goes_on_where_failures_are_asked_for(decode: Decode) -> None:
+    """It moved here from an instance that died: its client has tokens already."""
+    decode.service._on_transfer_failure = "fail"
+    decode.prefill.refusal = Overloaded("full")
+    await decode.ask(sampling=Sampling(max_tokens=5, num_generated=2))
+    assert decode.engine.did("recompute") == [ID]
+    await decode.finish()
+    assert decode.tokens() == [43]
+    decode.assert_nothing_is_kept()
+
+
+async def test_without_prefill_a_prompt_is_computed_here_where_failures_are_asked_for(decode: Decode) -> None:
+    decode.service._on_transfer_failure = "fail"
+    decode.registry.book.remove("p")
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+
+
+@pytest.mark.parametrize("missing", ["room", "pages"])
+async def test_without_room_or_pages_in_time_the_prompt_is_computed_here_and_prefill_called_off(
+    decode: Decode, missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.remote._bootstrap_timeout_s = 0.05
+    if missing == "room":
+        decode.prefill.answers.clear()
+    await decode.ask()
+    async with asyncio.timeout(5):
+        while not decode.engine.did("recompute"):
+            await asyncio.sleep(0.005)
+    await turns()
+    assert not decode.prefill.offered
+    decode.prefill.answers.set()  # until then it could not be called off: it might not have heard of the prompt
+    await turns()
+    assert [q.request_id for q in decode.prefill.called_off] == [ID]
+    assert decode.engine.did("release") == [ID]
+    causes = [r.cause for r in caplog.records if r.message == "computing the prompt here"]
+    assert causes == ["no room with pages for prefill p in 0.05 s"]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_its_end(decode: Decode) -> None:
+    decode.remote._timeout_s = 0.1
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await asyncio.sleep(0.2)
+    assert not decode.engine.did("recompute")
+    await decode.reserve()
+    [offer] = decode.prefill.offered
+    assert offer.deadline_unix_ms is not None
+    assert 0 < offer.deadline_unix_ms - now_ms() <= 100
+    async with asyncio.timeout(5):
+        while not decode.engine.did("recompute"):
+            await asyncio.sleep(0.005)
+    decode.assert_pinned()
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_decode_tells_prefill_and_bootstrap_what_its_pages_and_adapters_are(decode: Decode) -> None:
+    decode.engine.engine.adapters = {"legal": "w1"}
+    kv = endpoint("prefill-p")
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=kv, adapters={"legal": "w1"}))
+    await decode.ask(adapter="legal")
+    await decode.reserve()
+    [asked], [offer] = decode.prefill.asked, decode.prefill.offered
+    assert (asked.adapter_identity, asked.layout, offer.layout) == ("w1", LAYOUT, LAYOUT)
+    assert not asked.verify_kv
+    await decode.land()
+    await decode.finish()
+
+
+async def test_where_pages_are_verified_prefill_is_asked_for_checksums_and_must_have_readable_pages(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.remote._checksums = PageChecksums(Pages(layout=LAYOUT, num_pages=100))
+    await decode.ask()
+    assert decode.prefill.asked[0].verify_kv
+    await decode.reserve()
+    await decode.land()
+    assert decode.engine.did("recompute") == [ID], "no checksums came"
+    on_gpu = replace(endpoint("prefill-p"), device="cuda:0")
+    decode.registry.book.put("p", record("p", "2", role="prefill", model="m", kv=on_gpu))
+    await decode.ask(2)
+    assert len(decode.prefill.asked) == 1
+    assert "these pages are on cuda:0" in caplog.records[-1].cause
+    for engine_id in (ID, "r.2"):
+        await decode.finish(engine_id)
     decode.assert_nothing_is_kept()
 
 
@@ -456,6 +716,10 @@ async def test_a_client_that_leaves_stops_the_work_and_pins_what_prefill_may_wri
     assert await decode.cancel() == 0
     assert decode.errors() == ["Cancelled"]
     assert decode.engine.did("cancel") == [ID]
+    if stage == "asked":
+        assert not decode.prefill.called_off, "on a busy bus the word would overtake the question, and stop nothing"
+        decode.prefill.answers.set()
+        await turns()
     assert [q.request_id for q in decode.prefill.called_off] == [ID]
     if stage in ("offered", "transferring"):
         decode.assert_pinned()
@@ -549,13 +813,4 @@ async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_s
     assert not drained.done()
     decode.prefill.quiets.set()
     await asyncio.wait_for(drained, 1)
-    decode.assert_nothing_is_kept()
-
-
-async def test_without_an_aux_slot_the_frontend_is_told_to_go_elsewhere(decode: Decode) -> None:
-    taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
-    await decode.ask()
-    assert decode.errors() == ["QueueFull"]
-    for slot in taken:
-        decode.transfer.aux.give_back(slot)
     decode.assert_nothing_is_kept()

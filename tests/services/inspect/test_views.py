@@ -1,10 +1,12 @@
 import io
+import json
 from typing import Any
 
 from rich.console import Console
 
 from components.telemetry.trace_store import Span
 from components.wire.heartbeat import Heartbeat
+from services.inspect.profile import join_segments
 from services.inspect.trace_view import BAR_WIDTH, trace_table
 from services.inspect.workers import _table
 from tests.components.discovery.records import record
@@ -106,3 +108,14 @@ def test_a_worker_that_does_not_answer_and_one_that_does_not_beat_are_seen() -> 
     assert "silent" in decode
     assert "silent" not in frontend
     assert "http://h:8000" in frontend
+
+
+def test_segments_of_a_profile_become_one_trace() -> None:
+    name = {"ph": "M", "name": "process_name", "pid": 7, "tid": 0}
+    segments = [
+        {"role": "decode", "baseTimeNanoseconds": 5, "traceEvents": [name, {"ph": "X", "ts": 1}]},
+        {"role": "decode", "baseTimeNanoseconds": 5, "traceEvents": [name, {"ph": "X", "ts": 2}], "traceName": "x"},
+    ]
+    whole = join_segments("".join(f"\n{json.dumps(segment, indent=1)}\n" for segment in segments))
+    assert whole.keys() == {"role", "baseTimeNanoseconds", "traceEvents"}
+    assert whole["traceEvents"] == [name, {"ph": "X", "ts": 1}, {"ph": "X", "ts": 2}]

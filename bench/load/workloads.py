@@ -1,0 +1,111 @@
+"""What is asked for: prompts of a given length, answers of a given length, and when. No server is needed to make them."""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "was",
+    "for",
+    "on",
+    "that",
+    "with",
+    "as",
+    "by",
+    "at",
+    "from",
+    "it",
+    "an",
+    "are",
+)
+# ShareGPT's mean lengths, Kwon et al. 2023, arXiv:2309.06180, figure 11; the spread gives tails like those of its plot.
+SHAREGPT_INPUT: Final = 161
+SHAREGPT_OUTPUT: Final = 338
+SHAREGPT_INPUT_SIGMA: Final = 1.2
+SHAREGPT_OUTPUT_SIGMA: Final = 0.9
+
+
+class Workload(StrEnum):
+    """Kinds of load."""
+
+    RANDOM = "random"
+    SHAREGPT = "sharegpt-like"
+    SHARED_PREFIX = "shared-prefix"
+    TRACE = "trace-replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request."""
+
+    prompt: str
+    input_len: int  # words, each one token in every common vocabulary
+    output_len: int  # tokens
+    at_s: float | None = None  # after the start of the load; None: whenever its turn comes
+
+
+def words(draw: random.Random, length: int) -> str:
+    """Random text of `length` tokens, as long as a space stands before it or it stands at the beginning."""
+    # One short English word is one token in every common vocabulary, as long as a space stands before it.
+    return " ".join(draw.choice(WORDS) for _ in range(length))
+
+
+def random_asks(draw: random.Random, count: int, input_len: int, output_len: int, range_ratio: float) -> list[Ask]:
+    """Lengths uniform from range_ratio times the length to the length; a ratio of 1 fixes them."""
+    return [
+        _ask(draw, _between(draw, input_len, range_ratio), _between(draw, output_len, range_ratio))
+        for _ in range(count)
+    ]
+
+
+def sharegpt_asks(draw: random.Random, count: int, input_len: int, output_len: int, max_len: int) -> list[Ask]:
+    """Log-normal lengths with these means, cut at `max_len` in all: synthetic, shaped like conversations."""
+    asks = []
+    for _ in range(count):
+        wanted = _lognormal(draw, output_len, SHAREGPT_OUTPUT_SIGMA)
+        prompt = min(_lognormal(draw, input_len, SHAREGPT_INPUT_SIGMA), max_len - 1)
+        asks.append(_ask(draw, prompt, min(wanted, max_len - prompt)))
+    return asks
+
+
+def shared_prefix_asks(
+    draw: random.Random, groups: int, per_group: int, prefix_len: int, input_len: int, output_len: int
+) -> list[Ask]:
+    """`per_group` questions of `input_len` behind each of `groups` system prompts of `prefix_len`, in random order."""
+    asks = []
+    for _ in range(groups):
+        prefix = words(draw, prefix_len)
+        for _ in range(per_group):
+            text = f"{prefix} {words(draw, input_len)}"
+            asks.append(Ask(text, prefix_len + input_len, output_len))
+    draw.shuffle(asks)
+    return asks
+
+
+def poisson_times_s(draw: random.Random, rate: float) -> Iterator[float]:
+    """When requests come that come `rate` times a second on average, independently of each other."""
+    now_s = 0.0
+    while True:
+        yield now_s
+        now_s += draw.expovariate(rate)
+
+
+def _ask(draw: random.Random, input_len: int, output_len: int) -> Ask:
+    return Ask(words(draw, input_len), input_len, output_len)
+
+
+def _between(draw: random.Random, length: int, range_ratio: float) -> int:
+    return draw.randint(max(1, math.ceil(length * range_ratio)), length)
+
+
+def _lognormal(draw: random.Random, mean: float, sigma: float) -> int:
+    return max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))

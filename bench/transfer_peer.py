@@ -1,0 +1,84 @@
+"""The receiving process of bench.transfer: `python -m bench.transfer_peer LAYOUT PAGES`, ended by the end of its input.
+
+Writes one line of JSON with all that the sender needs. Then answers each line `COUNT` with the hash of its first COUNT
+pages, and of as many pages' bytes of the shared memory.
+"""
+
+import asyncio
+import base64
+import hashlib
+import json
+import sys
+from multiprocessing.shared_memory import SharedMemory
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from components.kv_transfer.layout import KvLayout
+from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
+from components.kv_transfer.nixl_transfer import open_nixl
+from components.wire.instances import KvEndpoint
+
+PROGRESS_S = 0.001  # as a worker does while a transfer is awaited
+
+
+class Pool:
+    """Pages in plain memory, all of them touched."""
+
+    device = "cpu"
+
+    def __init__(self, layout: KvLayout, num_pages: int) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.memory = np.empty((num_pages, layout.page_bytes), dtype=np.uint8)
+        self.memory.fill(0)
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+
+def plain_agent(name: str, pool: Pool) -> nixl_agent:
+    """NIXL as it comes, over the same memory, without a thread that spins."""
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    agent.register_memory([(pool.address, pool.memory.nbytes, 0, "")], mem_type="DRAM")
+    return agent
+
+
+def digest(memory: bytes | memoryview) -> str:
+    return hashlib.blake2b(memory, digest_size=8).hexdigest()
+
+
+async def main(layout: KvLayout, num_pages: int) -> None:
+    pool = Pool(layout, num_pages)
+    shared = SharedMemory(create=True, size=pool.memory.nbytes)
+    try:
+        async with open_nixl(pool, "receiver") as transfer:
+            transfer.expect("never")  # keeps its thread making progress
+            agent = plain_agent("plain-receiver", pool)
+            progress = asyncio.create_task(keep_going(agent))
+            facts = {
+                "endpoint": TypeAdapter(KvEndpoint).dump_python(transfer.endpoint, mode="json"),
+                "plain_metadata": base64.b64encode(agent.get_agent_metadata()).decode(),
+                "shared": shared.name,
+            }
+            print(json.dumps(facts), flush=True)
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                num_bytes = int(line) * layout.page_bytes
+                landed = memoryview(pool.memory).cast("B")[:num_bytes], shared.buf[:num_bytes]
+                print(json.dumps([digest(memory) for memory in landed]), flush=True)
+                del landed
+            progress.cancel()
+    finally:
+        shared.close()
+        shared.unlink()
+
+
+async def keep_going(agent: nixl_agent) -> None:
+    while True:
+        agent.get_new_notifs()
+        await asyncio.sleep(PROGRESS_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(TypeAdapter(KvLayout).validate_json(sys.argv[1]), int(sys.argv[2])))

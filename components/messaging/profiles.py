@@ -1,0 +1,129 @@
+"""Profiles of a worker, as it answers for them: one is recorded at a time, and fetched in parts."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic
+from typing import Final, Protocol
+
+from components.errors import InvariantBroken, Overloaded, Rejected
+from components.messaging.service import Endpoint
+from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
+
+MAX_SECONDS: Final = 60.0  # up to 10 MB each, unpacked
+PART_BYTES: Final = 512 * 1024  # half of what NATS takes unless it is told to take more
+WAIT_S: Final = 2.0  # for a profile that is not ready, before that is answered
+KEPT: Final = 2  # profiles; an older one goes when a new one begins
+
+
+class Profiler(Protocol):
+    """What records: an engine."""
+
+    async def start(self) -> None:
+        """Begin. Raises: Rejected, when there is nothing to record."""
+
+    async def finish(self, seconds: float, path: Path) -> tuple[float, int]:
+        """Go on for `seconds`, write to `path`; returns seconds recorded, and steps in them. Cancelled, stop at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """One profile that was started."""
+
+    path: Path
+    until_s: float  # `monotonic`
+    task: asyncio.Task[tuple[float, int]]
+
+
+class Profiles:
+    """The profiles of one worker."""
+
+    def __init__(self, who: str, profiler: Profiler) -> None:
+        """Of `who`, as errors name it."""
+        self._who = who
+        self._profiler = profiler
+        self._home: tempfile.TemporaryDirectory[str] | None = None  # from the first profile on: a kill -9 leaves it
+        self._ordered: dict[str, Ordered] = {}
+        self._starting = False
+
+    def endpoints(self) -> list[Endpoint]:
+        """The calls."""
+        return [
+            Endpoint("profile", StartProfile, self.start),
+            Endpoint("profile_part", FetchProfile, self.part),
+        ]
+
+    async def start(self, request: StartProfile) -> ProfileStarted:
+        """Begin to record. Raises: Overloaded, while another profile is recorded or written; Rejected."""
+        if not 0 < request.seconds <= MAX_SECONDS:
+            raise Rejected(f"seconds must be above 0 and at most {MAX_SECONDS:.0f}", param="seconds")
+        self._refuse_second()
+        self._starting = True
+        try:
+            if self._home is None:
+                self._home = tempfile.TemporaryDirectory(prefix="kvmesh-profile-", ignore_cleanup_errors=True)
+            await self._profiler.start()
+        except OSError as exc:
+            raise InvariantBroken(f"the profile of {self._who} cannot be kept there: {exc}") from exc
+        finally:
+            self._starting = False
+        for profile_id in list(self._ordered)[: 1 - KEPT]:
+            self._ordered.pop(profile_id).path.unlink(missing_ok=True)
+        profile_id = token_hex(4)
+        path = Path(self._home.name) / f"{profile_id}.json.gz"
+        task = asyncio.create_task(self._profiler.finish(request.seconds, path))
+        self._ordered[profile_id] = Ordered(path, monotonic() + request.seconds, task)
+        return ProfileStarted(profile_id=profile_id)
+
+    async def part(self, request: FetchProfile) -> ProfilePart:
+        """Some bytes of a profile, or none while it is not ready. Raises: Rejected; why there is no profile."""
+        ordered = self._ordered.get(request.profile_id)
+        if ordered is None:
+            raise Rejected(f"{self._who} has no profile {request.profile_id[:16]!r}", param="profile_id")
+        await asyncio.wait((ordered.task,), timeout=WAIT_S)
+        if not ordered.task.done():
+            return ProfilePart(data=b"")
+        try:
+            seconds, steps = ordered.task.result()
+            size, data = await asyncio.to_thread(_read, ordered.path, max(0, request.offset))
+        except OSError as exc:
+            raise InvariantBroken(f"the profile of {self._who} cannot be kept there: {exc}") from exc
+        return ProfilePart(data=data, size_bytes=size, seconds=seconds, steps=steps)
+
+    async def close(self) -> None:
+        """Stop recording; remove the files."""
+        tasks = [ordered.task for ordered in self._ordered.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._home is not None:
+            self._home.cleanup()
+
+    def _refuse_second(self) -> None:
+        running = [(name, o) for name, o in self._ordered.items() if not o.task.done()]
+        if running or self._starting:
+            name, left_s = (running[0][0], max(0.0, running[0][1].until_s - monotonic())) if running else ("", 0.0)
+            raise Overloaded(
+                f"{self._who} is being profiled already (profile {name or 'about to start'}, {left_s:.1f} s to go)",
+                retry_after_s=max(1.0, left_s),
+            )
+
+
+@asynccontextmanager
+async def keep_profiles(who: str, profiler: Profiler) -> AsyncIterator[Profiles]:
+    """Profiles of `who`, in a temporary directory that goes with the context."""
+    profiles = Profiles(who, profiler)
+    try:
+        yield profiles
+    finally:
+        await profiles.close()
+
+
+def _read(path: Path, offset: int) -> tuple[int, bytes]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return path.stat().st_size, file.read(PART_BYTES)

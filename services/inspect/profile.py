@@ -1,0 +1,147 @@
+"""Profile one worker: order it, wait, fetch the file in parts."""
+
+import asyncio
+import gzip
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any, BinaryIO, Final
+
+from rich.console import Console
+
+from components.discovery.registry import join_registry
+from components.errors import BackendUnavailable, DeadlineExceeded, MeshError, PeerLost
+from components.messaging.bus import Bus, connect_bus
+from components.settings import MeshSettings
+from components.wire.instances import InstanceRecord, Role
+from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
+
+CONNECT_S: Final = 8.0
+START_S: Final = 60.0  # the engine starts a profile after its step, and its first start takes a second or two
+ANSWER_S: Final = 5.0  # a worker that collects events answers nobody meanwhile
+TRIES: Final = 3
+GZIP_LEVEL: Final = 6
+BLANK: Final = re.compile(r"\s*")
+WRITE_S: Final = 120.0  # from the end of the recording to a file
+
+
+async def profile_worker(
+    settings: MeshSettings, console: Console, role: Role, instance: str | None, *, seconds: float, out: Path | None
+) -> None:
+    """Record `seconds` of one worker of `role` into `out`. Exits with a sentence when there is no profile to be had."""
+    logging.getLogger("components.messaging.bus").setLevel(logging.CRITICAL)  # said below, with what to do
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            record = await _choose(settings, role, instance)
+    except TimeoutError:
+        raise SystemExit(f"no answer from etcd at {settings.etcd_url}: name it with --etcd-url") from None
+    who = f"{role} {record.instance_id}"
+    path = out or Path(f"profile-{role}-{record.instance_id}.json.gz")
+    try:
+        with _arriving(path) as file:
+            last = await _fetch(
+                settings.nats_url,
+                record.subject,
+                seconds,
+                file,
+                lambda: console.print(f"recording {who} for {seconds:g} s …"),
+            )
+    except PeerLost as exc:
+        raise SystemExit(f"{who} on {record.host}:{record.pid} is gone: {exc.message}") from None
+    except DeadlineExceeded as exc:
+        raise SystemExit(f"{who} on {record.host}:{record.pid} does not answer: {exc.message}") from None
+    except MeshError as exc:
+        raise SystemExit(exc.message) from None
+    except OSError as exc:
+        raise SystemExit(f"{path} cannot be written: {exc.strerror}") from None
+    if last.steps == 0:
+        console.print(
+            f"[yellow]{who} was idle: it computed nothing in {last.seconds:.1f} s. Send it requests meanwhile."
+        )
+    size_mb = (last.size_bytes or 0) / 1e6
+    console.print(f"{path}: {last.seconds:.1f} s of {who}, {last.steps} steps, {size_mb:.1f} MB. Open it in Perfetto.")
+
+
+@contextmanager
+def _arriving(path: Path) -> Iterator[BinaryIO]:
+    """A file that stands at `path` once it is whole. Opened before a worker is asked: what cannot be written is said first."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w+b") as file:
+            yield file
+            file.seek(0)
+            whole = join_segments(gzip.decompress(file.read()).decode())
+        packed = json.dumps(whole).encode()
+        part.write_bytes(gzip.compress(packed, GZIP_LEVEL) if path.suffix == ".gz" else packed)
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def join_segments(text: str) -> dict[str, Any]:
+    """One Chrome trace of those that stand in `text` one after the other; their times have one origin."""
+    decoder = json.JSONDecoder()
+    whole: dict[str, Any] = {}
+    named: set[tuple[Any, ...]] = set()
+    at = 0
+    while (at := BLANK.match(text, at).end()) < len(text):  # type: ignore[union-attr]  # it matches nothing, too
+        segment, at = decoder.raw_decode(text, at)
+        events = whole.setdefault("traceEvents", [])
+        for event in segment.pop("traceEvents"):
+            if event.get("ph") == "M":  # the name of a process or thread: once
+                name = (event["name"], event.get("pid"), event.get("tid"))
+                if name in named:
+                    continue
+                named.add(name)
+            events.append(event)
+        segment.pop("traceName", None)  # a temporary file of the worker's
+        whole = {**segment, **whole}
+    return whole
+
+
+async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> InstanceRecord:
+    async with join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry:
+        records = registry.book.of_role(role)
+    found = [r for r in records if r.instance_id.startswith(instance or "")]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(sorted(r.instance_id for r in records)) or "none"
+    wrong = "which one?" if found else f"no {role} instance" + (f" {instance}" if instance else "")
+    raise SystemExit(f"{wrong} registered in etcd at {settings.etcd_url} (namespace {settings.namespace}): {names}")
+
+
+async def _fetch(
+    nats_url: str, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]
+) -> ProfilePart:
+    """Have a profile recorded and write the whole trace into `file`; returns the last part, with its facts."""
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                bus = await stack.enter_async_context(connect_bus(nats_url, "inspect"))
+        except TimeoutError:
+            raise BackendUnavailable(f"no answer from NATS at {nats_url}: name it with --nats-url") from None
+        order = StartProfile(seconds=seconds)
+        profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
+        started()
+        give_up_s = monotonic() + seconds + WRITE_S
+        offset = 0
+        while True:
+            part = await _part(bus, subject, FetchProfile(profile_id=profile.profile_id, offset=offset))
+            file.write(part.data)
+            offset += len(part.data)
+            if part.size_bytes is not None and (offset >= part.size_bytes or not part.data):
+                return part
+            if part.size_bytes is None and monotonic() > give_up_s:
+                raise DeadlineExceeded(f"the profile was not ready {WRITE_S:.0f} s after its end")
+
+
+async def _part(bus: Bus, subject: str, wanted: FetchProfile) -> ProfilePart:
+    """One part, asked for again when the answer is late: of a worker that died meanwhile NATS then says so."""
+    for _ in range(TRIES - 1):
+        with suppress(DeadlineExceeded):
+            return await bus.call(f"{subject}.profile_part", wanted, ProfilePart, timeout_s=ANSWER_S)
+    return await bus.call(f"{subject}.profile_part", wanted, ProfilePart, timeout_s=ANSWER_S)

@@ -1,0 +1,192 @@
+"""bench.serve against a server that answers at known times: what it sends, what it tells, how it fails."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from bench.load.client import Run, closed_loop, open_loop
+from bench.load.plot import save_plot
+from bench.load.report import table
+from bench.processes import free_port
+from bench.serve import figures, measure
+
+REPO: Final = Path(__file__).resolve().parents[2]
+FIRST_S: Final = 0.05
+GAP_S: Final = 0.01
+
+
+@dataclass
+class Endpoint:
+    """An OpenAI server of one thread."""
+
+    url: str
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    in_flight: int = 0
+    most: int = 0
+    refuse: bool = False
+
+    async def tokens(self, body: dict[str, Any]) -> Any:
+        try:
+            await asyncio.sleep(FIRST_S)
+            for _ in range(body["max_tokens"]):
+                yield "data: " + json.dumps({"choices": [{"text": " w"}]}) + "\n\n"
+                await asyncio.sleep(GAP_S)
+            yield "data: " + json.dumps({"choices": [{"text": "", "finish_reason": "length"}]}) + "\n\n"
+            usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": body["max_tokens"]}
+            yield "data: " + json.dumps({"choices": [], "usage": usage}) + "\n\ndata: [DONE]\n\n"
+        finally:
+            self.in_flight -= 1
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    app = FastAPI()
+    port = free_port()
+    state = Endpoint(f"http://127.0.0.1:{port}")
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"data": [{"id": "first"}, {"id": "second"}]}
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        state.bodies.append(await request.json())
+        state.times_s.append(time.perf_counter())
+        if state.refuse:
+            return JSONResponse({"error": {"message": "come back later"}}, 503)
+        state.in_flight += 1
+        state.most = max(state.most, state.in_flight)
+        return StreamingResponse(state.tokens(state.bodies[-1]))
+
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield state
+    server.should_exit = True
+    thread.join()
+
+
+def serve(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.serve", *args]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_times_are_those_that_the_server_took(endpoint: Endpoint) -> None:
+    run = asyncio.run(measure(endpoint.url, "m", concurrency=2, requests=4, input_len=9, output_len=5))
+    assert (run.failed, run.prompt_tokens, run.output_tokens) == (0, 36, 20)
+    assert endpoint.most == 2
+    assert len({body["prompt"] for body in endpoint.bodies}) == 4, "no prompt twice"
+    assert all(body["ignore_eos"] and body["max_tokens"] == 5 for body in endpoint.bodies)
+    assert all(FIRST_S <= ttft < 30 for ttft in run.ttft_s)
+    times = zip(run.ttft_s, run.tpot_s, run.e2e_s, strict=True)
+    assert all(ttft + 4 * tpot == pytest.approx(e2e) for ttft, tpot, e2e in times)
+    assert len(run.itl_s) == 16, "the end of a text is no token"
+    assert len(run.ends_s) == 4
+    assert all(e2e >= FIRST_S + 4 * GAP_S for e2e in run.e2e_s)
+
+
+def test_an_open_loop_does_not_wait_for_answers(endpoint: Endpoint) -> None:
+    body = {"model": "m", "prompt": "the of", "max_tokens": 40}
+    run = asyncio.run(open_loop(endpoint.url, [(0.1 * i, body) for i in range(4)]))
+    assert len(run.ttft_s) == 4
+    assert endpoint.most >= 3
+    assert endpoint.times_s[3] - endpoint.times_s[0] >= 0.15  # 0.3, less what a busy machine is late with the first
+    assert run.duration_s >= 0.3 + FIRST_S + 39 * GAP_S
+
+
+def test_what_a_server_refuses_is_counted_with_its_words(endpoint: Endpoint) -> None:
+    endpoint.refuse = True
+    run = asyncio.run(closed_loop(endpoint.url, [{"prompt": "the", "max_tokens": 2}] * 3, 1))
+    assert run.failed == 3
+    assert figures(run)["requests"] == 0
+    assert "failed 3 times: HTTP 503" in table(run, "t")
+    assert "come back later" in table(run, "t")
+    told = serve("--url", endpoint.url)
+    assert told.returncode == 1
+    assert "failed at 1 of 1 requests to warm up: HTTP 503" in told.stderr
+    assert told.stderr.count("\n") == 1
+
+
+def test_a_table_and_a_line_for_each_level(endpoint: Endpoint, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    args = ["--concurrency", "1", "--concurrency", "3", "--requests", "2", "--input-len", "7", "--output-len", "4"]
+    told = serve("--url", endpoint.url, *args, "--json", str(lines))
+    assert told.returncode == 0, told.stderr
+    assert {body["model"] for body in endpoint.bodies} == {"first"}, "the first that the server names"
+    assert told.stdout.count("TTFT") == 2
+    assert "Total token throughput (tok/s)" in told.stdout
+    one, three = (json.loads(line) for line in lines.read_text().splitlines())
+    assert (one["concurrency"], one["requests"], three["concurrency"], three["requests"]) == (1, 2, 3, 6)
+    assert {"label", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99", "output_tok_s", "req_s", "e2e_ms_p99"} <= one.keys()
+    printed = serve("--url", endpoint.url, *args[2:], "--json", "-", "--model", "second", "--warmup", "0")
+    assert [json.loads(line)["concurrency"] for line in printed.stdout.splitlines()] == [3]
+    assert endpoint.bodies[-1]["model"] == "second"
+
+
+def test_a_rate_of_requests_and_a_trace(endpoint: Endpoint, tmp_path: Path) -> None:
+    rate = ["--request-rate", "50", "--num-prompts", "12", "--output-len", "3", "--input-len", "8"]
+    told = serve("--url", endpoint.url, *rate, "--workload", "sharegpt-like", "--json", "-")
+    line = json.loads(told.stdout)
+    assert (line["requests"], line["request_rate"], line["workload"]) == (12, 50.0, "sharegpt-like")
+    path = tmp_path / "trace.jsonl"
+    requests = [{"timestamp": 400 * i, "input_length": 600, "output_length": 30, "hash_ids": [0, i]} for i in range(3)]
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    endpoint.times_s.clear()
+    endpoint.bodies.clear()
+    replay = ["--workload", "trace-replay", "--trace", str(path), "--trace-scale", "0.1", "--warmup", "0"]
+    told = serve("--url", endpoint.url, *replay, "--json", "-")
+    assert json.loads(told.stdout)["output_tokens"] == 9, told.stderr
+    assert endpoint.times_s[2] - endpoint.times_s[0] >= 0.4  # 0.8, less what a busy machine is late with the first
+    prompts = [body["prompt"].split() for body in endpoint.bodies]
+    assert len({tuple(prompt[:51]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+
+
+def test_no_server_is_one_line() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    told = serve("--url", url)
+    assert told.returncode == 1
+    assert told.stderr.startswith(f"no server at {url} (")
+    assert told.stderr.count("\n") == 1
+
+
+def test_what_cannot_work_is_said_before_the_load(endpoint: Endpoint, tmp_path: Path) -> None:
+    for args, said in (
+        (["--json", str(tmp_path / "none" / "x")], f"there is no directory {tmp_path / 'none'}"),
+        (["--request-rate", "1", "--concurrency", "1"], "--concurrency and --request-rate exclude each other"),
+        (["--workload", "trace-replay"], "--workload trace-replay and --trace FILE go together"),
+        (["--workload", "trace-replay", "--trace", str(tmp_path / "none")], "No such file or directory"),
+    ):
+        told = serve("--url", endpoint.url, "--warmup", "0", *args)
+        assert (told.returncode, told.stderr.count("\n")) == (1, 1)
+        assert said in told.stderr
+    assert endpoint.bodies == []
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+    blocked = "import sys; sys.modules['matplotlib'] = None; from bench.load.plot import pyplot; pyplot()"
+    told = subprocess.run([sys.executable, "-c", blocked], cwd=REPO, capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert told.stderr.strip().endswith("pip install -e '.[bench]'")
+
+
+def test_a_picture_of_both_distributions(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = Run(ttft_s=[0.1, 0.2, 0.5], itl_s=[0.01, 0.02])
+    save_plot([("1 client", run), ("empty", Run())], tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,207 @@
+"""What goes wrong in a run, when, and the one who sees to it. A fault prints as the code that makes it."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from enum import StrEnum, auto
+from typing import Any, Final
+
+import msgpack
+import nats.errors
+
+from components.errors import BY_NAME
+from components.messaging.deadline import now_ms
+from components.wire.codec import pack, unpack_plain
+from components.wire.refused import refusal
+from tests.faults.memory_nats import Copy, Sent
+from tests.faults.memory_transfer import WriteFault
+from tests.faults.virtual_loop import Process
+
+LIFECYCLES: Final = logging.getLogger("components.lifecycle")
+
+
+class Do(StrEnum):
+    """What a fault does: to a message, to a write, to a process, to a server, to a client."""
+
+    DROP = auto()
+    DELAY = auto()  # by `amount` seconds
+    DUPLICATE = auto()  # again after `amount` seconds
+    GARBLE = auto()  # it cannot be read
+    ALTER = auto()  # `field` becomes another value of its kind
+    REFUSE = auto()  # answered with the error `field` in the receiver's stead
+    UNSENT = auto()  # the sender's client says that NATS is away
+    NOBODY = auto()  # the sender's client says that nobody listens
+    WRITE_FAILS = auto()
+    WRITE_LATE = auto()  # by `amount` seconds
+    WRITE_SILENT = auto()  # its notification is lost
+    WRITE_STAMP = auto()  # the aux slot carries another stamp
+    KILL = auto()  # for good; another instance starts later
+    STOP = auto()  # SIGSTOP, and SIGCONT after `amount` seconds
+    LEASE = auto()  # etcd drops its lease
+    BEHIND = auto()  # its mirror of etcd is `amount` seconds late
+    DRAIN = auto()  # it is asked to leave; another instance starts later
+    NATS_AWAY = auto()  # for `amount` seconds
+    ETCD_AWAY = auto()  # for `amount` seconds
+    CLIENT_GONE = auto()  # client number `which` of those that are there
+
+
+OF_MESSAGES: Final = (Do.DROP, Do.DELAY, Do.DUPLICATE, Do.GARBLE, Do.ALTER, Do.REFUSE, Do.UNSENT, Do.NOBODY)
+OF_WRITES: Final = (Do.WRITE_FAILS, Do.WRITE_LATE, Do.WRITE_SILENT, Do.WRITE_STAMP)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. `at` names what it waits for, the `nth` time that it is seen:
+
+    `message <tag>`, `write pages`, `write aux`, `<lifecycle> <state>` such as `receive transferring`, or `time <seconds>`.
+    """
+
+    do: Do
+    at: str
+    nth: int = 1
+    count: int = 1  # of messages or writes in a row
+    amount: float = 0.0
+    field: str = ""
+    role: str = ""  # whose process
+    which: int = 0  # among the live ones of that role; of a message: nothing
+    after_s: float = 0.0  # later than `at`
+
+    def __str__(self) -> str:
+        facts = [f"Do.{self.do.name}", repr(self.at)]
+        named = ((f.name, getattr(self, f.name), f.default) for f in fields(self)[2:])
+        facts += [f"{name}={value!r}" for name, value, default in named if value != default]
+        return f"Fault({', '.join(facts)})"
+
+
+class Chaos:
+    """Carries a schedule out. `act` does what is done to processes, servers and clients."""
+
+    def __init__(self, schedule: list[Fault], act: Callable[[Fault], bool]) -> None:
+        self.fired: list[Fault] = []
+        self.trace: list[str] = []
+        self.recovering = False  # nothing goes wrong any more
+        self.is_over = False  # nor is anything of note
+        self._schedule = schedule
+        self._act = act
+        self._seen: Counter[str] = Counter()
+
+    def start(self) -> None:
+        for fault in self._schedule:
+            if fault.at.startswith("time "):
+                self._later(fault, float(fault.at.removeprefix("time ")))
+
+    def note(self, line: str) -> None:
+        """For the trace that a failure prints."""
+        if self.is_over:
+            return
+        self.trace.append(f"{asyncio.get_running_loop().time():9.4f} {line}")
+
+    def message(self, sent: Sent) -> list[Copy] | None:
+        """See `memory_nats.Meddler`."""
+        if sent.kind not in ("heartbeat.v1", "frame"):
+            self.note(f"{sent.sender.name} → {sent.subject}: {sent.kind}")
+        for fault in self._due(f"message {sent.kind}", OF_MESSAGES):
+            self._fire(fault)
+            return _meddled(fault, sent)
+        return None
+
+    def write(self, agent: str, kind: str) -> WriteFault:
+        """See `memory_transfer.WriteMeddler`."""
+        self.note(f"write of {kind} to {agent}")
+        for fault in self._due(f"write {kind}", OF_WRITES):
+            self._fire(fault)
+            return WriteFault(
+                delay_s=fault.amount if fault.do is Do.WRITE_LATE else 0.0,
+                fails=fault.do is Do.WRITE_FAILS,
+                is_silent=fault.do is Do.WRITE_SILENT,
+                stamp=int(fault.do is Do.WRITE_STAMP),
+            )
+        return WriteFault()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Lifecycles are seen while inside: they log every move."""
+        was = LIFECYCLES.level
+        LIFECYCLES.setLevel(logging.DEBUG)
+        LIFECYCLES.addFilter(self._moved)
+        try:
+            yield
+        finally:
+            LIFECYCLES.removeFilter(self._moved)
+            LIFECYCLES.setLevel(was)
+
+    def _moved(self, record: logging.LogRecord) -> bool:
+        of, now = record.of, getattr(record, "is")  # type: ignore[attr-defined]
+        if not of.startswith("request "):
+            self.note(f"{of} is {now}")
+        self._due(f"{of.partition(' ')[0]} {now}", ())
+        return False
+
+    def _due(self, event: str, kinds: tuple[Do, ...]) -> list[Fault]:
+        """Faults of `kinds` for this event; others that wait for it are carried out."""
+        if self.recovering:
+            return []
+        self._seen[event] += 1
+        seen = self._seen[event]
+        due = [f for f in self._schedule if f.at == event and f.nth <= seen < f.nth + f.count]
+        for fault in due:
+            if fault.do not in OF_MESSAGES + OF_WRITES:
+                self._later(fault, fault.after_s)
+        return [f for f in due if f.do in kinds]
+
+    def _later(self, fault: Fault, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time() + delay_s, self._do, fault, context=Process("chaos").context())
+
+    def _do(self, fault: Fault) -> None:
+        if not self.recovering and self._act(fault):
+            self._fire(fault)
+
+    def _fire(self, fault: Fault) -> None:
+        self.fired.append(fault)
+        self.note(f"!! {fault}")
+
+
+def _meddled(fault: Fault, sent: Sent) -> list[Copy]:
+    match fault.do:
+        case Do.DROP:
+            return []
+        case Do.DELAY:
+            return [Copy(sent.data, fault.amount)]
+        case Do.DUPLICATE:
+            return [Copy(sent.data), Copy(sent.data, fault.amount)]
+        case Do.GARBLE:
+            return [Copy(sent.data[: len(sent.data) // 2])]
+        case Do.ALTER:
+            return [Copy(_altered(sent.data, fault.field))]
+        case Do.REFUSE:
+            refused = pack(refusal(BY_NAME[fault.field]("injected")))
+            return [Copy(refused, to_sender=True)] if sent.reply else [Copy(refused)]
+        case Do.UNSENT:
+            raise nats.errors.OutboundBufferLimitError
+        case _:
+            raise nats.errors.NoRespondersError
+
+
+def _altered(data: bytes, name: str) -> bytes:
+    tag, fields = unpack_plain(data)
+    fields[name] = _other(fields[name], name)
+    packed: bytes = msgpack.packb([tag, fields], use_bin_type=True)
+    return packed
+
+
+def _other(value: Any, name: str) -> Any:
+    if name == "deadline_unix_ms":
+        return now_ms() - 1
+    match value:
+        case int():
+            return value + 1
+        case str():
+            return f"{value}x"
+        case list():
+            return value[:-1]
+        case _:
+            return None

@@ -1,0 +1,158 @@
+"""etcd inside this process: records under leases, and each process's mirror of them; see `components.discovery.registry`."""
+
+import asyncio
+import contextvars
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from components.aio import background
+from components.discovery.book import InstanceBook
+from components.discovery.registry import MakeRecord, Registration
+from components.wire.instances import InstanceRecord, dump_record, load_record
+from tests.faults.virtual_loop import Process
+
+WATCH_S: Final = 0.002
+LOOK_AGAIN_S: Final = 0.2
+
+
+@dataclass(eq=False)
+class Lease:
+    """It runs out unless it is refreshed."""
+
+    expires_s: float
+    is_lost: bool = False
+    keys: set[str] = field(default_factory=set)
+
+
+class MemoryEtcd:
+    """The server. While it is away nothing changes, and no lease runs out."""
+
+    def __init__(self, random: Random, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
+        self.away_until_s = 0.0
+        self.random = random
+        self._leases: list[Lease] = []
+        self._records: dict[str, tuple[Lease, bytes]] = {}
+        self._mirrors: list[MemoryRegistry] = []
+        self._context = contextvars.Context()
+
+    @property
+    def is_away(self) -> bool:
+        return _now_s() < self.away_until_s
+
+    def epoch(self) -> str:
+        return f"{self.random.getrandbits(32):08x}"
+
+    def grant(self) -> Lease:
+        lease = Lease(_now_s() + self.ttl_s)
+        self._leases.append(lease)
+        self._watch(lease)
+        return lease
+
+    def refresh(self, lease: Lease) -> bool:
+        """Whether it still stands."""
+        if not lease.is_lost:
+            lease.expires_s = _now_s() + self.ttl_s
+        return not lease.is_lost
+
+    def put(self, key: str, record: InstanceRecord, lease: Lease) -> None:
+        if (was := self._records.get(key)) is not None:
+            was[0].keys.discard(key)
+        lease.keys.add(key)
+        self._records[key] = (lease, dump_record(record))
+        for mirror in self._mirrors:
+            mirror.told(key, self._records[key][1])
+
+    def lose(self, lease: Lease) -> None:
+        """It ran out, or was revoked."""
+        if lease.is_lost:
+            return
+        lease.is_lost = True
+        for key in sorted(lease.keys):
+            del self._records[key]
+            for mirror in self._mirrors:
+                mirror.told(key, None)
+
+    def lease_of(self, instance_id: str) -> Lease | None:
+        return next((lease for key, (lease, _) in self._records.items() if key.endswith(f"/{instance_id}")), None)
+
+    def join(self, mirror: "MemoryRegistry") -> None:
+        self._mirrors.append(mirror)
+        for key, (_, record) in self._records.items():
+            mirror.book.put(key, load_record(record))
+
+    def _watch(self, lease: Lease) -> None:
+        if lease.is_lost:
+            return
+        until_s = max(lease.expires_s, self.away_until_s + self.ttl_s if self.is_away else 0.0)
+        if _now_s() >= until_s:
+            self.lose(lease)
+        else:
+            asyncio.get_running_loop().call_at(until_s, self._watch, lease, context=self._context)
+
+
+class MemoryRegistry:
+    """See `components.discovery.registry.Registry`."""
+
+    def __init__(self, etcd: MemoryEtcd, process: Process) -> None:
+        self.book = InstanceBook()
+        self.behind_s = 0.0  # by which this mirror is late
+        self._etcd = etcd
+        self._process = process
+        self._arrival_s = 0.0
+        etcd.join(self)
+
+    def told(self, key: str, record: bytes | None) -> None:
+        """A change of etcd's."""
+        if self._process.is_dead:
+            return
+        self._arrival_s = max(self._arrival_s, _now_s() + WATCH_S * (1 + self._etcd.random.random()) + self.behind_s)
+        asyncio.get_running_loop().call_at(self._arrival_s, self._changed, key, record, context=self._process.context())
+
+    @asynccontextmanager
+    async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
+        """Registered while inside."""
+        registered = asyncio.Event()
+        async with background(self._keep(registration, make_record, registered), "lease"):
+            await registered.wait()
+            yield
+
+    async def _keep(self, registration: Registration, make_record: MakeRecord, registered: asyncio.Event) -> None:
+        etcd = self._etcd
+        while True:
+            while etcd.is_away:
+                await asyncio.sleep(LOOK_AGAIN_S)
+            lease = etcd.grant()
+            record = make_record(etcd.epoch())
+            etcd.put(f"instances/{record.role}/{record.instance_id}", record, lease)
+            registration.held(record.epoch, registered)
+            try:
+                await self._refresh_until_lost(lease)
+            except asyncio.CancelledError:
+                etcd.lose(lease)
+                raise
+            await registration.lost()
+
+    async def _refresh_until_lost(self, lease: Lease) -> None:
+        expires_s = _now_s() + self._etcd.ttl_s
+        while True:
+            await asyncio.sleep(max(0.05, (expires_s - _now_s()) / 3))
+            if not self._etcd.is_away:
+                if not self._etcd.refresh(lease):
+                    return
+                expires_s = _now_s() + self._etcd.ttl_s
+            elif _now_s() >= expires_s:
+                return
+
+    def _changed(self, key: str, record: bytes | None) -> None:
+        if record is None:
+            self.book.remove(key)
+        else:
+            self.book.put(key, load_record(record))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,206 @@
+"""NATS inside this process, below `Bus`: what `nats.aio.client.Client` does for us, with every message in our hands.
+
+Messages of one sender on one subject arrive in order. A call to a subject without subscriber fails at once; a stopped
+process keeps its subscriptions, and what comes for it waits; those of a dead one are gone.
+"""
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import Any, Final, Protocol
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from tests.faults.virtual_loop import Process, current_process
+
+LATENCY_S: Final = 0.0002
+
+
+@dataclass(slots=True)
+class Sent:
+    """A message on its way."""
+
+    kind: str  # its tag, or "frame"
+    subject: str
+    reply: str
+    data: bytes
+    headers: dict[str, str]
+    sender: Process
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One delivery of it, so long after it was sent."""
+
+    data: bytes
+    delay_s: float = 0.0
+    to_sender: bool = False  # an answer instead of a delivery
+
+
+class Meddler(Protocol):
+    """Decides what becomes of a message."""
+
+    def message(self, sent: Sent) -> list[Copy] | None:
+        """What is delivered; None: as it is. Raises: what the sender's client would."""
+
+
+@dataclass
+class Subscription:
+    """As nats-py has it: messages come one after another."""
+
+    server: "MemoryNats"
+    subject: str
+    process: Process
+    callback: Callable[[Msg], Awaitable[None]]
+    queue: "asyncio.Queue[Msg]" = field(default_factory=asyncio.Queue)
+    task: "asyncio.Task[None] | None" = None
+
+    async def pump(self) -> None:
+        while True:
+            await self.callback(await self.queue.get())
+
+    async def unsubscribe(self) -> None:
+        self.server.unsubscribe(self)
+        if self.task is not None:
+            self.task.cancel()
+
+    async def drain(self) -> None:
+        await self.unsubscribe()
+
+    def matches(self, subject: str) -> bool:
+        mine, theirs = self.subject.split("."), subject.split(".")
+        return len(mine) == len(theirs) and all(a in ("*", b) for a, b in zip(mine, theirs, strict=True))
+
+
+class MemoryNats:
+    """The server."""
+
+    def __init__(self, meddler: Meddler, random: Random) -> None:
+        self._exact: dict[str, list[Subscription]] = {}  # by subject
+        self._wild: list[Subscription] = []
+        self.waiting: dict[str, asyncio.Future[bytes]] = {}  # calls, by the subject of their answer
+        self.inboxes = count()
+        self.away_until_s = 0.0
+        self._meddler = meddler
+        self._random = random
+        self._context = contextvars.Context()
+        self._last: dict[tuple[str, str], float] = {}  # arrival of the latest message, by sender and subject
+
+    @property
+    def is_away(self) -> bool:
+        return asyncio.get_running_loop().time() < self.away_until_s
+
+    def listeners(self, subject: str) -> list[Subscription]:
+        matching = [*self._exact.get(subject, ()), *(s for s in self._wild if s.matches(subject))]
+        return [s for s in matching if not s.process.is_dead]
+
+    def subscribe(self, subscription: Subscription) -> None:
+        self._like(subscription).append(subscription)
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        if subscription in (like := self._like(subscription)):
+            like.remove(subscription)
+
+    def _like(self, subscription: Subscription) -> list[Subscription]:
+        is_wild = "*" in subscription.subject
+        return self._wild if is_wild else self._exact.setdefault(subscription.subject, [])
+
+    def send(self, sent: Sent) -> None:
+        """Raises: what a fault makes of it."""
+        loop = asyncio.get_running_loop()
+        if sent.sender.is_dead:
+            return
+        copies = self._meddler.message(sent)
+        if copies is None:
+            copies = [Copy(sent.data)]
+        outage_s = 0.0
+        if self.is_away:  # nats-py keeps what it could not send, the server forgets what it had
+            if self._random.random() < 0.5:
+                return
+            outage_s = self.away_until_s - loop.time()
+        for copy in copies:
+            subject = sent.reply if copy.to_sender else sent.subject
+            arrival = loop.time() + outage_s + copy.delay_s + LATENCY_S * (1 + self._random.random())
+            arrival = max(arrival, self._last.get((sent.sender.name, subject), 0.0))
+            self._last[sent.sender.name, subject] = arrival
+            reply = "" if copy.to_sender else sent.reply
+            loop.call_at(arrival, self._arrive, subject, reply, copy.data, sent.headers, context=self._context)
+
+    def _arrive(self, subject: str, reply: str, data: bytes, headers: dict[str, str]) -> None:
+        answered = self.waiting.get(subject)
+        if answered is not None and not answered.done():
+            answered.set_result(data)
+        for subscription in self.listeners(subject):
+            client = MemoryClient(self, subscription.process)
+            message = Msg(_client=client, subject=subject, reply=reply, data=data, headers=headers)  # type: ignore[arg-type]
+            subscription.queue.put_nowait(message)
+
+
+class _Ids:
+    """Unique ids for `nats.micro`."""
+
+    _numbers = count()
+
+    def next(self) -> bytes:
+        return f"{next(self._numbers)}".encode()
+
+
+class MemoryClient:
+    """What `Bus` and `nats.micro` use of a connection."""
+
+    max_payload = 8 << 20
+    _nuid = _Ids()
+
+    def __init__(self, server: MemoryNats, process: Process) -> None:
+        self._server = server
+        self._process = process
+
+    @property
+    def is_connected(self) -> bool:
+        return not self._server.is_away and not self._process.is_dead
+
+    async def publish(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        self._server.send(Sent(kind_of(data), subject, reply, data, headers or {}, self._process))
+
+    async def request(
+        self, subject: str, data: bytes, timeout: float = 0.5, headers: dict[str, str] | None = None
+    ) -> Msg:
+        reply = f"_INBOX.{next(self._server.inboxes)}"
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._server.waiting[reply] = answer
+        try:
+            await self.publish(subject, data, reply, headers)
+            if not self._server.listeners(subject) and not self._server.is_away:
+                await asyncio.sleep(2 * LATENCY_S)
+                raise nats.errors.NoRespondersError
+            received = await asyncio.wait_for(answer, timeout)
+        except TimeoutError as exc:
+            raise nats.errors.TimeoutError from exc
+        finally:
+            del self._server.waiting[reply]
+        return Msg(_client=self, subject=reply, data=received)  # type: ignore[arg-type]
+
+    async def subscribe(
+        self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None, **_limits: Any
+    ) -> Subscription:
+        assert cb is not None
+        assert current_process() is self._process
+        subscription = Subscription(self._server, subject, self._process, cb)
+        subscription.task = asyncio.create_task(subscription.pump(), name=f"{self._process.name} reads {subject}")
+        self._server.subscribe(subscription)
+        return subscription
+
+    async def flush(self, timeout: float = 10) -> None:
+        await asyncio.sleep(2 * LATENCY_S)
+
+
+def kind_of(data: bytes) -> str:
+    """A message's tag; "frame" for tokens, which have none."""
+    if data[:1] != b"\x92":
+        return "frame"
+    head = data[1]
+    return data[3 : 3 + data[2]].decode() if head == 0xD9 else data[2 : 2 + (head & 0x1F)].decode()

@@ -1,0 +1,234 @@
+"""KV transfer inside this process: bytes copied between the pools of two engines, piece by piece, when their time comes.
+
+A piece is half a page, so that a page can be there in part. What is copied is what the source holds when the piece
+lands, not when it was posted: a source page that was given away too early shows. A stopped process writes nothing and
+goes on where it was when it continues; the last pieces of one that was killed may still land. Whatever a piece hits
+must be held for the transfer that it was posted for.
+"""
+
+import asyncio
+import contextvars
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final, Protocol
+
+from components.errors import TransferFailed
+from components.kv_transfer.aux import AuxBuffer
+from components.kv_transfer.backend import WriteStats
+from components.kv_transfer.layout import check_compatible
+from components.wire.instances import KvEndpoint
+from engine.ports import KvRegion
+from tests.faults.virtual_loop import Process
+
+WRITE_S: Final = 0.004
+LAST_PIECES_S: Final = 3.0  # for which what a dead process posted may still land
+AUX_SLOTS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFault:
+    """What becomes of one write."""
+
+    delay_s: float = 0.0
+    fails: bool = False  # some of it lands
+    is_silent: bool = False  # an aux slot lands, its notification does not
+    stamp: int = 0  # added to the aux slot's
+
+
+class WriteMeddler(Protocol):
+    """Decides what becomes of a write."""
+
+    def write(self, agent: str, kind: str) -> WriteFault:
+        """For each write posted; `kind` is pages or aux."""
+
+
+class Fabric:
+    """What connects the agents."""
+
+    def __init__(self, meddler: WriteMeddler, random: Random) -> None:
+        self.agents: dict[str, MemoryTransfer] = {}
+        self.meddler = meddler
+        self.random = random
+        self.context = contextvars.Context()
+        self.violations: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes to copy."""
+
+    source: int  # address
+    target: int  # address
+    size: int
+    page: int | None = None  # of the target's pool
+
+
+class _Write:
+    """One posted write."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        source: "MemoryTransfer",
+        target: "MemoryTransfer",
+        pieces: list[Piece],
+        fault: WriteFault,
+        notification: str,
+    ) -> None:
+        self.done: asyncio.Future[WriteStats] = asyncio.get_running_loop().create_future()
+        self._fabric = fabric
+        self._source, self._target = source, target
+        self._fault = fault
+        self._notification = notification
+        self._num_bytes = sum(piece.size for piece in pieces)
+        self._holders = {piece.page: target.holder(piece.page) for piece in pieces if piece.page is not None}
+        self._died_s: float | None = None
+        lost = fabric.random.randint(1, len(pieces)) if fault.fails else 0
+        self._pieces = pieces[: len(pieces) - lost]
+        duration_s = fault.delay_s + WRITE_S * fabric.random.random()
+        self._each_s = duration_s / (len(self._pieces) + 1)
+        self._later(self._each_s)
+
+    def _later(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time() + delay_s, self._next, context=self._fabric.context)
+
+    def _next(self) -> None:
+        if self.done.done() or self._died():
+            return
+        if not self._source.process.runs and not self._source.process.is_dead:
+            self._source.process.continued.append(lambda: self._later(self._each_s))
+            return
+        if self._source.is_closed:
+            return
+        if self._target.is_gone or self._target.endpoint.agent not in self._source.peers:
+            self.done.set_exception(TransferFailed("the peer is lost"))
+            return
+        if self._pieces:
+            self._land(self._pieces.pop(0))
+            self._later(self._each_s)
+            return
+        if self._fault.fails:
+            self.done.set_exception(TransferFailed("the write failed"))
+            return
+        if self._notification and not self._fault.is_silent:
+            self._target.notify(self._notification)
+        self.done.set_result(WriteStats(self._num_bytes, 1, 1))
+
+    def _land(self, piece: Piece) -> None:
+        ctypes.memmove(piece.target, piece.source, piece.size)
+        if piece.page is None:
+            return
+        holder = self._holders[piece.page]
+        if holder is None or self._target.holder(piece.page) is not holder:
+            self._fabric.violations.append(
+                f"{self._source.endpoint.agent} wrote into page {piece.page} of {self._target.endpoint.agent}, "
+                "which was not held for that any more"
+            )
+
+    def _died(self) -> bool:
+        """Whether the sender is dead for so long that nothing of it is on the way any more."""
+        now_s = asyncio.get_running_loop().time()
+        if self._source.process.is_dead and self._died_s is None:
+            self._died_s = now_s
+        return self._died_s is not None and now_s - self._died_s > LAST_PIECES_S
+
+
+class MemoryTransfer:
+    """See `components.kv_transfer.backend.KvTransfer`."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        region: KvRegion,
+        agent: str,
+        process: Process,
+        holder: Callable[[int], object | None],
+    ) -> None:
+        self.aux = AuxBuffer(AUX_SLOTS)
+        self.holder = holder  # page → the request to whose transfer it is exposed
+        self.is_closed = False
+        self.process = process
+        self.peers: set[str] = set()
+        self.expected: dict[str, asyncio.Future[None]] = {}
+        self.endpoint = KvEndpoint(
+            backend="memory",
+            agent=agent,
+            agent_metadata="",
+            base_address=region.address,
+            num_pages=region.num_pages,
+            device=region.device,
+            aux_address=self.aux.address,
+            aux_slots=self.aux.num_slots,
+            aux_slot_bytes=self.aux.slot_bytes,
+            layout=region.layout,
+        )
+        self._fabric = fabric
+        fabric.agents[agent] = self
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no memory to write into any more."""
+        return self.is_closed or self.process.is_dead
+
+    def close(self) -> None:
+        """The process leaves, its memory with it."""
+        self.is_closed = True
+
+    async def connect(self, peer: KvEndpoint) -> None:
+        check_compatible(self.endpoint.layout, peer.layout)
+        await asyncio.sleep(WRITE_S * self._fabric.random.random())
+        if self._fabric.agents[peer.agent].is_gone:
+            raise TransferFailed(f"no connection to {peer.agent}")
+        self.peers.add(peer.agent)
+
+    async def disconnect(self, agent: str) -> None:
+        await asyncio.sleep(0)
+        self.peers.discard(agent)
+
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+        size = self.endpoint.layout.page_bytes // 2
+        there = self._peer(agent).endpoint
+        pieces = [
+            Piece(
+                self.endpoint.base_address + (2 * ours + half) * size,
+                there.base_address + (2 * theirs + half) * size,
+                size,
+                theirs,
+            )
+            for ours, theirs in zip(source, target, strict=True)
+            for half in (0, 1)
+        ]
+        return await self._write(agent, pieces, self._fabric.meddler.write(agent, "pages"))
+
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+        fault = self._fabric.meddler.write(agent, "aux")
+        if fault.stamp:
+            self.aux._heads[source_slot]["stamp"] += fault.stamp
+        size = self.aux.slot_bytes
+        there = self._peer(agent).aux.address
+        piece = Piece(self.aux.address + source_slot * size, there + target_slot * size, size)
+        return await self._write(agent, [piece], fault, notification)
+
+    def expect(self, notification: str) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.expected[notification] = future
+        future.add_done_callback(lambda _: self.expected.pop(notification, None))
+        return future
+
+    def notify(self, notification: str) -> None:
+        """A peer's last write has landed."""
+        future = self.expected.get(notification)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def _peer(self, agent: str) -> "MemoryTransfer":
+        if agent not in self.peers:
+            raise TransferFailed(f"no connection to {agent}")
+        return self._fabric.agents[agent]
+
+    async def _write(self, agent: str, pieces: list[Piece], fault: WriteFault, notification: str = "") -> WriteStats:
+        write = _Write(self._fabric, self, self._fabric.agents[agent], pieces, fault, notification)
+        return await asyncio.shield(write.done)

@@ -1,0 +1,277 @@
+"""The four services as their `__main__` wires them, each a process of one event loop; only the edges are in memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry
+
+from components.aio import background
+from components.discovery.registry import Registration
+from components.messaging.bus import Bus
+from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
+from components.messaging.service import serve_calls
+from components.messaging.streams import open_inbox, open_outbox
+from components.process import drain, subject_of
+from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.instances import InstanceRecord, KvEndpoint, Role
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.mock.build import build_engine
+from engine.mock.config import MockConfig
+from engine.scheduler.request import Request, RequestState
+from services.bootstrap.handlers import BootstrapService
+from services.decode.handlers import DecodeService
+from services.decode.remote_prefill import RemotePrefill
+from services.decode.streams import ActiveRequests
+from services.frontend.router import MeshClient
+from services.prefill.handlers import PrefillService
+from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
+from tests.faults.memory_nats import MemoryClient, MemoryNats
+from tests.faults.memory_transfer import Fabric, MemoryTransfer
+from tests.faults.stepped_engine import SteppedEngine, run_stepped
+from tests.faults.virtual_loop import Process
+
+NAMESPACE: Final = "mesh"
+MODEL: Final = "mock"
+TRANSFER_TIMEOUT_S: Final = 8.0
+LEASE_TTL_S: Final = 6.0
+DRAIN_TIMEOUT_S: Final = 5.0
+ROOM_CLEANUP_S: Final = 1.0
+ENGINE: Final = EngineConfig(
+    num_pages=20,  # a few requests fill it, so that pages are soon another's
+    max_running=8,
+    max_step_tokens=40,
+    reserve_tokens=16,
+    mock=MockConfig(speedup=float("inf"), layers=1, kv_heads=1, head_dim=8, answer_tokens=64),
+)
+
+
+def make_engine(home: Path) -> EngineCore:
+    """One that answers as every worker of these meshes does."""
+    return build_engine(MODEL, ENGINE, home)
+
+
+class Cluster:
+    """What all processes share."""
+
+    def __init__(
+        self,
+        nats: MemoryNats,
+        etcd: MemoryEtcd,
+        fabric: Fabric,
+        home: Path,
+        remote_prefill: Callable[..., RemotePrefill] = RemotePrefill,
+    ) -> None:
+        self.nats, self.etcd, self.fabric, self.home = nats, etcd, fabric, home
+        self.remote_prefill = remote_prefill
+
+
+class Node:
+    """One process of the mesh."""
+
+    role: Role
+
+    def __init__(self, cluster: Cluster, instance_id: str) -> None:
+        self.id = instance_id
+        self.cluster = cluster
+        self.process = Process(instance_id)
+        self.bus = Bus(MemoryClient(cluster.nats, self.process), "memory")  # type: ignore[arg-type]
+        self.registration = Registration(instance_id)
+        self.subject = subject_of(NAMESPACE, self.role, instance_id)
+        self.ready = asyncio.Event()
+        self.leave = asyncio.Event()
+        self.idle_tasks: list[str] = []  # of this process when it has nothing to do
+        self.registry: MemoryRegistry
+        self.task = self.process.spawn(self._main(), "main")
+
+    def leftovers(self) -> list[str]:
+        """What it keeps that it would not keep if nothing had ever been asked of it."""
+        tasks = self._tasks()
+        left = [f"task {name}" for name in tasks]
+        for name in self.idle_tasks:
+            if f"task {name}" in left:
+                left.remove(f"task {name}")
+        return [f"{self.id}: {what}" for what in [*left, *self._kept()]]
+
+    def settled(self) -> None:
+        """What runs now is what runs when there is nothing to do."""
+        self.idle_tasks = self._tasks()
+
+    async def _main(self) -> None:
+        self.registry = MemoryRegistry(self.cluster.etcd, self.process)
+        async with AsyncExitStack() as stack:
+            await self._serve(stack)
+            self.ready.set()
+            await self.leave.wait()
+            await self._drain()
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        raise NotImplementedError
+
+    async def _drain(self) -> None:
+        """Before it leaves."""
+
+    def _kept(self) -> list[str]:
+        return []
+
+    def _tasks(self) -> list[str]:
+        coroutines = (task.get_coro() for task in self.process.live_tasks())
+        return sorted(getattr(coroutine, "__qualname__", repr(coroutine)) for coroutine in coroutines)
+
+    def _record(self, kv: KvEndpoint | None = None, max_context: int | None = None) -> Callable[[str], InstanceRecord]:
+        def make(epoch: str) -> InstanceRecord:
+            return InstanceRecord(
+                instance_id=self.id,
+                epoch=epoch,
+                role=self.role,
+                host="memory",
+                pid=1,
+                started_unix_ms=0,
+                subject=self.subject,
+                model=None if self.role == "bootstrap" else MODEL,
+                max_context=max_context,
+                kv=kv,
+            )
+
+        return make
+
+    @asynccontextmanager
+    async def _advertised(
+        self, endpoints: list[Any], make_record: Callable[[str], InstanceRecord]
+    ) -> AsyncIterator[None]:
+        async with (
+            serve_calls(self.bus, self.role, self.subject, endpoints, {}),
+            self.registry.advertise(self.registration, make_record),
+        ):
+            yield
+
+
+class Frontend(Node):
+    """Without HTTP: clients read `mesh` themselves."""
+
+    role: Role = "frontend"
+    mesh: MeshClient
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        decodes = await stack.enter_async_context(watch_heartbeats(self.bus, NAMESPACE, "decode", self.registry.book))
+        self.inbox = await stack.enter_async_context(open_inbox(self.bus, f"{self.subject}.tokens"))
+        self.mesh = MeshClient(self.bus, self.inbox, decodes, MODEL)
+        await stack.enter_async_context(self._advertised([], self._record()))
+
+    def _kept(self) -> list[str]:
+        return [f"{len(self.inbox._streams)} streams"] if self.inbox._streams else []
+
+
+class Worker(Node):
+    """A process with an engine."""
+
+    engine: SteppedEngine
+    transfer: MemoryTransfer
+    service: Any
+
+    async def _start_engine(self, stack: AsyncExitStack) -> None:
+        self.engine = await stack.enter_async_context(run_stepped(lambda: make_engine(self.cluster.home)))
+        region = self.engine.engine.kv_region
+        self.transfer = MemoryTransfer(self.cluster.fabric, region, self.id, self.process, self._exposed_for)
+        stack.callback(self.transfer.close)
+
+    def _exposed_for(self, page: int) -> Request | None:
+        """The request to whose transfer this page is exposed."""
+        exposed = (RequestState.RESERVED, RequestState.HELD)
+        return next((r for r in self.engine.core._requests if page in r.pages and r.state in exposed), None)
+
+    async def _drain(self) -> None:
+        await drain(self.service, DRAIN_TIMEOUT_S)
+
+    def _kept(self) -> list[str]:
+        core = self.engine.core
+        core._memory.pool.check()
+        counts = {
+            "pages held": core._memory.pool.num_held,
+            "requests waiting": len(core._scheduler.waiting),
+            "requests running": len(core._scheduler.running),
+            "requests reserved": len(core._scheduler.reserved),
+            "requests known": len(list(core._requests)),
+            "aux slots taken": self.transfer.aux.num_slots - self.transfer.aux.num_free,
+            "notifications expected": len(self.transfer.expected),
+        }
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+class Decode(Worker):
+    role: Role = "decode"
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        await self._start_engine(stack)
+        prefills = await stack.enter_async_context(watch_heartbeats(self.bus, NAMESPACE, "prefill", self.registry.book))
+        outbox = await stack.enter_async_context(
+            open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
+        )
+        self.remote = self.cluster.remote_prefill(
+            self.bus, self.registration, self.registry, self.transfer, TRANSFER_TIMEOUT_S
+        )
+        self.active = ActiveRequests(outbox)
+        self.service = DecodeService(
+            self.registration,
+            self.engine,
+            self.remote,
+            prefills,
+            self.active,
+            metrics=WorkerMetrics(),
+            model=MODEL,
+            max_local_prefill=16,
+            local_prefill_on_queue=False,  # it goes by how long steps really took
+        )
+        record = self._record(self.transfer.endpoint, self.engine.engine.max_context)
+        await stack.enter_async_context(self._advertised(self.service.endpoints(), record))
+        await stack.enter_async_context(send_heartbeats(self.bus, self.subject, self.service.heartbeat))
+
+    def _kept(self) -> list[str]:
+        counts = {
+            "streams": len(self.active),
+            "transfers": len(self.remote._fetches),
+            "tasks of requests": len(self.service._tasks),
+        }
+        return [*super()._kept(), *(f"{count} {what}" for what, count in counts.items() if count)]
+
+
+class Prefill(Worker):
+    role: Role = "prefill"
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        await self._start_engine(stack)
+        self.service = PrefillService(
+            self.bus, self.registration, self.registry, self.engine, self.transfer, metrics=WorkerMetrics()
+        )
+        record = self._record(self.transfer.endpoint)
+        await stack.enter_async_context(self._advertised(self.service.endpoints(), record))
+        await stack.enter_async_context(send_heartbeats(self.bus, self.subject, self.service.heartbeat))
+
+    def _kept(self) -> list[str]:
+        jobs = self.service.num_jobs
+        return [*super()._kept(), *([f"{jobs} jobs"] if jobs else [])]
+
+
+class Bootstrap(Node):
+    role: Role = "bootstrap"
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        self.service = BootstrapService(self.bus, NAMESPACE, self.registration, self.registry, CollectorRegistry())
+        await stack.enter_async_context(background(self.service.clean(ROOM_CLEANUP_S), "clean-rooms"))
+        await stack.enter_async_context(background(self.service.tell(), "tell"))
+        await stack.enter_async_context(self._advertised(self.service.endpoints(), self._record()))
+
+    def _kept(self) -> list[str]:
+        rooms = len(self.service._rooms)
+        return [f"{rooms} rooms"] if rooms else []
+
+
+NODES: Final[dict[str, type[Node]]] = {
+    "frontend": Frontend,
+    "decode": Decode,
+    "prefill": Prefill,
+    "bootstrap": Bootstrap,
+}

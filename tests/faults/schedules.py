@@ -1,0 +1,151 @@
+"""Which faults are tried: one at each message, write and state, and mixtures drawn from a seed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Final
+
+from tests.faults.faults import OF_MESSAGES, OF_WRITES, Do, Fault
+from tests.faults.mesh_run import ROLES
+
+REQUEST: Final = ("generate.v2", "prefill.v2", "room-open.v1", "room-offer.v1", "room-pages.v1")
+ANSWER: Final = ("generate-accepted.v1", "prefill-accepted.v1", "room-opened.v1", "room-ok.v1")
+TOLD: Final = ("room-close.v1", "frame")
+AFTER_FAILURE: Final = ("room-failed.v1", "quiesce.v1", "quiet.v1")  # only after a transfer has failed
+AFTER_CLIENT: Final = ("cancel.v1", "quiesce.v1", "quiet.v1")  # only after a client has gone
+MESSAGES: Final = (*REQUEST, *ANSWER, *TOLD)
+ERRORS: Final = ("Overloaded", "PeerLost", "DeadlineExceeded", "InvariantBroken", "Rejected")
+FIELDS: Final = {
+    "generate.v2": ("epoch", "model", "deadline_unix_ms"),
+    "prefill.v2": ("epoch", "decode_epoch", "decode_id", "deadline_unix_ms"),
+    "prefill-accepted.v1": ("room", "stamp"),
+    "room-open.v1": ("prefill_epoch", "decode_epoch", "deadline_unix_ms"),
+    "room-opened.v1": ("room", "stamp"),
+    "room-offer.v1": ("room", "decode_epoch", "pages", "aux_slot"),
+    "room-pages.v1": ("request_id", "room", "decode_epoch", "pages", "aux_slot"),
+    "room-close.v1": ("room",),
+    "heartbeat.v1": ("epoch",),
+}
+STATES: Final = (  # the first of each lifecycle by what leads to it: nothing moves there
+    "message generate.v2",  # decode accepted
+    "decode prealloc",
+    "decode transfer",
+    "decode running",
+    "decode done",
+    "message room-open.v1",  # prefill bootstrapping
+    "prefill waiting",
+    "prefill computing",
+    "prefill inflight",
+    "prefill done",
+    "message prefill-accepted.v1",  # receive and send bootstrapping
+    "receive done",
+    "send transferring",
+    "room offered",
+    "room closed",
+    "write pages",
+    "write aux",
+    "request reserved",
+)
+STATES_AFTER_FAILURE: Final = (
+    "decode waiting",
+    "prefill failed",
+    "receive pinned",
+    "receive closed",
+    "send failed",
+    "room failed",
+    "request held",
+)
+STATES_AFTER_CLIENT: Final = ("decode failed",)
+DELAYS_S: Final = (0.05, 3.0, 12.0)  # noticed by nobody, by some, by every call
+STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has run out, and after
+A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
+A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0.001)
+
+Schedule = list[Fault]
+
+
+def of_messages() -> Iterator[Schedule]:
+    """Every message type, every way for it to go wrong."""
+    for kind in MESSAGES:
+        yield from ([fault] for fault in _of_message(kind))
+    for kind in AFTER_FAILURE:
+        yield from ([A_TRANSFER_FAILS, fault] for fault in _of_message(kind))
+    for kind in AFTER_CLIENT:
+        yield from ([A_CLIENT_LEAVES, fault] for fault in _of_message(kind))
+    for do in (Do.DROP, Do.DELAY, Do.GARBLE):
+        yield [Fault(do, "message heartbeat.v1", nth=3, count=60, amount=3.0)]
+    yield [Fault(Do.ALTER, "message heartbeat.v1", nth=3, count=40, field="epoch")]
+
+
+def _of_message(kind: str) -> Iterator[Fault]:
+    at = f"message {kind}"
+    for do in (Do.DROP, Do.GARBLE, Do.UNSENT):
+        yield Fault(do, at)
+    yield Fault(Do.DROP, at, count=4)
+    for delay_s in DELAYS_S:
+        yield Fault(Do.DELAY, at, amount=delay_s)
+    for delay_s in (0.0, 1.0):
+        yield Fault(Do.DUPLICATE, at, amount=delay_s)
+    if kind in (*REQUEST, "quiesce.v1"):
+        yield Fault(Do.NOBODY, at)
+        for error in ERRORS:
+            yield Fault(Do.REFUSE, at, field=error)
+    for field in FIELDS.get(kind, ()):
+        yield Fault(Do.ALTER, at, field=field)
+
+
+def of_writes() -> Iterator[Schedule]:
+    """Both kinds of write: failing, late, unheard of, with a wrong stamp; and a client that leaves meanwhile."""
+    for kind in ("pages", "aux"):
+        at = f"write {kind}"
+        for nth in (1, 2, 4):
+            yield [Fault(Do.WRITE_FAILS, at, nth)]
+            for delay_s in DELAYS_S:
+                late = Fault(Do.WRITE_LATE, at, nth, amount=delay_s)
+                yield [late]
+                yield [late, Fault(Do.CLIENT_GONE, at, nth, after_s=delay_s / 2)]
+                yield [late, Fault(Do.KILL, at, nth, role="decode", after_s=delay_s / 2)]
+    for nth in (1, 3):
+        yield [Fault(Do.WRITE_SILENT, "write aux", nth)]
+        yield [Fault(Do.WRITE_STAMP, "write aux", nth)]
+
+
+def of_states() -> Iterator[Schedule]:
+    """Every role and both servers, in every state of both lifecycles."""
+    for at in STATES:
+        yield from ([fault] for fault in _at_state(at))
+    for at in STATES_AFTER_FAILURE:
+        yield from ([A_TRANSFER_FAILS, fault] for fault in _at_state(at) if fault.do not in (Do.LEASE, Do.DRAIN))
+    for at in STATES_AFTER_CLIENT:
+        yield from ([A_CLIENT_LEAVES, fault] for fault in _at_state(at) if fault.do is not Do.CLIENT_GONE)
+
+
+def _at_state(at: str) -> Iterator[Fault]:
+    for role in ROLES:
+        yield Fault(Do.KILL, at, role=role)
+        yield Fault(Do.STOP, at, amount=STOP_S, role=role)
+    for role in ("decode", "prefill"):
+        yield Fault(Do.STOP, at, amount=LONG_STOP_S, role=role)
+        yield Fault(Do.LEASE, at, role=role)
+        yield Fault(Do.DRAIN, at, role=role)
+    yield Fault(Do.NATS_AWAY, at, amount=1.0)
+    yield Fault(Do.ETCD_AWAY, at, amount=8.0)
+    yield Fault(Do.CLIENT_GONE, at)
+
+
+def mixture(seed: int) -> Schedule:
+    """Three to six faults at random moments."""
+    draw = Random(seed)
+    return [_anything(draw) for _ in range(draw.randint(3, 6))]
+
+
+def _anything(draw: Random) -> Fault:
+    chosen = draw.choice(draw.choice(_SINGLE))
+    if chosen.do in OF_MESSAGES + OF_WRITES:
+        return replace(chosen, nth=draw.randint(1, 4))
+    return replace(chosen, nth=draw.randint(1, 4), which=draw.randint(0, 1), after_s=draw.choice((0.0, 0.002, 0.02)))
+
+
+_SINGLE: Final = [
+    [fault for schedule in schedules() for fault in schedule] for schedules in (of_messages, of_writes, of_states)
+]

@@ -1,0 +1,69 @@
+"""Every fault at every message, write and state, and mixtures: right tokens or one clear error, and nothing is kept."""
+
+from pathlib import Path
+
+import pytest
+
+from components.kv_transfer.receiver import ReceiveState
+from components.kv_transfer.sender import SendState
+from services.bootstrap.rooms import RoomState
+from services.decode.streams import DecodeState
+from services.prefill.jobs import PrefillState
+from tests.faults.faults import Fault
+from tests.faults.mesh_run import check
+from tests.faults.schedules import Schedule, mixture, of_messages, of_states, of_writes
+
+SAME_MOMENT = {"receive transferring", "send done"}  # as decode transfer, as prefill done
+FAULTS = 500  # at least so many are injected here
+MIXTURES = 60
+QUEUES = {"num_clients": 12, "over_s": 0.01, "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1}}
+
+
+def _named(schedule: Schedule) -> str:
+    return " then ".join(str(fault) for fault in schedule)
+
+
+def _all_fire(home: Path, schedule: Schedule) -> None:
+    seed = sum(map(ord, _named(schedule)))
+    queues = any(fault.at == "prefill waiting" for fault in schedule)
+    assert set(check(home, seed, schedule, **(QUEUES if queues else {})).fired) == set(schedule), (
+        f"seed {seed}: not all of {_named(schedule)}"
+    )
+
+
+@pytest.mark.parametrize("schedule", [*of_messages()], ids=_named)
+def test_a_message_goes_wrong(tmp_path: Path, schedule: list[Fault]) -> None:
+    _all_fire(tmp_path, schedule)
+
+
+@pytest.mark.parametrize("schedule", [*of_writes()], ids=_named)
+def test_a_write_goes_wrong(tmp_path: Path, schedule: list[Fault]) -> None:
+    _all_fire(tmp_path, schedule)
+
+
+@pytest.mark.parametrize("schedule", [*of_states()], ids=_named)
+def test_somebody_fails_in_a_state(tmp_path: Path, schedule: list[Fault]) -> None:
+    _all_fire(tmp_path, schedule)
+
+
+@pytest.mark.parametrize("seed", range(MIXTURES))
+def test_much_goes_wrong_at_once(tmp_path: Path, seed: int) -> None:
+    assert check(tmp_path, seed, mixture(seed)).fired
+
+
+def test_no_state_of_a_lifecycle_is_left_out() -> None:
+    tables = {
+        "decode": DecodeState,
+        "prefill": PrefillState,
+        "receive": ReceiveState,
+        "send": SendState,
+        "room": RoomState,
+    }
+    tried = {fault.at for schedule in of_states() for fault in schedule}
+    first = {f"{name} {next(iter(states))}" for name, states in tables.items()}  # nothing moves there
+    assert {f"{name} {state}" for name, states in tables.items() for state in states} - first <= tried | SAME_MOMENT
+
+
+def test_enough_is_tried() -> None:
+    """Each of these is seen to happen in its own test."""
+    assert sum(len(schedule) for schedules in (of_messages, of_writes, of_states) for schedule in schedules()) >= FAULTS

@@ -1,0 +1,64 @@
+"""A write that was posted before a transfer was given up lands after it: its pages must not be another request's by then."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from services.decode.remote_prefill import Fetch, RemotePrefill
+from tests.faults.faults import Do, Fault
+from tests.faults.mesh_run import check, run_faults
+
+SOON_S, LATE_S, TOO_LATE_S = 0.01, 2.0, 12.0  # the last is longer than a transfer may take
+THEN: Final = {"at": "write pages", "after_s": SOON_S}
+
+# how long the first write takes, and how it is given up meanwhile
+WAYS: Final = {
+    "the client goes": (LATE_S, [Fault(Do.CLIENT_GONE, **THEN)]),
+    "the client goes, prefill stops and goes on writing": (
+        LATE_S,
+        [Fault(Do.STOP, "write pages", amount=4.0, role="prefill", after_s=2 * SOON_S), Fault(Do.CLIENT_GONE, **THEN)],
+    ),
+    "prefill is declared lost and goes on writing": (LATE_S, [Fault(Do.STOP, amount=4.0, role="prefill", **THEN)]),
+    "prefill stops for longer than its lease and goes on writing": (
+        LATE_S,
+        [Fault(Do.STOP, amount=9.0, role="prefill", **THEN)],
+    ),
+    "prefill is killed, its last bytes are on the way": (2 * LATE_S, [Fault(Do.KILL, role="prefill", **THEN)]),
+    "prefill loses its lease": (LATE_S, [Fault(Do.LEASE, role="prefill", **THEN)]),
+    "the transfer takes too long": (TOO_LATE_S, []),
+}
+
+
+class FreesAtOnce(RemotePrefill):
+    """Takes pages back without asking whether anybody still writes into them."""
+
+    async def _until_quiet(self, fetch: Fetch) -> None:
+        return
+
+
+def _run(way: str) -> tuple[list[Fault], dict[str, Any]]:
+    """A schedule, and a mesh in which every page is soon another request's."""
+    late_s, faults = WAYS[way]
+    counts = {"frontend": 1, "decode": 1, "prefill": 1, "bootstrap": 1}
+    over_s = max([late_s, *(fault.amount for fault in faults)]) + 1.0
+    return [Fault(Do.WRITE_LATE, "write pages", amount=late_s), *faults], {
+        "counts": counts,
+        "num_clients": int(12 * over_s),
+        "over_s": over_s,
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_late_write_hits_nobody(tmp_path: Path, seed: int, way: str) -> None:
+    schedule, mesh = _run(way)
+    outcome = check(tmp_path, seed, schedule, **mesh)
+    assert set(outcome.fired) == set(schedule)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_implementation_that_frees_pages_at_once_is_caught(tmp_path: Path, way: str) -> None:
+    schedule, mesh = _run(way)
+    caught = [run_faults(tmp_path, seed, schedule, **mesh, remote_prefill=FreesAtOnce).problems for seed in range(2)]
+    assert any(caught), "pages were freed under a write, and nothing showed it"

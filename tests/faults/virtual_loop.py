@@ -1,0 +1,197 @@
+"""An event loop whose clock jumps to the next timer, and processes in it that can be stopped, continued and killed.
+
+A callback belongs to the process whose name its context carries. Callbacks of a stopped process wait until it continues,
+timers too, as after SIGSTOP; those of a dead one wait for ever.
+"""
+
+import asyncio
+import contextvars
+import selectors
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from enum import StrEnum, auto
+from typing import Any, Final, TypeVar
+from unittest import mock
+from weakref import WeakSet
+
+from components.messaging import deadline, heartbeats
+from services.frontend import router
+
+T = TypeVar("T")
+
+WALL_S: Final = 1_700_000_000.0  # Unix time at which every run begins
+
+
+class Running(StrEnum):
+    """What a process does."""
+
+    RUNS = auto()
+    STOPPED = auto()
+    DEAD = auto()
+
+
+class Process:
+    """Everything that one process of the mesh would be running."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = Running.RUNS
+        self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        self.continued: list[Callable[[], None]] = []  # called once, when it continues
+        self._held: list[asyncio.Handle] = []
+
+    @property
+    def runs(self) -> bool:
+        return self.state is Running.RUNS
+
+    @property
+    def is_dead(self) -> bool:
+        return self.state is Running.DEAD
+
+    def hold(self, handle: asyncio.Handle) -> None:
+        """To be run when this process continues."""
+        self._held.append(handle)
+
+    def go_on(self) -> None:
+        """SIGCONT; of a dead process, so that its tasks can be ended: nothing that it does reaches anyone."""
+        if not self.is_dead:
+            self.state = Running.RUNS
+        loop = asyncio.get_running_loop()
+        held, self._held = self._held, []
+        for handle in held:
+            loop._ready.append(handle)  # type: ignore[attr-defined]
+        waiting, self.continued = self.continued, []
+        for callback in waiting:
+            callback()
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
+        """A task of this process."""
+        return asyncio.get_running_loop().create_task(work, name=f"{self.name} {name}", context=self.context())
+
+    def context(self) -> contextvars.Context:
+        """A new one for callbacks of this process."""
+        context = contextvars.Context()
+        context.run(_process.set, self)
+        return context
+
+    def live_tasks(self) -> list["asyncio.Task[Any]"]:
+        return [task for task in self.tasks if not task.done()]
+
+
+_process: Final[contextvars.ContextVar[Process | None]] = contextvars.ContextVar("process", default=None)
+
+
+def current_process() -> Process | None:
+    """Of the code that calls."""
+    return _process.get()
+
+
+class _Leaping(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
+    """Sleeping takes no time."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("hang: nothing will ever happen again")
+        self.now_s += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._leaping = _Leaping()
+        self._zombies = False
+        super().__init__(self._leaping)
+        self.set_task_factory(_make_task)
+
+    def time(self) -> float:
+        return self._leaping.now_s
+
+    def bury(self) -> None:
+        """From now on the dead run too, so that their tasks can end."""
+        self._zombies = True
+
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:
+        process = _process.get() if context is None else context.get(_process)
+        if process is None or self._may_run(process):
+            return super().call_soon(callback, *args, context=context)
+        handle = asyncio.Handle(callback, args, self, context)
+        process.hold(handle)
+        return handle
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:
+        context = contextvars.copy_context() if context is None else context  # an empty one is false
+        timer: list[asyncio.TimerHandle] = []
+
+        def due() -> None:
+            process = _process.get()
+            if process is None or self._may_run(process):
+                callback(*args)
+            else:
+                process.hold(asyncio.Handle(late, (), self, context))
+
+        def late() -> None:
+            if not timer[0].cancelled():
+                callback(*args)
+
+        timer.append(super().call_at(when, due, context=context))
+        return timer[0]
+
+    def _may_run(self, process: Process) -> bool:
+        return process.runs or (self._zombies and process.is_dead)
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, work: Any, context: Any = None) -> "asyncio.Task[Any]":
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, context=context)
+    process = _process.get() if context is None else context.get(_process)
+    if process is not None:
+        process.tasks.add(task)
+    return task
+
+
+class VirtualTime:
+    """The `time` module by the loop's clock; what only measures keeps the real one."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def monotonic(self) -> float:
+        return self._loop.time()
+
+    def time(self) -> float:
+        return WALL_S + self._loop.time()
+
+    def time_ns(self) -> int:
+        return int(self.time() * 1e9)
+
+
+@contextmanager
+def _clock(loop: VirtualLoop) -> Iterator[None]:
+    clock = VirtualTime(loop)
+
+    class Liveness(heartbeats.Liveness):  # its clock is a default, taken at import
+        def __init__(self, book: Any, role: Any) -> None:
+            super().__init__(book, role, clock.monotonic)
+
+    with (
+        mock.patch.object(deadline, "time", clock),
+        mock.patch.object(heartbeats, "time", clock),
+        mock.patch.object(heartbeats, "Liveness", Liveness),
+        mock.patch.object(router, "time", clock),
+    ):
+        yield
+
+
+def run_virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run `main()` on a loop and by a clock of its own, both of which begin at zero."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualLoop)
+        with _clock(loop):
+            return runner.run(main())
