@@ -26,7 +26,7 @@ def check_readable(device: str) -> None:
 
 
 def check_verifiable(ours: KvLayout, peer: KvEndpoint) -> None:
-    """Raises: Rejected, when what `peer` sends us cannot be compared page by page."""
+    """Raises: Rejected, when `peer` and we cannot compare page by page."""
     check_readable(peer.device)
     if peer.layout.page_size != ours.page_size:
         sizes = f"{ours.page_size} here, {peer.layout.page_size} there"

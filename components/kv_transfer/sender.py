@@ -11,7 +11,7 @@ from components.aio import ended
 from components.errors import DeadlineExceeded, TransferFailed
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer, WriteStats
-from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.checksum import PageChecksums, check_verifiable
 from components.kv_transfer.pieces import cut
 from components.lifecycle import Lifecycle
 from components.messaging.deadline import remaining_s
@@ -102,7 +102,7 @@ class Sender:
         with tracer.start_as_current_span("prefill.transfer") as span:
             span.set_attribute("kvmesh.transfer.backend", peer.backend)
             started = time.monotonic()
-            self._check_room(offer, peer)
+            self._check_checksums(offer, peer)
             await self._transfer.connect(peer)
             await self._send_pages(offer, peer)
             span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
@@ -145,10 +145,14 @@ class Sender:
         self._sums += summing.result()
         return stats
 
-    def _check_room(self, offer: PagesOffered, peer: KvEndpoint) -> None:
+    def _check_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> None:
+        """Raises: Rejected, TransferFailed, when decode could not compare what we send."""
+        if self._checksums is None:
+            return
+        check_verifiable(self._layout, peer)
         num_sent = self._layout.pages_for(self._num_tokens) - offer.num_cached_pages
         room = room_for_checksums(min(self._transfer.aux.slot_bytes, peer.aux_slot_bytes))
-        if self._checksums is not None and num_sent > room:
+        if num_sent > room:
             raise TransferFailed(f"KV cannot be verified: {num_sent} pages, but aux slots hold {room} checksums")
 
     async def _send_aux(self, offer: PagesOffered, peer: KvEndpoint, stamp: int) -> None:

@@ -22,9 +22,10 @@ def damage(region: Any, page: int) -> None:
     memory = np.frombuffer((ctypes.c_ubyte * size).from_address(region.address + page * size), dtype=np.uint8)
     if DAMAGE == "bit":
         memory[size // 2] ^= 1
-    else:  # the checksum in a mock engine's mark, which stands at both ends of a page: what follows is another text
+    else:  # the checksum in a mock engine's mark, in the first and the last stripe: what follows is another text
+        stripe = region.layout.page_size * region.layout.row_bytes
         memory[MARK.size // 2] ^= 1
-        memory[-MARK.size // 2] ^= 1
+        memory[size - stripe + MARK.size // 2] ^= 1
 
 
 def damaging(landed: Any) -> Any:

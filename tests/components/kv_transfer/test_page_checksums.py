@@ -10,6 +10,7 @@ from components.errors import KvCorrupt, Rejected, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord
 from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.checksum import PageChecksums, check_verifiable
+from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.kv_transfer.sender import Sender, SendState
@@ -45,7 +46,14 @@ class Copying(FakeTransfer):
 class Pair:
     """Both ends of one transfer of five pages."""
 
-    def __init__(self, sends: bool = True, checks: bool = True, num_cached: int = 0, aux_slot_bytes: int = SLOT_BYTES):
+    def __init__(
+        self,
+        sends: bool = True,
+        checks: bool = True,
+        num_cached: int = 0,
+        aux_slot_bytes: int = SLOT_BYTES,
+        layout: KvLayout = LAYOUT,  # that decode says it has
+    ) -> None:
         mine, theirs = (Pages(layout=LAYOUT, num_pages=100) for _ in range(2))
         mine.fill(1)
         self.decode = Copying(theirs)
@@ -63,7 +71,7 @@ class Pair:
             num_cached_pages=num_cached,
             aux_slot=self.receiver.slot,
         )
-        self.sender.offered(offer, replace(endpoint(), aux_slot_bytes=aux_slot_bytes), STAMP)
+        self.sender.offered(offer, replace(endpoint(layout=layout), aux_slot_bytes=aux_slot_bytes), STAMP)
         self.sent = THEIRS[num_cached:]
 
     async def run(self) -> AuxRecord:
@@ -140,6 +148,14 @@ async def test_without_room_for_the_checksums_nothing_is_sent() -> None:
         await pair.sender.run()
     assert not pair.prefill.writes
     assert pair.sender.lifecycle.state is SendState.FAILED
+
+
+async def test_nothing_is_sent_with_checksums_to_pages_of_another_size() -> None:
+    pair = Pair(layout=replace(LAYOUT, page_size=8))
+    pair.sender.completed(OURS, 42, 0)
+    with pytest.raises(Rejected, match=r"different sizes \(4 here, 8 there\)"):
+        await pair.sender.run()
+    assert not pair.prefill.writes
 
 
 @pytest.mark.parametrize("room", [0, 40, 200])
