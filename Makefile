@@ -12,7 +12,7 @@ constraints ?= deploy/constraints-cpu.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check setup clean
+.PHONY: help up test soak check setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -23,6 +23,9 @@ up: $(SETUP)  ## run the whole mesh on this machine until Ctrl-C
 
 test: $(SETUP)  ## all tests, with real etcd, NATS and model
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
+	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)
 
 check: $(SETUP)  ## format, lint, strict types, direction of imports
 	@$(BIN)/ruff format --check .

@@ -86,8 +86,19 @@ class TransferFailed(PeerLost):
     """KV did not arrive whole; nothing of it may be used."""
 
 
+class KvCorrupt(TransferFailed):
+    """KV arrived, but not as it was sent."""
+
+
 class StaleInstance(PeerLost):
     """The message quotes an epoch that the instance no longer has."""
+
+
+class KvUnavailable(MeshError):
+    """A prompt's KV did not come from prefill, and decode is told to fail then; `cause` names the class of what happened.
+
+    No PeerLost: who asks for failures wants to see them, so nothing moves elsewhere.
+    """
 
 
 class BackendUnavailable(MeshError):

@@ -50,7 +50,13 @@ class MeshSettings(BaseSettings):
     lease_ttl_s: Annotated[
         float, Field(ge=2.0, description="an instance silent for this long leaves etcd, seconds")
     ] = 10.0
-    transfer_timeout_s: Annotated[PositiveFloat, Field(description="longest life of one KV transfer, seconds")] = 60.0
+    bootstrap_timeout_s: Annotated[
+        PositiveFloat,
+        Field(description="longest wait of a bootstrap room for decode's pages, seconds; then both sides give up"),
+    ] = 60.0
+    transfer_timeout_s: Annotated[
+        PositiveFloat, Field(description="from decode's offer of its pages to the last byte of KV, seconds")
+    ] = 60.0
     room_cleanup_s: Annotated[
         PositiveFloat, Field(description="interval of cleaning expired bootstrap rooms, seconds")
     ] = 5.0
@@ -98,7 +104,7 @@ class MeshSettings(BaseSettings):
             sys.exit(f"settings: {exc}")
 
 
-SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine"}  # names that may follow a bare MESH_
+SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine", "verify_kv"}  # names that may follow a bare MESH_
 
 
 def _fault(error: ErrorDetails) -> str:
@@ -119,7 +125,8 @@ def misspelled(environ: Mapping[str, str], settings: type[BaseSettings]) -> list
         prefix = own if name.startswith(own) else "MESH_"
         known: Mapping[str, Any] | frozenset[str] = SHARED if prefix == "MESH_" else settings.model_fields
         field = name.removeprefix(prefix).split("__")[0].lower()
-        if field not in known:
+        shared = name.removeprefix("MESH_").split("__")[0].lower() in SHARED  # MESH_BOOTSTRAP_TIMEOUT_S is everybody's
+        if field not in known and not shared:
             hint = (
                 f"did you mean {own}{field.upper()}?" if field in settings.model_fields else "--help lists every name"
             )

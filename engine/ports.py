@@ -221,6 +221,11 @@ class KvRegion:
         return self.num_pages * self.layout.page_bytes
 
 
+def max_request_pages(engine: "Engine") -> int:
+    """Pages that the longest request fills."""
+    return min(engine.kv_region.layout.pages_for(engine.max_context), engine.kv_region.num_pages)
+
+
 class Engine(Protocol):
     """The engine's face. All but `peek_prefix` are called from the one thread that owns it."""
 

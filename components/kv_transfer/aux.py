@@ -1,22 +1,39 @@
-"""The aux buffer: what goes from prefill to decode beside the pages, written last, so that its stamp says all has landed."""
+"""The aux buffer: what goes from prefill to decode beside the pages, written last, so that its stamp says all has landed.
+
+A slot is a head of one cache line and, where workers said how many pages a request may have, room for a checksum a page.
+"""
 
 from dataclasses import dataclass
 from typing import Final
+from zlib import crc32
 
 import numpy as np
 
 from components.errors import QueueFull
 
-SLOT: Final = np.dtype(
+HEAD: Final = np.dtype(
     [
         ("stamp", "<u8"),  # the room's; 0 while nothing has landed
-        ("num_pages", "<u4"),
+        ("num_pages", "<u4"),  # of the receiver's size
         ("first_token", "<i4"),
         ("num_cached_tokens", "<u4"),  # prompt tokens that prefill found in its own cache
-        ("reserved", "V44"),  # up to one cache line
+        ("checked", "<u4"),  # 1 + page checksums behind the head; 0: nobody asked for any
+        ("checksum", "<u4"),  # of the record itself, when it is checked
+        ("reserved", "V36"),  # up to one cache line
     ]
 )
+CHECKSUM: Final = np.dtype("<u4")
 SLOTS: Final = 1024
+
+
+def slot_bytes(max_checksums: int) -> int:
+    """Size of a slot that has room for so many: whole cache lines."""
+    return HEAD.itemsize + -(-max_checksums * CHECKSUM.itemsize // HEAD.itemsize) * HEAD.itemsize
+
+
+def room_for_checksums(num_bytes: int) -> int:
+    """How many a slot of that size holds."""
+    return (num_bytes - HEAD.itemsize) // CHECKSUM.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +44,38 @@ class AuxRecord:
     num_pages: int
     first_token: int
     num_cached_tokens: int
+    checksums: tuple[int, ...] | None = None  # of the pages that were sent, in order; None: nobody asked for them
+    intact: bool = True  # when it has checksums: whether it is what was written
 
 
 class AuxBuffer:
-    """SLOTS slots of SLOT.itemsize bytes in host memory, registered with the transfer backend like the pages."""
+    """Slots in host memory, registered with the transfer backend like the pages."""
 
-    def __init__(self, slots: int = SLOTS) -> None:
-        self._slots = np.zeros(slots, dtype=SLOT)
+    def __init__(self, slots: int = SLOTS, max_checksums: int = 0) -> None:
+        self._memory = np.zeros((slots, slot_bytes(max_checksums)), dtype=np.uint8)
+        self._heads = self._memory[:, : HEAD.itemsize].view(HEAD)[:, 0]
+        self._checksums = self._memory[:, HEAD.itemsize :].view(CHECKSUM)
         self._free = list(range(slots - 1, -1, -1))
 
     @property
     def address(self) -> int:
         """Of slot 0."""
-        return int(self._slots.ctypes.data)
+        return int(self._memory.ctypes.data)
 
     @property
     def num_slots(self) -> int:
         """Slots in all."""
-        return len(self._slots)
+        return len(self._memory)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a slot, and the distance to the next one."""
+        return int(self._memory.shape[1])
 
     @property
     def num_bytes(self) -> int:
         """Size of the buffer."""
-        return int(self._slots.nbytes)
+        return int(self._memory.nbytes)
 
     @property
     def num_free(self) -> int:
@@ -59,9 +85,9 @@ class AuxBuffer:
     def take(self) -> int:
         """A cleared slot. Raises: QueueFull, when none is free."""
         if not self._free:
-            raise QueueFull(f"all {len(self._slots)} aux slots are taken: too many transfers at once")
+            raise QueueFull(f"all {self.num_slots} aux slots are taken: too many transfers at once")
         slot = self._free.pop()
-        self._slots[slot] = np.zeros((), dtype=SLOT)
+        self._heads[slot] = np.zeros((), dtype=HEAD)
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -70,16 +96,32 @@ class AuxBuffer:
         self._free.append(slot)
 
     def write(self, slot: int, record: AuxRecord) -> None:
-        """Fill a slot on the sending side."""
-        row = self._slots[slot]
-        row["stamp"] = record.stamp
-        row["num_pages"] = record.num_pages
-        row["first_token"] = record.first_token
-        row["num_cached_tokens"] = record.num_cached_tokens
+        """Fill a slot on the sending side; the record has no more checksums than there is room for."""
+        head = self._heads[slot]
+        head["stamp"] = record.stamp
+        head["num_pages"] = record.num_pages
+        head["first_token"] = record.first_token
+        head["num_cached_tokens"] = record.num_cached_tokens
+        head["checked"] = head["checksum"] = 0
+        if record.checksums is not None:
+            head["checked"] = 1 + len(record.checksums)
+            self._checksums[slot, : len(record.checksums)] = record.checksums
+            head["checksum"] = self._sum(slot, len(record.checksums))
 
     def read(self, slot: int) -> AuxRecord:
         """What stands in a slot on the receiving side."""
-        row = self._slots[slot]
+        head = self._heads[slot]
+        count = int(head["checked"]) - 1
         return AuxRecord(
-            int(row["stamp"]), int(row["num_pages"]), int(row["first_token"]), int(row["num_cached_tokens"])
+            stamp=int(head["stamp"]),
+            num_pages=int(head["num_pages"]),
+            first_token=int(head["first_token"]),
+            num_cached_tokens=int(head["num_cached_tokens"]),
+            checksums=None if count < 0 else tuple(self._checksums[slot, :count].tolist()),
+            intact=count < 0 or int(head["checksum"]) == self._sum(slot, count),
         )
+
+    def _sum(self, slot: int, count: int) -> int:
+        """Checksum of a slot's record, which has `count` checksums of pages."""
+        before = HEAD.fields["checksum"][1]  # type: ignore[index]
+        return crc32(self._checksums[slot, :count].data, crc32(self._memory[slot, :before].data))

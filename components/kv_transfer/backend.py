@@ -7,6 +7,7 @@ from typing import Protocol
 
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.layout import KvLayout
+from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
 
 
@@ -57,9 +58,18 @@ class KvTransfer(Protocol):
         """Forget a peer that is gone: nothing is written to it any more."""
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
-        """Copy pages `source` of ours into pages `target` of the peer; returns when they have landed.
+        """Copy pages `source` of ours into pages `target` of the peer, whose pages are as large as ours.
 
+        Returns when they have landed. A page is one contiguous piece on both sides.
         Raises: TransferFailed, when no byte of it is in flight any more but not all have landed.
+        """
+
+    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+        """Copy `pieces` of our pool into the peer's, whose pages have another size; otherwise as `write_pages`.
+
+        At least one piece, and not a byte beside them: an earlier write may have filled the other rows of the same page.
+        There are hundreds for each page, each of a kilobyte or a few, and no two writes have the same: what a backend
+        prepares for whole pages does not help here.
         """
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:

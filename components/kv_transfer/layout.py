@@ -29,7 +29,17 @@ class KvLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return self.kv_heads * self.layers * 2 * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_stripes * self.page_size * self.row_bytes
+
+    @property
+    def num_stripes(self) -> int:
+        """Contiguous parts of a page, each the keys or the values of all its tokens in one head of one layer."""
+        return self.kv_heads * self.layers * 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one stripe."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens occupy."""
@@ -37,9 +47,15 @@ class KvLayout:
 
 
 def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
-    """Raises: IncompatibleLayout, naming each differing field with both values."""
+    """Equal in everything but the page size, of which one must divide the other.
+
+    Raises: IncompatibleLayout, naming each field that does not fit with both values.
+    """
     names = [f.name for f in fields(KvLayout)]
     different = [n for n in names if getattr(ours, n) != getattr(theirs, n)]
+    small, large = sorted((ours.page_size, theirs.page_size))
+    if small > 0 and large % small == 0:
+        different = [n for n in different if n != "page_size"]
     if different:
         named = ", ".join(f"{n}: {getattr(ours, n)} here, {getattr(theirs, n)} there" for n in different)
         raise IncompatibleLayout(f"prefill and decode must load the same model in the same layout ({named})")

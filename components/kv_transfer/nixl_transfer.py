@@ -18,10 +18,11 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from components.errors import MeshError, TransferFailed
-from components.kv_transfer.aux import SLOT, AuxBuffer
+from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, WriteStats
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
+from components.kv_transfer.pieces import Offsets, Pieces
 from components.wire.instances import KvEndpoint
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,10 @@ POLL_NOTIFICATIONS_S: Final = 0.001
 
 @dataclass(slots=True)
 class _Peer:
-    agent: str
+    endpoint: KvEndpoint
     pages: Any  # prepared descriptor list of the peer's whole pool
     aux: Any
+    our_aux: Any  # our slots, as far as they are no longer than the peer's
 
 
 @dataclass(slots=True)
@@ -49,8 +51,8 @@ class _Write:
 class NixlTransfer:
     """See `KvTransfer`."""
 
-    def __init__(self, region: PageRegion, agent_name: str, backend: str) -> None:
-        self.aux = AuxBuffer()
+    def __init__(self, region: PageRegion, agent_name: str, backend: str, max_request_pages: int) -> None:
+        self.aux = AuxBuffer(max_checksums=max_request_pages)
         self._region = region
         self._name = agent_name
         self._backend = backend
@@ -90,12 +92,23 @@ class NixlTransfer:
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
         """Copy pages; returns when they have landed."""
-        return await self._write(lambda peer: (self._pages, list(source), peer.pages, list(target)), agent, b"")
+        return await self._write(
+            lambda peer: self._agent.make_prepped_xfer("WRITE", self._pages, list(source), peer.pages, list(target)),
+            agent,
+        )
+
+    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+        """Copy pieces; returns when they have landed."""
+        return await self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent)
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
         """Copy one aux slot, then tell the peer."""
+        text = notification.encode()
         return await self._write(
-            lambda peer: (self._aux_list, [source_slot], peer.aux, [target_slot]), agent, notification.encode()
+            lambda peer: self._agent.make_prepped_xfer(
+                "WRITE", peer.our_aux, [source_slot], peer.aux, [target_slot], text
+            ),
+            agent,
         )
 
     def expect(self, notification: str) -> asyncio.Future[None]:
@@ -121,9 +134,9 @@ class NixlTransfer:
         else:
             self._settle(future, result)
 
-    async def _write(self, lists: Callable[[_Peer], tuple[Any, ...]], agent: str, notification: bytes) -> WriteStats:
+    async def _write(self, make: Callable[[_Peer], Any], agent: str) -> WriteStats:
         done: asyncio.Future[WriteStats] = self._loop.create_future()
-        self._commands.put(lambda: self._post(lists, agent, notification, done))
+        self._commands.put(lambda: self._post(make, agent, done))
         # A cancelled caller must still learn when the last byte has left: the pages are not free before.
         return await asyncio.shield(done)
 
@@ -161,7 +174,6 @@ class NixlTransfer:
         self._pages = self._prepare(
             "NIXL_INIT_AGENT", region.address, region.num_pages, layout.page_bytes, region.device
         )
-        self._aux_list = self._prepare("NIXL_INIT_AGENT", aux.address, aux.num_slots, SLOT.itemsize, "cpu")
         return KvEndpoint(
             backend=f"nixl/{self._backend}",
             agent=self._name,
@@ -171,16 +183,26 @@ class NixlTransfer:
             device=region.device,
             aux_address=aux.address,
             aux_slots=aux.num_slots,
+            aux_slot_bytes=aux.slot_bytes,
             layout=layout,
         )
 
-    def _prepare(self, agent: str, address: int, count: int, size: int, device: str) -> Any:
+    def _prepare(self, agent: str, address: int, count: int, size: int, device: str, *, stride: int = 0) -> Any:
+        offsets = np.arange(count) * (stride or size)
+        return self._agent.prep_xfer_dlist(agent, self._descriptors(address, offsets, size, device))
+
+    def _unprepared(self, peer: KvEndpoint, pieces: Pieces) -> Any:
+        local = self._descriptors(self._region.address, pieces.source, pieces.length, self._region.device)
+        remote = self._descriptors(peer.base_address, pieces.target, pieces.length, peer.device)
+        return self._agent.initialize_xfer("WRITE", local, remote, peer.agent)
+
+    def _descriptors(self, address: int, offsets: Offsets, sizes: Offsets | int, device: str) -> Any:
         memory, device_id = _memory_type(device)
-        descriptors = np.empty((count, 3), dtype=np.uint64)  # (address, bytes, device)
-        descriptors[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(size)
-        descriptors[:, 1] = size
+        descriptors = np.empty((len(offsets), 3), dtype=np.uint64)  # (address, bytes, device)
+        descriptors[:, 0] = np.uint64(address) + offsets.astype(np.uint64)
+        descriptors[:, 1] = sizes
         descriptors[:, 2] = device_id
-        return self._agent.prep_xfer_dlist(agent, descriptors, mem_type=memory)
+        return self._agent.get_xfer_descs(descriptors, mem_type=memory)
 
     def _connect(self, peer: KvEndpoint) -> None:
         if peer.agent in self._peers:
@@ -191,14 +213,16 @@ class NixlTransfer:
             raise TransferFailed(f"NIXL metadata of {peer.agent!r} names the agent {agent!r}")
         self._agent.make_connection(agent)
         pages = self._prepare(agent, peer.base_address, peer.num_pages, peer.layout.page_bytes, peer.device)
-        aux = self._prepare(agent, peer.aux_address, peer.aux_slots, SLOT.itemsize, "cpu")
-        self._peers[agent] = _Peer(agent, pages, aux)
+        ours, size = self.aux, min(self.aux.slot_bytes, peer.aux_slot_bytes)  # longer ones are not filled further
+        aux = self._prepare(agent, peer.aux_address, peer.aux_slots, size, "cpu", stride=peer.aux_slot_bytes)
+        our_aux = self._prepare("NIXL_INIT_AGENT", ours.address, ours.num_slots, size, "cpu", stride=ours.slot_bytes)
+        self._peers[agent] = _Peer(peer, pages, aux, our_aux)
 
     def _disconnect(self, agent: str) -> None:
         peer = self._peers.pop(agent, None)
         if peer is None:
             return
-        for prepared in (peer.pages, peer.aux):
+        for prepared in (peer.pages, peer.aux, peer.our_aux):
             with contextlib.suppress(Exception):  # a peer that died took its half with it
                 prepared.release()
         with contextlib.suppress(Exception):
@@ -209,18 +233,16 @@ class NixlTransfer:
 
     def _post(
         self,
-        lists: Callable[[_Peer], tuple[Any, ...]],
+        make: Callable[[_Peer], Any],
         agent: str,
-        notification: bytes,
         done: asyncio.Future[WriteStats],
     ) -> None:
         peer = self._peers.get(agent)
         if peer is None:
             self._settle(done, error=TransferFailed(f"no connection to {agent}"))
             return
-        local, source, remote, target = lists(peer)
         try:
-            handle = self._agent.make_prepped_xfer("WRITE", local, source, remote, target, notification)
+            handle = make(peer)
         except Exception as exc:  # noqa: BLE001  NIXL's own errors have no common base
             self._settle(done, error=TransferFailed(f"NIXL refused the write to {agent}: {exc or type(exc).__name__}"))
             return
@@ -309,9 +331,18 @@ def _memory_type(device: str) -> tuple[str, int]:
 
 
 @asynccontextmanager
-async def open_nixl(region: PageRegion, agent_name: str, backend: str = "UCX") -> AsyncIterator[NixlTransfer]:
-    """A NIXL agent over `region` while inside; the region must outlive it."""
-    transfer = NixlTransfer(region, agent_name, backend)
+async def open_nixl(
+    region: PageRegion, agent_name: str, backend: str = "UCX", max_request_pages: int = 0
+) -> AsyncIterator[NixlTransfer]:
+    """A NIXL agent over `region` while inside; the region must outlive it.
+
+    Args:
+        region: the page pool.
+        agent_name: unique in the mesh.
+        backend: NIXL plugin.
+        max_request_pages: aux slots have room for a checksum for each of so many pages.
+    """
+    transfer = NixlTransfer(region, agent_name, backend, max_request_pages)
     try:
         await transfer.start()
         yield transfer

@@ -1,14 +1,17 @@
 """Decode's side of one transfer: a slot and pages that another process may write into, until it has said that it will not."""
 
 import asyncio
+from collections.abc import Sequence
 from enum import StrEnum, auto
 from typing import Final
 
 from components.aio import Failure
-from components.errors import TransferFailed
+from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums
 from components.lifecycle import Lifecycle
+from components.telemetry.spans import tracer
 
 
 class ReceiveState(StrEnum):
@@ -21,6 +24,8 @@ class ReceiveState(StrEnum):
     CLOSED = auto()  # it failed, and nothing can write any more
 
 
+NAMED: Final = 16  # pages that an error names, at most
+
 S = ReceiveState
 NEXT: Final = {
     S.BOOTSTRAPPING: {S.TRANSFERRING, S.CLOSED},
@@ -32,9 +37,10 @@ NEXT: Final = {
 class Receiver:
     """Holds one aux slot from start to end, and knows whether the pages are exposed."""
 
-    def __init__(self, transfer: KvTransfer, request_id: str) -> None:
+    def __init__(self, transfer: KvTransfer, request_id: str, checksums: PageChecksums | None = None) -> None:
         self.lifecycle = Lifecycle(f"receive {request_id}", NEXT, S.BOOTSTRAPPING)
         self._transfer = transfer
+        self._checksums = checksums  # when what lands is to be verified
         self.slot = transfer.aux.take()
         self._landed: asyncio.Future[None] | None = None
         self.failure = Failure()
@@ -44,10 +50,14 @@ class Receiver:
         self.lifecycle.advance(S.TRANSFERRING)
         self._landed = self._transfer.expect(room)
 
-    async def landed(self, stamp: int, num_pages: int) -> AuxRecord:
+    async def landed(self, stamp: int, num_pages: int, sent: Sequence[int] = ()) -> AuxRecord:
         """Wait for everything, and believe it only when the aux slot carries this room's stamp and page count.
 
-        Raises: TransferFailed.
+        Args:
+            stamp: the room's.
+            num_pages: of the whole prompt.
+            sent: pages of ours that prefill writes, in order; verified when this receiver has checksums.
+        Raises: TransferFailed, of which KvCorrupt is one.
         """
         assert self._landed is not None, "offer() comes first"
         await asyncio.shield(self._landed)  # prefill's write needs us to poll, also when nobody waits for it any more
@@ -56,6 +66,9 @@ class Receiver:
             raise TransferFailed(
                 f"the aux slot says stamp {record.stamp}, {record.num_pages} pages; expected {stamp}, {num_pages}"
             )
+        if self._checksums is not None:
+            with tracer.start_as_current_span("decode.verify"):
+                await _verify(record, sent, self._checksums)
         self.lifecycle.advance(S.DONE)
         self._transfer.aux.give_back(self.slot)
         return record
@@ -76,3 +89,16 @@ class Receiver:
         if self._landed is not None:
             self._landed.cancel()
         self._transfer.aux.give_back(self.slot)
+
+
+async def _verify(record: AuxRecord, pages: Sequence[int], checksums: PageChecksums) -> None:
+    """Raises: TransferFailed, when prefill sent no checksums; KvCorrupt, naming the pages that are not as they were sent."""
+    if record.checksums is None:
+        raise TransferFailed("KV cannot be verified: prefill sent no checksums; it is of an older version")
+    if not record.intact or len(record.checksums) != len(pages):
+        raise KvCorrupt("the aux slot did not arrive as prefill wrote it")
+    landed = await checksums.of(pages)
+    wrong = [page for page, was, now in zip(pages, record.checksums, landed, strict=True) if was != now]
+    if wrong:
+        named = ", ".join(map(str, wrong[:NAMED])) + (", …" if len(wrong) > NAMED else "")
+        raise KvCorrupt(f"{len(wrong)} of {len(pages)} pages did not arrive as prefill sent them: {named}")

@@ -2,14 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from enum import StrEnum, auto
 from typing import Any, Final
 
 from components.aio import ended
-from components.kv_transfer.aux import AuxRecord
+from components.errors import DeadlineExceeded, TransferFailed
+from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer, WriteStats
+from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.pieces import cut
 from components.lifecycle import Lifecycle
+from components.messaging.deadline import remaining_s
 from components.telemetry.spans import tracer
 from components.wire.instances import KvEndpoint
 from components.wire.rooms import PagesOffered
@@ -34,16 +39,27 @@ NEXT: Final = {
 class Sender:
     """Brings two streams of news together: what decode offers, and what the engine has computed."""
 
-    def __init__(self, transfer: KvTransfer, request_id: str, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        transfer: KvTransfer,
+        request_id: str,
+        num_tokens: int,
+        *,
+        checksums: PageChecksums | None = None,  # when decode verifies what it gets
+        bootstrap_timeout_s: float | None = None,  # for decode's offer
+    ) -> None:
         self.lifecycle = Lifecycle(f"send {request_id}", NEXT, S.BOOTSTRAPPING)
         self.num_bytes = 0  # of pages, as the backend reports them
         self.duration_s = 0.0  # from the offer to the aux slot
         self._transfer = transfer
-        self._num_pages = num_pages
-        self._page_size = page_size
+        self._num_tokens = num_tokens  # of the whole prompt
+        self._layout = transfer.endpoint.layout
+        self._checksums = checksums
+        self._bootstrap_timeout_s = bootstrap_timeout_s
+        self._sums: list[int] = []  # of the pages sent so far
         self._offer: asyncio.Future[tuple[PagesOffered, KvEndpoint, int]] = asyncio.get_running_loop().create_future()
         self._pages: list[int] = []
-        self._num_ready = 0  # leading pages of ours that are whole
+        self._num_computed = 0  # leading tokens whose KV stands in our pages
         self._last: tuple[int, int] | None = None
         self._news = asyncio.Event()
 
@@ -55,56 +71,93 @@ class Sender:
     def computed(self, pages: list[int], num_computed: int) -> None:
         """The KV of the first `num_computed` prompt tokens stands in `pages`."""
         self._pages = pages
-        self._num_ready = num_computed // self._page_size
+        self._num_computed = num_computed
         self._news.set()
 
     def completed(self, pages: list[int], first_token: int, num_cached_tokens: int) -> None:
         """The KV of the whole prompt stands in `pages`, and its first token is drawn."""
         self._pages = pages
-        self._num_ready = self._num_pages
+        self._num_computed = self._num_tokens
         self._last = (first_token, num_cached_tokens)
         self._news.set()
 
     async def run(self) -> None:
         """Write everything, then the aux slot; on cancellation the write in flight is still awaited.
 
-        Raises: TransferFailed, IncompatibleLayout.
+        Raises: TransferFailed, IncompatibleLayout, DeadlineExceeded.
         """
         try:
-            offer, peer, stamp = await self._offer
+            async with _limit(self._bootstrap_timeout_s, "decode did not offer its pages"):
+                offer, peer, stamp = await self._offer
             self.lifecycle.advance(S.TRANSFERRING)
-            with tracer.start_as_current_span("prefill.transfer") as span:
-                started = time.monotonic()
-                await self._transfer.connect(peer)
-                await self._send_pages(offer, peer.agent)
-                span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
-                await self._send_aux(offer, peer.agent, stamp)
-                self.duration_s = time.monotonic() - started
+            left_s = None if offer.deadline_unix_ms is None else remaining_s(offer.deadline_unix_ms)
+            async with _limit(left_s, "the transfer did not end"):
+                await self._send(offer, peer, stamp)
             self.lifecycle.advance(S.DONE)
         except BaseException:
             self.lifecycle.advance(S.FAILED)
             raise
 
-    async def _send_pages(self, offer: PagesOffered, agent: str) -> None:
-        sent = offer.num_cached_pages
-        while sent < self._num_pages:
-            while self._num_ready <= sent:
+    async def _send(self, offer: PagesOffered, peer: KvEndpoint, stamp: int) -> None:
+        with tracer.start_as_current_span("prefill.transfer") as span:
+            started = time.monotonic()
+            self._check_room(offer, peer)
+            await self._transfer.connect(peer)
+            await self._send_pages(offer, peer)
+            span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
+            await self._send_aux(offer, peer, stamp)
+            self.duration_s = time.monotonic() - started
+
+    async def _send_pages(self, offer: PagesOffered, peer: KvEndpoint) -> None:
+        unit = min(self._layout.page_size, peer.layout.page_size)
+        sent = offer.num_cached_pages * peer.layout.page_size
+        while sent < self._num_tokens:
+            while (ready := self._num_ready(unit)) <= sent:
                 self._news.clear()
                 await self._news.wait()
-            ready = self._num_ready
-            write = self._transfer.write_pages(agent, self._pages[sent:ready], offer.pages[sent:ready])
-            self.num_bytes += (await self._quietly(write)).num_bytes
+            self.num_bytes += (await self._quietly(self._write(offer, peer, range(sent, ready)))).num_bytes
             sent = ready
         while self._last is None:
             self._news.clear()
             await self._news.wait()
 
-    async def _send_aux(self, offer: PagesOffered, agent: str, stamp: int) -> None:
+    def _num_ready(self, unit: int) -> int:
+        """Leading tokens that may leave: whole pages of the smaller size, so that no piece of one is cut in two."""
+        computed = self._num_computed
+        return computed if computed == self._num_tokens else computed // unit * unit
+
+    async def _write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> WriteStats:
+        """Write `tokens`. Rows of a last page that no token fills go along with a whole page, not in pieces."""
+        if peer.layout.page_size != self._layout.page_size:
+            pieces = cut(self._layout, peer.layout, tokens, self._pages, offer.pages)
+            return await self._transfer.write_pieces(peer.agent, pieces)
+        pages = slice(tokens.start // self._layout.page_size, self._layout.pages_for(tokens.stop))
+        source = self._pages[pages]
+        write = self._transfer.write_pages(peer.agent, source, offer.pages[pages])
+        if self._checksums is None:
+            return await write
+        summing = asyncio.ensure_future(self._checksums.of(source))  # meanwhile: both only read our pages
+        try:
+            stats = await write
+        finally:
+            await ended(summing)
+        self._sums += summing.result()
+        return stats
+
+    def _check_room(self, offer: PagesOffered, peer: KvEndpoint) -> None:
+        num_sent = self._layout.pages_for(self._num_tokens) - offer.num_cached_pages
+        room = room_for_checksums(min(self._transfer.aux.slot_bytes, peer.aux_slot_bytes))
+        if self._checksums is not None and num_sent > room:
+            raise TransferFailed(f"KV cannot be verified: {num_sent} pages, but aux slots hold {room} checksums")
+
+    async def _send_aux(self, offer: PagesOffered, peer: KvEndpoint, stamp: int) -> None:
         assert self._last is not None
         slot = self._transfer.aux.take()
         try:
-            self._transfer.aux.write(slot, AuxRecord(stamp, self._num_pages, *self._last))
-            await self._quietly(self._transfer.write_aux(agent, slot, offer.aux_slot, offer.room))
+            checksums = None if self._checksums is None else tuple(self._sums)
+            record = AuxRecord(stamp, peer.layout.pages_for(self._num_tokens), *self._last, checksums)
+            self._transfer.aux.write(slot, record)
+            await self._quietly(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
         finally:
             self._transfer.aux.give_back(slot)
 
@@ -115,3 +168,15 @@ class Sender:
             return await asyncio.shield(task)
         finally:
             await ended(task)
+
+
+@asynccontextmanager
+async def _limit(seconds: float | None, late: str) -> AsyncIterator[None]:
+    """Raises: DeadlineExceeded, when the body is not over by then."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as exc:
+        if limit.expired():
+            raise DeadlineExceeded(f"{late} in {seconds:.3g} s") from exc
+        raise

@@ -44,13 +44,26 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.PrefillLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.DecodeLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.TransferFailed: Row(502, _SERVER, "instance_lost", _LOST),
+    e.KvCorrupt: Row(502, _SERVER, "instance_lost", _LOST),
     e.StaleInstance: Row(502, _SERVER, "instance_lost", _LOST),
+    e.KvUnavailable: Row(502, _SERVER, "kv_transfer_failed", "The prompt's KV did not come from its prefill instance"),
     e.BackendUnavailable: Row(503, _BUSY, "backend_unavailable", "The server is not ready. Try again shortly."),
     e.DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "The request took longer than its time limit."),
     e.Cancelled: Row(499, _INVALID, "request_cancelled", "The request was cancelled."),
     e.InvariantBroken: Row(500, _SERVER, "internal_error", _OURS),
     e.IllegalTransition: Row(500, _SERVER, "internal_error", _OURS),
     e.PageLeak: Row(500, _SERVER, "internal_error", _OURS),
+}
+
+WHY_NO_KV: Final[dict[str, str]] = {  # by the class in `KvUnavailable`'s field `cause`
+    e.KvCorrupt.__name__: "it did not arrive as it was sent.",
+    e.DeadlineExceeded.__name__: "it took too long.",
+    e.PrefillLost.__name__: "the instance was lost.",
+    e.StaleInstance.__name__: "the instance was lost.",
+    e.NoBootstrapInstance.__name__: "no bootstrap instance is there to pair it with.",
+    e.Overloaded.__name__: "the instance takes no more.",
+    e.QueueFull.__name__: "the instance takes no more.",
+    e.IncompatibleLayout.__name__: "it is not laid out as decode needs it.",
 }
 
 HTTP: Final[dict[int, tuple[str | None, str]]] = {  # what the web server refuses before a request is one of ours
@@ -89,6 +102,8 @@ def from_mesh(error: MeshError, request_id: str) -> ApiError:
     """How the client is told of `error`. A class of a newer peer that is not in the table is told as its nearest kin."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     message = row.text or error.message
+    if isinstance(error, e.KvUnavailable):
+        message = f"{message}: {WHY_NO_KV.get(str(error.fields.get('cause')), 'the transfer failed.')}"
     if row.status >= 500:
         message = f"{message} (request {request_id})"
     param, code = error.fields.get("param"), error.fields.get("code", row.code)

@@ -86,6 +86,7 @@ class WorkerMetrics:
         )
         self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes that NIXL reports as moved.")
         self._transfer_failures = self._counter("kv_transfer_failures", "Transfers that did not complete.")
+        self._corrupt = self._counter("kv_transfers_corrupt", "Transfers that did not arrive as they were sent.")
         self._queues = Gauge(
             "queue_length", "Requests in each state of this role's lifecycle.", ["queue"], registry=self.registry
         )
@@ -116,6 +117,10 @@ class WorkerMetrics:
     def transfer_failed(self) -> None:
         """One transfer will not complete."""
         self._transfer_failures.inc()
+
+    def corrupt(self) -> None:
+        """One transfer did not arrive as it was sent."""
+        self._corrupt.inc()
 
     def recomputed(self) -> None:
         """One prompt is computed here after its transfer failed."""

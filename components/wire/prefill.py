@@ -1,5 +1,6 @@
 """decode ↔ prefill: a prompt to compute, and the end of a transfer."""
 
+from components.kv_transfer.layout import KvLayout
 from components.wire.codec import message
 from components.wire.sampling import Sampling
 
@@ -13,11 +14,14 @@ class PrefillRequest:
     decode_id: str
     decode_epoch: str
     token_ids: bytes  # int32[T], the whole prompt
-    deadline_unix_ms: int
+    deadline_unix_ms: int  # for everything
     sampling: Sampling  # as decode got it: the first token is drawn here
     cache_salt: str = ""
     priority: int = 0  # lower goes first
     adapter: str = ""  # of the instance's record, where it stands with the identity that decode knows
+    adapter_identity: str = ""  # of the weights that decode has under that name
+    layout: KvLayout | None = None  # of decode's pages: where ours do not fit, nothing is computed
+    verify_kv: bool = False  # a checksum for each page sent goes into the aux slot
 
 
 @message("prefill-accepted.v1")

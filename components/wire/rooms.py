@@ -3,6 +3,7 @@
 All go to the replica that opened the room (`<bootstrap subject>.<verb>`): a room lives in that process's memory.
 """
 
+from components.kv_transfer.layout import KvLayout
 from components.wire.codec import message
 
 
@@ -15,7 +16,9 @@ class OpenRoom:
     prefill_epoch: str
     decode_id: str
     decode_epoch: str
-    deadline_unix_ms: int
+    deadline_unix_ms: int  # for everything
+    offer_deadline_unix_ms: int | None = None  # for decode's pages
+    layout: KvLayout | None = None  # of prefill's pages
 
 
 @message("room-opened.v1")
@@ -33,9 +36,11 @@ class OfferPages:
     room: str
     decode_id: str
     decode_epoch: str
-    pages: list[int]  # of the whole prompt, in order
-    num_cached_pages: int  # leading pages that decode already holds: nothing is sent for them
+    pages: list[int]  # of the whole prompt, in order; decode's, of its page size, which prefill's may differ from
+    num_cached_pages: int  # leading ones of these that decode already holds: nothing is sent for them
     aux_slot: int
+    deadline_unix_ms: int | None = None  # for the last byte; None: the room's
+    layout: KvLayout | None = None  # of decode's pages
 
 
 @message("room-pages.v1")
@@ -49,6 +54,7 @@ class PagesOffered:
     pages: list[int]
     num_cached_pages: int
     aux_slot: int
+    deadline_unix_ms: int | None = None
 
 
 @message("room-close.v1")

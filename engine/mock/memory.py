@@ -1,7 +1,8 @@
-"""The mock's pages: real host memory that NIXL moves, and in each page a mark of the tokens whose KV it stands for.
+"""The mock's pages: real host memory that NIXL moves, and in each block of tokens a mark of those whose KV it stands for.
 
-The mark is a checksum over all tokens up to the last one in the page, so it can be carried on from any page, by whoever
-has the page. It stands at both ends of the page: a page that arrived in part is noticed.
+The mark is a checksum over all tokens up to the last one in the block, so it can be carried on from any block, by whoever
+has its page. It stands in the first and in the last stripe of the page, in the row of the block's first token: a page that
+arrived in part is noticed, and one whose rows were moved into pages of another size says the same.
 """
 
 import ctypes
@@ -13,18 +14,22 @@ from zlib import crc32
 
 from components.kv_transfer.layout import KvLayout
 from components.wire.tokens import pack_tokens
+from engine.config import PAGE_SIZES
 from engine.inflight import StepFailed
 from engine.ports import KvRegion
 
-MARK: Final = Struct("<II")  # tokens of this page whose KV stands, checksum of all tokens up to the last of them
+MARK: Final = Struct("<II")  # tokens of this block whose KV stands, checksum of all tokens up to the last of them
+BLOCK: Final = min(PAGE_SIZES)  # tokens
 
 
 class MarkedPages:
     """A pool of `num_pages` pages. Memory is taken by the kernel page by page, as it is first written."""
 
     def __init__(self, layout: KvLayout, num_pages: int) -> None:
-        self._page_size = layout.page_size
         self._page_bytes = layout.page_bytes
+        self._block_bytes = BLOCK * layout.row_bytes  # in one stripe
+        self._blocks = layout.page_size // BLOCK  # of a page
+        self._last_stripe = (layout.num_stripes - 1) * layout.page_size * layout.row_bytes
         self._memory = mmap.mmap(-1, num_pages * layout.page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.region = KvRegion(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_pages, layout, "cpu")
 
@@ -36,33 +41,39 @@ class MarkedPages:
         """
         checksum = self._read(pages, tokens, start, origin) if start else origin
         while start < end:
-            index, offset = divmod(start, self._page_size)
-            stop = min(end, start + self._page_size - offset)
+            block, offset = divmod(start, BLOCK)
+            stop = min(end, start + BLOCK - offset)
             checksum = crc32(pack_tokens(tokens[start:stop]), checksum)
-            head = pages[index] * self._page_bytes
-            MARK.pack_into(self._memory, head, stop - index * self._page_size, checksum)
-            MARK.pack_into(self._memory, head + self._page_bytes - MARK.size, stop - index * self._page_size, checksum)
+            for place in self._places(pages, block):
+                MARK.pack_into(self._memory, place, stop - block * BLOCK, checksum)
             start = stop
         return checksum
 
     def copy(self, source: int, target: int) -> None:
         """Give page `target` the marks of page `source`."""
-        for offset in (0, self._page_bytes - MARK.size):
-            mark = MARK.unpack_from(self._memory, source * self._page_bytes + offset)
-            MARK.pack_into(self._memory, target * self._page_bytes + offset, *mark)
+        for block in range(self._blocks):
+            for here, there in zip(self._places([source], block), self._places([target], block), strict=True):
+                MARK.pack_into(self._memory, there, *MARK.unpack_from(self._memory, here))
+
+    def _places(self, pages: Sequence[int], block: int) -> tuple[int, int]:
+        """Where both marks of a block stand."""
+        index, inner = divmod(block, self._blocks)
+        first = pages[index] * self._page_bytes + inner * self._block_bytes
+        return first, first + self._last_stripe
 
     def _read(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int, origin: int) -> int:
-        index = (num_tokens - 1) // self._page_size
-        head = pages[index] * self._page_bytes
-        first = MARK.unpack_from(self._memory, head)
-        last = MARK.unpack_from(self._memory, head + self._page_bytes - MARK.size)
+        block = (num_tokens - 1) // BLOCK
+        first, last = (MARK.unpack_from(self._memory, place) for place in self._places(pages, block))
         count, checksum = first
-        wanted = num_tokens - index * self._page_size
+        wanted = num_tokens - block * BLOCK
         if first == last and count == wanted + 1:  # a branch computes its prompt's last token again
-            before = self._read(pages, tokens, num_tokens - wanted, origin) if index else origin
+            before = self._read(pages, tokens, num_tokens - wanted, origin) if block else origin
             shorter = crc32(pack_tokens(tokens[num_tokens - wanted : num_tokens]), before)
             if crc32(pack_tokens(tokens[num_tokens : num_tokens + 1]), shorter) == checksum:
                 return shorter
         if first != last or count != wanted:
-            raise StepFailed(f"page {pages[index]} should hold {wanted} tokens, but its marks are {first} and {last}")
+            page = pages[block // self._blocks]
+            raise StepFailed(
+                f"a block of page {page} should hold {wanted} tokens, but its marks are {first} and {last}"
+            )
         return int(checksum)

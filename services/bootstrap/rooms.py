@@ -5,7 +5,16 @@ from enum import StrEnum, auto
 from secrets import randbits
 from typing import Final, Literal
 
-from components.errors import BY_NAME, DeadlineExceeded, MalformedMessage, PeerLost, PrefillLost, TransferFailed
+from components.errors import (
+    BY_NAME,
+    DeadlineExceeded,
+    IncompatibleLayout,
+    MalformedMessage,
+    PeerLost,
+    PrefillLost,
+    TransferFailed,
+)
+from components.kv_transfer.layout import KvLayout, check_compatible
 from components.lifecycle import Lifecycle
 from components.wire.rooms import CloseRoom, OfferPages, OpenRoom, PagesOffered, RoomFailed, RoomOpened
 
@@ -34,7 +43,8 @@ class Room:
     request_id: str
     prefill: tuple[str, str]
     decode: tuple[str, str]
-    deadline_unix_ms: int
+    opening: OpenRoom
+    deadline_unix_ms: int  # of its state
     lifecycle: Lifecycle[RoomState]
 
 
@@ -65,13 +75,17 @@ class RoomBook:
             request_id=request.request_id,
             prefill=(request.prefill_id, request.prefill_epoch),
             decode=(request.decode_id, request.decode_epoch),
-            deadline_unix_ms=request.deadline_unix_ms,
+            opening=request,
+            deadline_unix_ms=_earlier(request.offer_deadline_unix_ms, request.deadline_unix_ms),
             lifecycle=Lifecycle(f"room {name}", NEXT, S.OPEN),
         )
         return RoomOpened(room=name, stamp=randbits(62) + 1)
 
     def offer(self, request: OfferPages) -> list[Note]:
-        """Decode's pages, on their way to prefill. Raises: TransferFailed, for a room that is over or not decode's."""
+        """Decode's pages, on their way to prefill.
+
+        Raises: TransferFailed, for a room that is over or not decode's; IncompatibleLayout.
+        """
         room = self._rooms.get(request.room)
         if room is None:
             raise TransferFailed(f"room {request.room} is not open here: expired, failed, or this replica restarted")
@@ -81,7 +95,10 @@ class RoomBook:
             raise MalformedMessage(f"room {request.room} has an offer already")
         if not 0 <= request.num_cached_pages <= len(request.pages):
             raise MalformedMessage(f"{request.num_cached_pages} cached pages of {len(request.pages)}")
+        if room.opening.layout is not None and request.layout is not None:
+            check_pair(room.opening.layout, request.layout)
         room.lifecycle.advance(S.OFFERED)
+        room.deadline_unix_ms = _earlier(request.deadline_unix_ms, room.opening.deadline_unix_ms)
         offered = PagesOffered(
             request_id=room.request_id,
             room=room.name,
@@ -90,6 +107,7 @@ class RoomBook:
             pages=request.pages,
             num_cached_pages=request.num_cached_pages,
             aux_slot=request.aux_slot,
+            deadline_unix_ms=request.deadline_unix_ms,
         )
         return [Note("prefill", room.prefill[0], offered)]
 
@@ -118,7 +136,8 @@ class RoomBook:
         """Rooms past their deadline fail on both sides."""
         notes = []
         for room in [r for r in self._rooms.values() if r.deadline_unix_ms <= now_unix_ms]:
-            cause = "the room's deadline passed"
+            late = "decode did not offer its pages" if room.lifecycle.state is S.OPEN else "the transfer did not end"
+            cause = f"{late} in time"
             notes += self._fail(room, DeadlineExceeded.__name__, cause, tell_prefill=True, tell_decode=True)
         return notes
 
@@ -134,3 +153,17 @@ class RoomBook:
     def _end(self, room: Room, state: RoomState) -> None:
         room.lifecycle.advance(state)
         del self._rooms[room.name]
+
+
+def check_pair(prefill: KvLayout, decode: KvLayout) -> None:
+    """Raises: IncompatibleLayout, naming each field that does not fit with both values."""
+    try:
+        check_compatible(prefill, decode)
+    except IncompatibleLayout as exc:
+        raise IncompatibleLayout(
+            f"a room for two that do not fit, prefill here and decode there: {exc.message}"
+        ) from exc
+
+
+def _earlier(deadline: int | None, last: int) -> int:
+    return last if deadline is None else min(deadline, last)

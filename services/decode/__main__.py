@@ -4,6 +4,8 @@ import sys
 
 from components.aio import first, raises
 from components.discovery.registry import Registration, join_registry
+from components.errors import Rejected
+from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
@@ -15,10 +17,19 @@ from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.loop import start_engine
 from engine.model.resolve import served_name
+from engine.ports import KvRegion, max_request_pages
 from services.decode.config import DecodeSettings
 from services.decode.handlers import DecodeService
 from services.decode.remote_prefill import RemotePrefill
 from services.decode.streams import ActiveRequests
+
+
+def page_checksums(region: KvRegion) -> PageChecksums:
+    """What verification needs; ends the process where it cannot work."""
+    try:
+        return PageChecksums(region)
+    except Rejected as exc:
+        sys.exit(f"setting verify_kv: {exc.message}")
 
 
 async def main(settings: DecodeSettings) -> None:
@@ -35,12 +46,23 @@ async def main(settings: DecodeSettings) -> None:
         connect_bus(settings.nats_url, f"decode-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
-        open_nixl(engine.engine.kv_region, f"decode-{me}", settings.nixl_backend) as transfer,
+        open_nixl(
+            engine.engine.kv_region, f"decode-{me}", settings.nixl_backend, max_request_pages(engine.engine)
+        ) as transfer,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
         watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,
         open_outbox(bus, me, lambda: registration.epoch, lambda: engine.stats.step) as outbox,
     ):
-        remote = RemotePrefill(bus, registration, registry, transfer, settings.transfer_timeout_s)
+        checksums = page_checksums(engine.engine.kv_region) if settings.verify_kv else None
+        remote = RemotePrefill(
+            bus,
+            registration,
+            registry,
+            transfer,
+            settings.transfer_timeout_s,
+            bootstrap_timeout_s=settings.bootstrap_timeout_s,
+            checksums=checksums,
+        )
         service = DecodeService(
             registration,
             engine,
@@ -51,6 +73,7 @@ async def main(settings: DecodeSettings) -> None:
             model=model,
             max_local_prefill=settings.max_local_prefill,
             local_prefill_on_queue=settings.local_prefill_on_queue,
+            on_transfer_failure=settings.on_transfer_failure,
         )
         record = record_maker(
             settings,

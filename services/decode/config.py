@@ -1,12 +1,14 @@
 """Settings of the decode service."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from components.settings import MeshSettings
 from engine.config import EngineConfig
+
+OnTransferFailure = Literal["recompute", "fail"]
 
 
 class DecodeSettings(MeshSettings):
@@ -17,6 +19,20 @@ class DecodeSettings(MeshSettings):
     engine: EngineConfig = EngineConfig()
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stopping worker finishes, seconds")] = 30.0
     nixl_backend: Annotated[str, Field(description="NIXL plugin that moves KV: UCX, LIBFABRIC, …")] = "UCX"
+    verify_kv: Annotated[
+        CliImplicitFlag[bool],
+        Field(
+            description="check every page that prefill sends by a checksum; prefill need not be told. CPU memory only"
+        ),
+    ] = False
+    on_transfer_failure: Annotated[
+        OnTransferFailure,
+        Field(
+            description="a prompt whose KV does not come from its prefill instance: recompute it on decode, or fail the"
+            " request with 502 at once, on no other instance; streams that have begun, and all prompts while there is no"
+            " prefill instance, are computed on decode in both cases"
+        ),
+    ] = "recompute"
     max_local_prefill: Annotated[
         int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
     ] = 16

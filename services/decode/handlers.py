@@ -8,7 +8,17 @@ from typing import Any
 from opentelemetry import trace
 
 from components.discovery.registry import Registration
-from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, Rejected, UnknownModel
+from components.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    KvCorrupt,
+    KvUnavailable,
+    MeshError,
+    Overloaded,
+    PeerLost,
+    Rejected,
+    UnknownModel,
+)
 from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.deadline import remaining_s
 from components.messaging.heartbeats import Liveness, heartbeat_of
@@ -27,6 +37,7 @@ from engine.log_line import BatchLog
 from engine.loop import EngineLoop
 from engine.ports import EngineRequest, Phase, StepOutput
 from engine.sampling.wire import sampling_params
+from services.decode.config import OnTransferFailure
 from services.decode.remote_prefill import Fetch, RemotePrefill
 from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, DecodeState
 
@@ -48,6 +59,7 @@ class DecodeService:
         model: str,
         max_local_prefill: int,
         local_prefill_on_queue: bool,
+        on_transfer_failure: OnTransferFailure = "recompute",
     ) -> None:
         self._registration = registration
         self._engine = engine
@@ -57,6 +69,7 @@ class DecodeService:
         self._metrics = metrics
         self._model = model
         self._max_local_prefill = max_local_prefill
+        self._on_transfer_failure = on_transfer_failure
         self._overflow = local_prefill_on_queue
         self._policy = RoundRobin()
         self._rate = PromptRate()
@@ -194,6 +207,7 @@ class DecodeService:
             return False
         try:
             check_compatible(self._engine.engine.kv_region.layout, record.kv.layout)
+            self._remote.check(record.kv)
             if adapter:
                 check_same_adapter(adapter, self._engine.engine.adapters[adapter], record.adapters[adapter])
         except MeshError as exc:
@@ -208,7 +222,10 @@ class DecodeService:
         self._refused.pop(record.instance_id, None)
 
     async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord) -> None:
-        """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency."""
+        """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency.
+
+        Raises: KvUnavailable instead, where that is asked for and nothing of the answer is out yet.
+        """
         fetch = self._remote.begin(active.engine_id, prefill, lambda: active.enter(DecodeState.TRANSFER))
         active.enter(DecodeState.PREALLOC)
         self._submit(active, Phase.DECODE)
@@ -217,13 +234,8 @@ class DecodeService:
             active.wait("decode.first_token")
             outputs = await self._engine.post(lambda engine: engine.deliver(active.engine_id, record.first_token))
         except MeshError as exc:
-            log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": exc.message})
-            active.span.add_event("recompute", {"cause": exc.message})
-            self._metrics.recomputed()
-            active.enter(DecodeState.WAITING)
-            active.wait(SPAN_LOCAL_PREFILL)
-            self._engine.post(lambda engine: engine.recompute(active.engine_id))
             self._settle_later(fetch)
+            self._go_on_without_kv(active, exc)
         except BaseException:  # cancelled, or our bug: the pages must come back all the same
             self._settle_later(fetch)
             raise
@@ -231,6 +243,20 @@ class DecodeService:
             for output in outputs:  # before anything else is awaited: the next step's tokens may be right behind
                 self._active.emit(output)
             await self._remote.settle(fetch)
+
+    def _go_on_without_kv(self, active: ActiveRequest, cause: MeshError) -> None:
+        self._metrics.transfer_failed()
+        if isinstance(cause, KvCorrupt):
+            self._metrics.corrupt()
+        if self._on_transfer_failure == "fail" and not active.request.sampling.num_generated:
+            self._engine.post(lambda engine: engine.cancel(active.engine_id))
+            raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
+        log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": cause.message})
+        active.span.add_event("recompute", {"cause": cause.message})
+        self._metrics.recomputed()
+        active.enter(DecodeState.WAITING)
+        active.wait(SPAN_LOCAL_PREFILL)
+        self._engine.post(lambda engine: engine.recompute(active.engine_id))
 
     def _submit(self, active: ActiveRequest, phase: Phase) -> None:
         request = active.request

@@ -3,27 +3,32 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from opentelemetry.trace import SpanKind
 
+from components.aio import ended
 from components.discovery.registry import Registration, Registry
-from components.errors import DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost
+from components.errors import BY_NAME, DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums, check_verifiable
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
-from components.wire.instances import InstanceRecord
+from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import OfferPages, RoomFailed, RoomOk
 from engine.ports import Reserved
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CALL_TIMEOUT_S = 10.0
 QUIESCE_TIMEOUT_S = 5.0
@@ -40,19 +45,30 @@ class Fetch:
     reserved: asyncio.Future[Reserved]
     offered: Callable[[], None]
     room: str | None = None
+    asking: asyncio.Task[PrefillAccepted] | None = None  # the call to prefill; nobody cancels it
 
 
 class RemotePrefill:
     """Every transfer into this decode instance."""
 
     def __init__(
-        self, bus: Bus, registration: Registration, registry: Registry, transfer: KvTransfer, timeout_s: float
+        self,
+        bus: Bus,
+        registration: Registration,
+        registry: Registry,
+        transfer: KvTransfer,
+        timeout_s: float,
+        *,
+        bootstrap_timeout_s: float | None = None,  # until our pages are offered; None: as long
+        checksums: PageChecksums | None = None,  # when what lands is to be verified
     ) -> None:
         self._bus = bus
         self._registration = registration
         self._registry = registry
         self._transfer = transfer
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # from then on
+        self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
+        self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
 
     @property
@@ -60,9 +76,14 @@ class RemotePrefill:
         """Whether one more transfer may begin."""
         return self._transfer.aux.num_free > 0
 
+    def check(self, endpoint: KvEndpoint) -> None:
+        """Raises: Rejected, when KV is to be verified and what a prefill instance with these pages sends cannot be."""
+        if self._checksums is not None:
+            check_verifiable(self._transfer.endpoint.layout, endpoint)
+
     def begin(self, engine_id: str, prefill: InstanceRecord, offered: Callable[[], None]) -> Fetch:
         """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
-        receiver = Receiver(self._transfer, engine_id)
+        receiver = Receiver(self._transfer, engine_id, self._checksums)
         fetch = Fetch(engine_id, prefill, receiver, asyncio.get_running_loop().create_future(), offered)
         self._fetches[engine_id] = fetch
         return fetch
@@ -83,19 +104,18 @@ class RemotePrefill:
         """The bootstrap service knows that a transfer will not complete."""
         fetch = self._fetches.get(failed.request_id)
         if fetch is not None and fetch.room in (None, failed.room):
-            fetch.receiver.failure.tell(PrefillLost(f"{failed.error}: {failed.cause}"))
+            kind = BY_NAME.get(failed.error, PrefillLost)
+            fetch.receiver.failure.tell(kind(f"prefill {fetch.prefill.instance_id}: {failed.cause}"))
 
     async def run(self, fetch: Fetch, request: GenerateRequest) -> AuxRecord:
         """Bring the prompt's KV into the reserved pages and return what came beside it.
 
         Raises: MeshError, when this prompt must be computed here; the pages may still be written to until `settle`.
         """
-        timeout_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await fetch.receiver.failure.unless(self._fetch(fetch, request, timeout_s))
-        except TimeoutError as exc:
-            raise DeadlineExceeded(f"no KV from prefill {fetch.prefill.instance_id} in {timeout_s:.0f} s") from exc
+        left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
+        accepted, reserved = await self._within(left_s, "room with pages for", fetch, self._prepare(fetch, request))
+        left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
+        return await self._within(left_s, "KV from", fetch, self._receive(fetch, accepted, reserved, left_s))
 
     async def settle(self, fetch: Fetch) -> None:
         """Return when nothing can write into the pages of a fetch any more, whatever became of it."""
@@ -107,36 +127,54 @@ class RemotePrefill:
             await self._call_off(fetch)
         self._fetches.pop(fetch.engine_id, None)
 
-    async def _fetch(self, fetch: Fetch, request: GenerateRequest, timeout_s: float) -> AuxRecord:
+    async def _within(self, seconds: float, what: str, fetch: Fetch, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with asyncio.timeout(seconds):  # around `unless`, which cancels what forgets a cancellation
+                return await fetch.receiver.failure.unless(work)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"no {what} prefill {fetch.prefill.instance_id} in {seconds:.3g} s") from exc
+
+    async def _prepare(self, fetch: Fetch, request: GenerateRequest) -> tuple[PrefillAccepted, Reserved]:
+        """A room, and pages of ours."""
         asked_ns = time.time_ns()
-        accepted = await self._ask(fetch, request, timeout_s)
+        accepted = await self._ask(fetch, request)
         fetch.room = accepted.room
         reserved = await fetch.reserved
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
-        await self._offer(fetch, accepted, reserved)
-        with tracer.start_as_current_span("decode.receive"):
-            return await fetch.receiver.landed(accepted.stamp, len(reserved.pages))
+        return accepted, reserved
 
-    async def _ask(self, fetch: Fetch, request: GenerateRequest, timeout_s: float) -> PrefillAccepted:
+    async def _receive(
+        self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, timeout_s: float
+    ) -> AuxRecord:
+        await self._offer(fetch, accepted, reserved, now_ms() + int(timeout_s * 1000))
+        with tracer.start_as_current_span("decode.receive"):
+            sent = reserved.pages[reserved.num_cached_pages :]
+            return await fetch.receiver.landed(accepted.stamp, len(reserved.pages), sent)
+
+    async def _ask(self, fetch: Fetch, request: GenerateRequest) -> PrefillAccepted:
+        life_s = self._bootstrap_timeout_s + self._timeout_s
         asking = PrefillRequest(
             request_id=fetch.engine_id,
             epoch=fetch.prefill.epoch,
             decode_id=self._registration.instance_id,
             decode_epoch=self._registration.epoch,
             token_ids=request.token_ids,
-            deadline_unix_ms=now_ms() + int(timeout_s * 1000),
+            deadline_unix_ms=min(request.deadline_unix_ms, now_ms() + int(life_s * 1000)),
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,
             adapter=request.adapter,
+            adapter_identity=fetch.prefill.adapters.get(request.adapter, ""),
+            layout=self._transfer.endpoint.layout,
+            verify_kv=self._checksums is not None,
         )
         with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
             span.set_attribute("kvmesh.prefill.instance", fetch.prefill.instance_id)
-            return await self._bus.call(
-                f"{fetch.prefill.subject}.prefill", asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S
-            )
+            call = self._bus.call(f"{fetch.prefill.subject}.prefill", asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
+            fetch.asking = asyncio.create_task(call, name=f"ask {fetch.engine_id}")
+            return await asyncio.shield(fetch.asking)
 
-    async def _offer(self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved) -> None:
+    async def _offer(self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, deadline_unix_ms: int) -> None:
         replica_id = accepted.room.partition("/")[0]
         replica = self._registry.book.find(replica_id)
         if replica is None:
@@ -148,6 +186,8 @@ class RemotePrefill:
             pages=reserved.pages,
             num_cached_pages=reserved.num_cached_pages,
             aux_slot=fetch.receiver.slot,
+            deadline_unix_ms=deadline_unix_ms,
+            layout=self._transfer.endpoint.layout,
         )
         fetch.receiver.offer(accepted.room)  # exposed from the moment the offer may leave
         fetch.offered()
@@ -155,7 +195,13 @@ class RemotePrefill:
             await self._bus.call(f"{replica.subject}.offer", offer, RoomOk, timeout_s=CALL_TIMEOUT_S)
 
     async def _call_off(self, fetch: Fetch) -> None:
-        """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline."""
+        """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline.
+
+        Not before prefill has answered: the word would overtake the question, and find nothing to stop.
+        """
+        if fetch.asking is None:
+            return
+        await ended(fetch.asking)
         with suppress(MeshError):  # a prefill that is gone holds nothing
             await self._bus.publish(f"{fetch.prefill.subject}.quiesce", _quiesce(fetch))
 

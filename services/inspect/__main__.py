@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -19,7 +19,8 @@ from services.inspect.trace_view import trace_table
 from services.inspect.workers import show_workers
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look inside a running kvmesh mesh.")
-console = Console()
+PIPED_WIDTH: Final = 200  # rich's 80 would cut addresses that somebody wants to grep for
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
 
 StateDir = Annotated[Path | None, typer.Option(help="where the services keep their traces [env: MESH_STATE_DIR]")]
 

@@ -12,6 +12,7 @@ from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.loop import start_engine
 from engine.model.resolve import served_name
+from engine.ports import max_request_pages
 from services.prefill.config import PrefillSettings
 from services.prefill.handlers import PrefillService
 
@@ -28,10 +29,20 @@ async def main(settings: PrefillSettings) -> None:
         connect_bus(settings.nats_url, f"prefill-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
-        open_nixl(engine.engine.kv_region, f"prefill-{me}", settings.nixl_backend) as transfer,
+        open_nixl(
+            engine.engine.kv_region, f"prefill-{me}", settings.nixl_backend, max_request_pages(engine.engine)
+        ) as transfer,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
-        service = PrefillService(bus, registration, registry, engine, transfer, metrics=metrics)
+        service = PrefillService(
+            bus,
+            registration,
+            registry,
+            engine,
+            transfer,
+            metrics=metrics,
+            bootstrap_timeout_s=settings.bootstrap_timeout_s,
+        )
         adapters = engine.engine.adapters
         record = record_maker(settings, "prefill", me, model=model, adapters=adapters, kv=transfer.endpoint, http=page)
         async with (

@@ -19,10 +19,12 @@ from components.errors import (
     TransferFailed,
 )
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.kv_transfer.sender import Sender
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.bus import Bus
-from components.messaging.deadline import remaining_s
+from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.heartbeats import heartbeat_of
 from components.messaging.service import Endpoint
 from components.routing.local_prefill import PromptLoad, PromptRate
@@ -56,6 +58,7 @@ class PrefillService:
         transfer: KvTransfer,
         *,
         metrics: WorkerMetrics,
+        bootstrap_timeout_s: float | None = None,  # how long a room waits for decode's pages
     ) -> None:
         self._bus = bus
         self._registration = registration
@@ -63,6 +66,7 @@ class PrefillService:
         self._engine = engine
         self._transfer = transfer
         self._metrics = metrics
+        self._bootstrap_timeout_s = bootstrap_timeout_s
         self._jobs: dict[str, PrefillJob] = {}
         self._none = asyncio.Event()  # no jobs
         self._none.set()
@@ -97,6 +101,7 @@ class PrefillService:
         remaining_s(request.deadline_unix_ms)
         if self.draining:
             raise Overloaded("this prefill instance is leaving")
+        self._check_pair(request)
         if request.request_id in self._jobs:
             raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
         span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
@@ -107,6 +112,14 @@ class PrefillService:
                 span.end()
                 raise
 
+    def _check_pair(self, request: PrefillRequest) -> None:
+        """Raises: IncompatibleLayout, naming both values: what we compute would be of no use there."""
+        if request.layout is not None:
+            check_compatible(self._transfer.endpoint.layout, request.layout)
+        ours = self._engine.engine.adapters.get(request.adapter)
+        if ours is not None and request.adapter_identity:
+            check_same_adapter(request.adapter, ours, request.adapter_identity)
+
     async def pages(self, offer: PagesOffered) -> RoomOk:
         """Decode's pages for one of our rooms. Raises: TransferFailed, when the room is over here."""
         job = self._jobs.get(offer.request_id)
@@ -115,11 +128,11 @@ class PrefillService:
         record = self._registry.book.find(offer.decode_id, offer.decode_epoch)
         if record is None or record.kv is None:
             raise TransferFailed(f"decode instance {offer.decode_id} is not registered with epoch {offer.decode_epoch}")
-        limit = record.kv.num_pages
-        if len(offer.pages) != job.num_pages or not all(0 <= page < limit for page in offer.pages):
-            raise TransferFailed(f"the offer must name {job.num_pages} pages below {limit}")
-        if not 0 <= offer.num_cached_pages <= job.num_pages:
-            raise TransferFailed(f"{offer.num_cached_pages} cached pages of {job.num_pages}")
+        limit, num_pages = record.kv.num_pages, record.kv.layout.pages_for(job.num_tokens)  # decode's, of its size
+        if len(offer.pages) != num_pages or not all(0 <= page < limit for page in offer.pages):
+            raise TransferFailed(f"the offer must name {num_pages} pages below {limit}")
+        if not 0 <= offer.num_cached_pages <= num_pages:
+            raise TransferFailed(f"{offer.num_cached_pages} cached pages of {num_pages}")
         if not 0 <= offer.aux_slot < record.kv.aux_slots:
             raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
         job.offered(offer, record.kv)
@@ -167,14 +180,19 @@ class PrefillService:
             priority=request.priority,
             adapter=request.adapter,
         )
-        layout = self._engine.engine.kv_region.layout
-        num_pages = layout.pages_for(len(prompt.token_ids))
+        num_tokens = len(prompt.token_ids)
+        checksums = PageChecksums(self._engine.engine.kv_region) if request.verify_kv else None
         job = PrefillJob(
             request=request,
-            sender=Sender(self._transfer, request.request_id, num_pages, layout.page_size),
+            sender=Sender(
+                self._transfer,
+                request.request_id,
+                num_tokens,
+                checksums=checksums,
+                bootstrap_timeout_s=self._bootstrap_timeout_s,
+            ),
             lifecycle=Lifecycle(f"prefill {request.request_id}", NEXT, PrefillState.BOOTSTRAPPING, self._tally),
-            num_tokens=len(prompt.token_ids),
-            num_pages=num_pages,
+            num_tokens=num_tokens,
             span=span,
             submitted_ns=time.time_ns(),
             step_s=lambda: self._engine.stats.step_s,
@@ -202,6 +220,8 @@ class PrefillService:
             decode_id=request.decode_id,
             decode_epoch=request.decode_epoch,
             deadline_unix_ms=request.deadline_unix_ms,
+            offer_deadline_unix_ms=self._offer_deadline(),
+            layout=self._transfer.endpoint.layout,
         )
         turn = next(self._turn)
         last: MeshError | None = None
@@ -215,6 +235,10 @@ class PrefillService:
             except MeshError as exc:
                 last = exc
         raise NoBootstrapInstance(f"no bootstrap instance opened a room: {last}")
+
+    def _offer_deadline(self) -> int | None:
+        wait_s = self._bootstrap_timeout_s
+        return None if wait_s is None else now_ms() + int(wait_s * 1000)
 
     async def _run(self, job: PrefillJob, bootstrap: InstanceRecord) -> None:
         assert job.room is not None

@@ -53,7 +53,6 @@ class PrefillJob:
     sender: Sender
     lifecycle: Lifecycle[PrefillState]
     num_tokens: int  # of the whole prompt
-    num_pages: int
     span: Span  # prefill.request: from acceptance to the last byte
     submitted_ns: int
     step_s: Callable[[], float]  # duration of the engine's last step
@@ -113,7 +112,7 @@ class PrefillJob:
                 async with asyncio.timeout(remaining_s(self.request.deadline_unix_ms)):
                     await self.failure.unless(self.sender.run())
             except TimeoutError:
-                outcome = DeadlineExceeded("decode did not offer its pages, or the transfer did not end, in time")
+                outcome = DeadlineExceeded("the transfer did not end before the request's deadline")
             except MeshError as exc:
                 outcome = exc
             except Exception as exc:  # the edge of one request

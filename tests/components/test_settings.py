@@ -46,6 +46,27 @@ def test_adapters_are_given_one_by_one_or_as_json(monkeypatch: pytest.MonkeyPatc
         DecodeSettings.read([])
 
 
+@pytest.mark.parametrize("settings", ALL)
+def test_the_timeout_of_rooms_is_everybodys_though_it_begins_like_the_bootstrap_services_own(
+    settings: type[MeshSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bootstrap service took it for a setting `timeout_s` of its own, which it has not, and did not start."""
+    monkeypatch.setenv("MESH_BOOTSTRAP_TIMEOUT_S", "7")
+    monkeypatch.setenv("MESH_TRANSFER_TIMEOUT_S", "8")
+    monkeypatch.setenv("MESH_ROOM_CLEANUP_S", "9")
+    read = settings.read([])
+    assert (read.bootstrap_timeout_s, read.transfer_timeout_s, read.room_cleanup_s) == (7, 8, 9)
+
+
+def test_verification_is_asked_of_decode_alone_or_of_the_whole_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not DecodeSettings.read([]).verify_kv
+    assert DecodeSettings.read(["--verify-kv"]).verify_kv
+    monkeypatch.setenv("MESH_VERIFY_KV", "true")
+    assert DecodeSettings.read([]).verify_kv
+    for settings in ALL:
+        settings.read([])
+
+
 def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_ETCD_URL", "")
     assert BootstrapSettings.read([]).etcd_url == "http://127.0.0.1:2379"

@@ -15,7 +15,7 @@ from random import Random
 from typing import Final, Protocol
 
 from components.errors import TransferFailed
-from components.kv_transfer.aux import SLOT, AuxBuffer
+from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.layout import check_compatible
 from components.wire.instances import KvEndpoint
@@ -162,6 +162,7 @@ class MemoryTransfer:
             device=region.device,
             aux_address=self.aux.address,
             aux_slots=self.aux.num_slots,
+            aux_slot_bytes=self.aux.slot_bytes,
             layout=region.layout,
         )
         self._fabric = fabric
@@ -205,8 +206,8 @@ class MemoryTransfer:
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
         fault = self._fabric.meddler.write(agent, "aux")
         if fault.stamp:
-            self.aux._slots[source_slot]["stamp"] += fault.stamp
-        size = SLOT.itemsize
+            self.aux._heads[source_slot]["stamp"] += fault.stamp
+        size = self.aux.slot_bytes
         there = self._peer(agent).aux.address
         piece = Piece(self.aux.address + source_slot * size, there + target_slot * size, size)
         return await self._write(agent, [piece], fault, notification)

@@ -355,8 +355,7 @@ class MeshRun:
                     )
             pages = core._runner._pages  # type: ignore[attr-defined]
             for block, page in core._memory.prefix._page_of.items():
-                head = page * pages._page_bytes
-                marks = {MARK.unpack_from(pages._memory, head + o) for o in (0, pages._page_bytes - MARK.size)}
+                marks = {MARK.unpack_from(pages._memory, place) for place in pages._places([page], 0)}
                 wanted = (size, named.get(block))
                 if marks != {wanted}:
                     self.problems.append(f"{node.id}: page {page} is named {wanted} and holds {sorted(marks)}")

@@ -75,6 +75,7 @@ class MeshProcesses:
     model: str
     env: Mapping[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)  # what is run for a role, where it is not the service itself
 
     def __post_init__(self) -> None:
         """What is compiled for this machine is shared with the user's own meshes: only the first run compiles it."""
@@ -113,7 +114,7 @@ class MeshProcesses:
         log = self.home / f"{role}-{len(self.workers)}.log"
         with log.open("wb") as stream:
             popen = subprocess.Popen(
-                [sys.executable, "-m", f"services.{role}"],
+                [sys.executable, "-m", self.modules.get(role, f"services.{role}")],
                 cwd=REPO,
                 env={**inherited, **settings},
                 stdin=subprocess.DEVNULL,

@@ -5,65 +5,25 @@ gives other tokens than the same prompt gives on an engine of its own.
 """
 
 import asyncio
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import httpx
 import pytest
 
-from engine.config import EngineConfig
-from engine.mock.build import build_engine
-from engine.mock.config import MockConfig
-from engine.ports import EngineRequest, SamplingParams
+from engine.ports import SamplingParams
 from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.mocks import MAX_TOKENS, MOCK_ENV, MODEL, no_page_is_lost, one_engine, random_prompts
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
-
-MODEL: Final = "mock"
-MAX_TOKENS: Final = 24
-SHAPE: Final = {"LAYERS": "4", "KV_HEADS": "2", "HEAD_DIM": "16"}  # 8 KiB a page
 
 
 @pytest.fixture
 def mock_mesh(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> Iterator[MeshProcesses]:
     """An empty mesh whose workers compute at once."""
-    env = {
-        "MESH_ENGINE__NUM_PAGES": "2048",
-        "MESH_ENGINE__MAX_STEP_TOKENS": "128",
-        "MESH_ENGINE__MOCK__SPEEDUP": "inf",
-        "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
-        "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
-        "MESH_LEASE_TTL_S": "3",
-        **{f"MESH_ENGINE__MOCK__{name}": value for name, value in SHAPE.items()},
-    }
-    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, MODEL, env) as mesh:
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, MODEL, MOCK_ENV) as mesh:
         yield mesh
-
-
-def _prompts(count: int) -> list[list[int]]:
-    """Of all lengths; every third begins like the one before it."""
-    draw = random.Random(3)
-    prompts: list[list[int]] = []
-    for i in range(count):
-        shared = prompts[-1][: draw.randrange(len(prompts[-1]))] if i % 3 == 2 else []
-        prompts.append(shared + [draw.randrange(256) for _ in range(draw.randrange(1, 400))])
-    return prompts
-
-
-def _one_engine(home: Path, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
-    """What one engine in this process makes of the prompts."""
-    shape = {name.lower(): int(value) for name, value in SHAPE.items()}
-    engine = build_engine(MODEL, EngineConfig(num_pages=4096, mock=MockConfig(speedup=float("inf"), **shape)), home)
-    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    for i, prompt in enumerate(prompts):
-        engine.submit(EngineRequest(str(i), prompt, sampling))
-    while engine.has_work():
-        for tokens in engine.step().tokens:
-            answers[tokens.request_id] += tokens.token_ids
-    return list(answers.values())
 
 
 async def _ask(client: Client, prompts: list[list[int]], salt: str, in_flight: int = 32) -> list[list[int]]:
@@ -76,15 +36,9 @@ async def _ask(client: Client, prompts: list[list[int]], salt: str, in_flight: i
     return list(await asyncio.gather(*(one(p) for p in prompts)))
 
 
-async def _no_page_is_lost(client: Client) -> None:
-    for beat in await client.until_quiet():
-        assert beat.free_pages + beat.cached_pages == beat.total_pages
-        assert (beat.held_pages, beat.num_held, beat.num_reserved) == (0, 0, 0)
-
-
 def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh: MeshProcesses) -> None:
-    prompts = _prompts(200)
-    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+    prompts = random_prompts(200)
+    expected = one_engine(mock_mesh.home, prompts)
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
@@ -92,7 +46,7 @@ def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh
             await asyncio.to_thread(mock_mesh.start, "prefill", "prefill")
             await client.until_usable("prefill", 2)
             assert await _ask(client, prompts, salt="disaggregated") == expected
-            await _no_page_is_lost(client)
+            await no_page_is_lost(client)
         assert "computing the prompt here" not in mock_mesh.one("decode").logged()
         assert sum(_computed(r.http) for r in client.prefills.usable()) > 0.5 * sum(map(len, prompts))
 
@@ -100,11 +54,48 @@ def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (128, 16)])
+def test_pages_of_different_sizes_change_no_token(mock_mesh: MeshProcesses, prefill: int, decode: int) -> None:
+    """Prompts share prefixes, which end anywhere in a page of either side; prefill's chunks do as well."""
+    prompts = random_prompts(200)
+    expected = one_engine(mock_mesh.home, prompts)
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill", 2)
+            assert await _ask(client, prompts, salt="sizes") == expected
+            await no_page_is_lost(client)
+        assert [r.kv.layout.page_size for r in client.prefills.usable() if r.kv] == [prefill, prefill]
+        assert "computing the prompt here" not in mock_mesh.one("decode").logged()
+        assert sum(_computed(r.http) for r in client.prefills.usable()) > 0.5 * sum(map(len, prompts))
+
+    sizes = {"MESH_PREFILL_ENGINE__PAGE_SIZE": str(prefill), "MESH_DECODE_ENGINE__PAGE_SIZE": str(decode)}
+    mock_mesh.start("bootstrap", "decode", "prefill", "prefill", MESH_ENGINE__MAX_STEP_TOKENS="100", **sizes)
+    asyncio.run(run())
+
+
+def test_a_fitting_page_size_excuses_no_other_difference(mock_mesh: MeshProcesses) -> None:
+    """Decode says what differs, with both values, and computes by itself."""
+    prompts = random_prompts(20)
+    expected = one_engine(mock_mesh.home, prompts)
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            [prefill] = await client.until_usable("prefill")
+            assert await _ask(client, prompts, salt="refused") == expected
+            assert _computed(prefill.http) == 0
+
+    unlike = {"MESH_PREFILL_ENGINE__PAGE_SIZE": "64", "MESH_PREFILL_ENGINE__MOCK__LAYERS": "5"}
+    mock_mesh.start("bootstrap", "decode", "prefill", **unlike)
+    asyncio.run(run())
+    assert "(layers: 4 here, 5 there)" in mock_mesh.one("decode").logged()
+
+
 def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
     """Prefill computes 500 tokens a second here, decode at once: whoever comes behind 3,000 tokens is computed there."""
     prompts = [[i + 1] * 200 for i in range(20)]
     sampling = SamplingParams(4, temperature=0, ignore_eos=True)
-    expected = [ids[:4] for ids in _one_engine(mock_mesh.home, prompts, sampling)]
+    expected = [ids[:4] for ids in one_engine(mock_mesh.home, prompts, sampling)]
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
@@ -119,7 +110,7 @@ def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
             assert _computed(decode.http) == 5 * 200
             assert [*await asyncio.gather(*ask), *behind] == expected
             assert _computed(decode.http) == 5 * 200
-            await _no_page_is_lost(client)
+            await no_page_is_lost(client)
 
     mock_mesh.start("bootstrap", "decode", MESH_DECODE_LOCAL_PREFILL_ON_QUEUE="true")
     slow = {"SPEEDUP": "1", "PROMPT_TOKEN_S": "0.002", "STEP_S": "0"}
@@ -134,9 +125,9 @@ def _computed(url: str | None) -> float:
 
 def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: MeshProcesses) -> None:
     """Of three decode instances one is killed, then another, with 24 streams under way; greedy and drawn ones."""
-    prompts = _prompts(24)
+    prompts = random_prompts(24)
     drawn = SamplingParams(400, temperature=0.7, seed=11, ignore_eos=True)
-    expected = _one_engine(mock_mesh.home, prompts, drawn)
+    expected = one_engine(mock_mesh.home, prompts, drawn)
     pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.004"}
     costless = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 
@@ -152,7 +143,7 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
                 assert not any(stream.done() for stream in streams)
                 victim.kill()
             assert await asyncio.gather(*streams) == expected
-            await _no_page_is_lost(client)
+            await no_page_is_lost(client)
 
     mock_mesh.start("bootstrap", "prefill", "decode", "decode", "decode", **pace, **costless)
     asyncio.run(run())
@@ -160,14 +151,14 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
 
 def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: MeshProcesses) -> None:
     """Reservations wait in line, decodes are retracted: 60 requests want ten times the pages that there are."""
-    prompts = _prompts(60)
-    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+    prompts = random_prompts(60)
+    expected = one_engine(mock_mesh.home, prompts)
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
             await client.until_usable("prefill")
             assert await _ask(client, prompts, salt="small", in_flight=60) == expected
-            await _no_page_is_lost(client)
+            await no_page_is_lost(client)
 
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_ENGINE__NUM_PAGES="64", MESH_ENGINE__RESERVE_TOKENS="0")
     asyncio.run(run())

@@ -8,6 +8,7 @@ from components.errors import MeshError
 from components.kv_transfer.aux import AuxBuffer, AuxRecord
 from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.layout import KvLayout, check_compatible
+from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
 
 LAYOUT = KvLayout(model="m", dtype="float32", page_size=4, layers=1, kv_heads=1, head_dim=2)
@@ -38,6 +39,7 @@ class FakeTransfer:
     peer: "FakeTransfer | None" = None
     failure: MeshError | None = None  # how writes end
     writes: list[tuple[list[int], list[int]]] = field(default_factory=list)  # pages (ours, the peer's), as posted
+    pieces: list[Pieces] = field(default_factory=list)  # likewise
     in_flight: int = 0
     connected: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
@@ -48,7 +50,7 @@ class FakeTransfer:
         self.gate.set()
 
     async def connect(self, peer: KvEndpoint) -> None:
-        check_compatible(LAYOUT, peer.layout)
+        check_compatible(self.endpoint.layout, peer.layout)
         self.connected.append(peer.agent)
 
     async def disconnect(self, agent: str) -> None:
@@ -60,6 +62,13 @@ class FakeTransfer:
         self.writes.append((list(source), list(target)))
         await self._flight()
         return WriteStats(len(source) * LAYOUT.page_bytes, 1, 1)
+
+    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+        assert agent in self.connected
+        assert len(pieces) > 0
+        self.pieces.append(pieces)
+        await self._flight()
+        return WriteStats(int(pieces.length.sum()), len(pieces), 1)
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
         record = self.aux.read(source_slot)

@@ -1,4 +1,5 @@
-"""Another process with pages of its own: `python -m tests.components.kv_transfer.nixl_peer <agent>`, spoken to in lines.
+"""Another process with pages of its own: `python -m tests.components.kv_transfer.nixl_peer <agent> [page size]`, spoken to
+in lines.
 
 Writes its endpoint as JSON first. Then, for each line of its input: `expect <text>` announces a notification and answers
 when it has come with what stands in the pages at that very moment; `pages` answers with the same at once.
@@ -9,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -42,6 +43,11 @@ class Pages:
         return [hashlib.blake2b(page.tobytes(), digest_size=8).hexdigest() for page in self.memory]
 
 
+def of_size(page_size: int) -> Pages:
+    """As many tokens in pages of that size."""
+    return Pages(replace(LAYOUT, page_size=page_size), NUM_PAGES * LAYOUT.page_size // page_size)
+
+
 def state(pages: Pages, transfer: NixlTransfer) -> str:
     return json.dumps({"pages": pages.hashes(), "aux": [asdict(transfer.aux.read(slot)) for slot in range(4)]})
 
@@ -51,15 +57,15 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-async def main(agent: str) -> None:
-    pages = Pages()
+async def main(agent: str, page_size: int = LAYOUT.page_size) -> None:
+    pages = of_size(page_size)
     waiting = set()
 
     async def answer(landed: Awaitable[None]) -> None:
         await landed
         say(state(pages, transfer))
 
-    async with open_nixl(pages, agent) as transfer:
+    async with open_nixl(pages, agent, max_request_pages=NUM_PAGES) as transfer:
         say(json.dumps(asdict(transfer.endpoint)))
         while line := (await asyncio.to_thread(sys.stdin.readline)).split():
             if line[0] == "expect":
@@ -70,4 +76,4 @@ async def main(agent: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -1,11 +1,11 @@
 import pytest
 
 from components.errors import QueueFull
-from components.kv_transfer.aux import SLOT, AuxBuffer, AuxRecord
+from components.kv_transfer.aux import HEAD, AuxBuffer, AuxRecord
 
 
 def test_a_slot_is_one_cache_line() -> None:
-    assert SLOT.itemsize == 64
+    assert HEAD.itemsize == 64
     assert AuxBuffer(8).num_bytes == 8 * 64
 
 

@@ -10,15 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from components.errors import IncompatibleLayout, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
+from components.kv_transfer.pieces import Pieces, cut
 from components.wire.instances import KvEndpoint
 from services.local.process import tethered
-from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages
+from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages, of_size
+from tests.components.kv_transfer.pools import brute_force
 
 pytestmark = pytest.mark.anyio
 
@@ -29,9 +33,10 @@ FAILS_WITHIN_S: Final = 20.0
 class Peer:
     """The other process."""
 
-    def __init__(self, agent: str) -> None:
+    def __init__(self, agent: str, page_size: int = LAYOUT.page_size) -> None:
+        module = "tests.components.kv_transfer.nixl_peer"
         self.popen = subprocess.Popen(
-            [*tethered(), sys.executable, "-m", "tests.components.kv_transfer.nixl_peer", agent],
+            [*tethered(), sys.executable, "-m", module, agent, str(page_size)],
             cwd=REPO,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,11 +69,11 @@ class Peer:
 
 
 @pytest.fixture(scope="module")
-def start_peer() -> Iterator[Callable[[str], Peer]]:
+def start_peer() -> Iterator[Callable[..., Peer]]:
     peers: list[Peer] = []
 
-    def start(agent: str) -> Peer:
-        peers.append(Peer(agent))
+    def start(agent: str, page_size: int = LAYOUT.page_size) -> Peer:
+        peers.append(Peer(agent, page_size))
         return peers[-1]
 
     yield start
@@ -84,7 +89,7 @@ def start_peer() -> Iterator[Callable[[str], Peer]]:
 
 
 @pytest.fixture(scope="module")
-def shared_peer(start_peer: Callable[[str], Peer]) -> Peer:
+def shared_peer(start_peer: Callable[..., Peer]) -> Peer:
     """For the tests that do not kill it."""
     return start_peer("decode-shared")
 
@@ -177,6 +182,71 @@ async def test_pages_out_of_range_are_a_failed_transfer(transfer: NixlTransfer, 
             await transfer.write_pages(shared_peer.endpoint.agent, source, target)
 
 
+def rows(pages: Pages) -> NDArray[Any]:
+    """The pool as [pages, heads, layers, 2, page_size, bytes of a row]."""
+    layout = pages.layout
+    return pages.memory.reshape(-1, layout.kv_heads, layout.layers, 2, layout.page_size, layout.row_bytes)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (128, 16)])
+async def test_pages_of_another_size_land_bit_exact_in_chunks_that_end_inside_a_large_page(
+    ours: int, theirs: int, start_peer: Callable[..., Peer]
+) -> None:
+    """The prompt ends inside a page too: what follows it there stays as it was, as does every other page."""
+    peer = start_peer(f"decode-{theirs}", page_size=theirs)
+    mine, expected = of_size(ours), of_size(theirs)
+    mine.fill(seed=5)
+    num_tokens, draw = 500, random.Random(ours)
+    source = draw.sample(range(mine.num_pages), mine.layout.pages_for(num_tokens))
+    target = draw.sample(range(expected.num_pages), expected.layout.pages_for(num_tokens))
+    async with open_nixl(mine, f"prefill-{ours}") as transfer:
+        await transfer.connect(peer.endpoint)
+        peer.say("expect room")
+        num_bytes = 0
+        for tokens in (range(64, 112), range(112, 256), range(256, 500)):
+            pieces = cut(mine.layout, peer.endpoint.layout, tokens, source, target)
+            stats = await transfer.write_pieces(peer.endpoint.agent, pieces)
+            assert stats.num_descriptors == len(pieces)
+            num_bytes += stats.num_bytes
+        assert num_bytes == (500 - 64) * LAYOUT.num_stripes * LAYOUT.row_bytes
+        await transfer.write_aux(peer.endpoint.agent, 0, 0, "room")
+        landed = json.loads(peer.read())["pages"]
+    expected.memory[:] = brute_force(range(64, 500), rows(mine), source, rows(expected), target).reshape(
+        expected.memory.shape
+    )
+    assert landed == expected.hashes()
+
+
+async def test_pieces_outside_of_either_pool_are_a_failed_transfer(transfer: NixlTransfer, shared_peer: Peer) -> None:
+    await transfer.connect(shared_peer.endpoint)
+    end = NUM_PAGES * LAYOUT.page_bytes
+    for source, target in ((end - 4, 0), (0, end - 4), (end, 0), (-4096, 0)):
+        pieces = Pieces(*(np.array([number], dtype=np.int64) for number in (source, target, 8)))
+        with pytest.raises(TransferFailed):
+            await transfer.write_pieces(shared_peer.endpoint.agent, pieces)
+    with pytest.raises(TransferFailed, match="no connection"):
+        await transfer.write_pieces("nobody", pieces)
+    last = Pieces(*(np.array([number], dtype=np.int64) for number in (end - 8, end - 8, 8)))
+    assert (await transfer.write_pieces(shared_peer.endpoint.agent, last)).num_bytes == 8
+
+
+async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, start_peer: Callable[..., Peer]) -> None:
+    peer = start_peer("decode-dies", page_size=64)
+    await transfer.connect(peer.endpoint)
+    pieces = cut(LAYOUT, peer.endpoint.layout, range(128), range(8), range(2))
+    peer.say("expect never-sent")
+    await transfer.write_pieces("decode-dies", pieces)
+    peer.kill()
+    for _ in range(2):
+        with pytest.raises(TransferFailed):
+            await asyncio.wait_for(transfer.write_pieces("decode-dies", pieces), FAILS_WITHIN_S)
+    await transfer.disconnect("decode-dies")
+    with pytest.raises(TransferFailed, match="no connection"):
+        await transfer.write_pieces("decode-dies", pieces)
+    assert not transfer._writes
+    assert not transfer._failed
+
+
 async def test_what_nobody_expects_any_more_is_not_waited_for(transfer: NixlTransfer) -> None:
     expected = transfer.expect("boot/1")
     assert transfer._patience() is not None
@@ -186,7 +256,7 @@ async def test_what_nobody_expects_any_more_is_not_waited_for(transfer: NixlTran
 
 
 async def test_a_dead_peer_fails_its_writes_leaves_nothing_behind_and_a_restarted_one_is_served(
-    transfer: NixlTransfer, pages: Pages, start_peer: Callable[[str], Peer]
+    transfer: NixlTransfer, pages: Pages, start_peer: Callable[..., Peer]
 ) -> None:
     first, again = start_peer("decode-first"), start_peer("decode-again")
     await transfer.connect(first.endpoint)
@@ -210,7 +280,7 @@ async def test_a_dead_peer_fails_its_writes_leaves_nothing_behind_and_a_restarte
 
 
 async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
-    transfer: NixlTransfer, start_peer: Callable[[str], Peer]
+    transfer: NixlTransfer, start_peer: Callable[..., Peer]
 ) -> None:
     """A stopped process answers nothing and never will: forgetting it is what ends the write."""
     killed, stopped = start_peer("decode-killed"), start_peer("decode-stopped")

@@ -3,10 +3,11 @@ from dataclasses import replace
 
 import pytest
 
-from components.errors import IllegalTransition, IncompatibleLayout, QueueFull, TransferFailed
+from components.errors import DeadlineExceeded, IllegalTransition, IncompatibleLayout, QueueFull, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.kv_transfer.sender import Sender, SendState
+from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 
@@ -35,7 +36,7 @@ def offer(num_cached_pages: int = 0, pages: list[int] | None = None, aux_slot: i
 
 
 def sending(transfer: FakeTransfer) -> tuple[Sender, asyncio.Task[None]]:
-    sender = Sender(transfer, "r", num_pages=5, page_size=4)
+    sender = Sender(transfer, "r", num_tokens=18)
     return sender, asyncio.create_task(sender.run())
 
 
@@ -113,10 +114,35 @@ async def test_another_layout_is_refused_before_any_byte_moves() -> None:
     prefill = FakeTransfer()
     sender, task = sending(prefill)
     sender.completed(OURS, 1, 0)
-    sender.offered(offer(), endpoint(layout=replace(LAYOUT, dtype="bfloat16", page_size=8)), STAMP)
-    with pytest.raises(IncompatibleLayout, match=r"dtype: float32 here, bfloat16 there, page_size: 4 here, 8 there"):
+    sender.offered(offer(), endpoint(layout=replace(LAYOUT, dtype="bfloat16", page_size=6)), STAMP)
+    with pytest.raises(IncompatibleLayout, match=r"dtype: float32 here, bfloat16 there, page_size: 4 here, 6 there"):
         await task
     assert not prefill.writes
+
+
+async def test_a_sender_gives_up_when_decode_offers_nothing() -> None:
+    prefill = FakeTransfer()
+    sender = Sender(prefill, "r", num_tokens=18, bootstrap_timeout_s=0.02)
+    with pytest.raises(DeadlineExceeded, match=r"decode did not offer its pages in 0\.02 s"):
+        await asyncio.wait_for(sender.run(), 5)
+    sender.offered(offer(), endpoint(), STAMP)
+    assert sender.lifecycle.state is SendState.FAILED
+    assert not prefill.connected
+
+
+async def test_a_transfer_that_takes_too_long_is_given_up_when_its_write_is_over() -> None:
+    prefill = FakeTransfer()
+    sender, task = sending(prefill)
+    sender.offered(replace(offer(), deadline_unix_ms=now_ms() + 50), endpoint(), STAMP)
+    prefill.gate.clear()
+    sender.completed(OURS, 1, 0)
+    await asyncio.sleep(0.1)
+    assert not task.done(), "decode may not hear that it is over while a write is in flight"
+    prefill.gate.set()
+    with pytest.raises(DeadlineExceeded, match="the transfer did not end in"):
+        await task
+    assert prefill.in_flight == 0
+    assert sender.lifecycle.state is SendState.FAILED
 
 
 @pytest.mark.parametrize("stage", ["pages", "aux"])

@@ -4,7 +4,7 @@ import pytest
 
 from components import errors as mesh_errors
 from components.errors import BY_NAME, MeshError, NoDecodeInstance, QueueFull, Rejected
-from components.openai.errors import TABLE, ApiError, from_mesh, from_status, internal
+from components.openai.errors import TABLE, WHY_NO_KV, ApiError, from_mesh, from_status, internal
 
 
 def test_every_class_of_our_errors_has_a_row() -> None:
@@ -22,6 +22,7 @@ def test_every_class_of_our_errors_has_a_row() -> None:
         ("Cancelled", 499, "request_cancelled"),
         ("InvariantBroken", 500, "internal_error"),
         ("PeerLost", 502, "instance_lost"),
+        ("KvUnavailable", 502, "kv_transfer_failed"),
         ("NoDecodeInstance", 503, "no_instance"),
         ("BackendUnavailable", 503, "backend_unavailable"),
         ("DeadlineExceeded", 504, "deadline_exceeded"),
@@ -37,6 +38,23 @@ def test_a_fault_of_ours_tells_nothing_of_the_inside(cls: type[MeshError]) -> No
     told = from_mesh(cls("nats://10.0.0.7:4222 refused"), "req1")
     assert "10.0.0.7" not in told.body().decode()
     assert told.status < 500 or "req1" in told.message
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        ("KvCorrupt", "it did not arrive as it was sent."),
+        ("DeadlineExceeded", "it took too long."),
+        ("New", "the transfer failed."),
+    ],
+)
+def test_a_transfer_that_failed_says_why(cause: str, why: str) -> None:
+    told = from_mesh(mesh_errors.KvUnavailable("page 7 on 10.0.0.7", cause=cause), "req1")
+    assert told.message == f"The prompt's KV did not come from its prefill instance: {why} (request req1)"
+
+
+def test_every_reason_without_kv_is_one_of_our_errors() -> None:
+    assert set(WHY_NO_KV) <= set(BY_NAME)
 
 
 def test_a_rejection_names_its_parameter() -> None:

@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from components.errors import BY_NAME, MalformedMessage, TransferFailed
+from components.errors import BY_NAME, IncompatibleLayout, MalformedMessage, TransferFailed
 from components.wire.rooms import CloseRoom, OfferPages, OpenRoom, PagesOffered, RoomFailed
 from services.bootstrap.rooms import Note, RoomBook
+from tests.components.kv_transfer.fake_transfer import LAYOUT
 
 parties = st.tuples(st.sampled_from("ab"), st.sampled_from("12"))  # (instance id, epoch)
 
@@ -121,6 +124,39 @@ def test_an_expired_room_fails_on_both_sides() -> None:
     book.open(opening(deadline=101))
     assert told(book.expire(100)) == [("decode", "d", "DeadlineExceeded"), ("prefill", "p", "DeadlineExceeded")]
     assert len(book) == 1
+
+
+def test_a_room_waits_for_pages_until_one_deadline_and_for_the_last_byte_until_another() -> None:
+    book = RoomBook("boot")
+    waiting, sending = (book.open(replace(opening(deadline=100), offer_deadline_unix_ms=10)).room for _ in range(2))
+    book.offer(replace(offering(sending), deadline_unix_ms=50))
+    assert book.expire(9) == []
+    notes = book.expire(10)
+    assert told(notes) == [("decode", "d", "DeadlineExceeded"), ("prefill", "p", "DeadlineExceeded")]
+    assert {n.message.cause for n in notes} == {"decode did not offer its pages in time"}  # type: ignore[union-attr]
+    assert {n.message.room for n in notes} == {waiting}
+    assert book.expire(49) == []
+    notes = book.expire(50)
+    assert {n.message.cause for n in notes} == {"the transfer did not end in time"}  # type: ignore[union-attr]
+    assert not len(book)
+
+
+def test_neither_outlives_the_room_itself() -> None:
+    book = RoomBook("boot")
+    book.open(replace(opening(deadline=100), offer_deadline_unix_ms=200))
+    book.offer(replace(offering(book.open(opening(deadline=100)).room), deadline_unix_ms=200))
+    assert len(book.expire(100)) == 4
+
+
+def test_a_pair_whose_pages_do_not_fit_is_refused_and_both_values_are_named() -> None:
+    book = RoomBook("boot")
+    room = book.open(replace(opening(), layout=LAYOUT)).room
+    other = replace(LAYOUT, model="n", layers=9)
+    with pytest.raises(
+        IncompatibleLayout, match=r"prefill here and decode there: .*model: m here, n there, layers: 1 here, 9"
+    ):
+        book.offer(replace(offering(room), layout=other))
+    assert book.offer(replace(offering(room), layout=LAYOUT)), "nothing was handed out"
 
 
 class Rooms(RuleBasedStateMachine):

@@ -17,6 +17,7 @@ from components.errors import (
     UnknownModel,
 )
 from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.checksum import PageChecksums
 from components.messaging.deadline import now_ms
 from components.messaging.heartbeats import Liveness
 from components.messaging.service import Endpoint
@@ -34,6 +35,7 @@ from services.decode.remote_prefill import RemotePrefill
 from services.decode.streams import ActiveRequests
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
+from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
 
@@ -311,6 +313,30 @@ async def test_a_prefill_of_another_layout_is_passed_over_and_said_once_until_it
     assert not decode.service._refused
 
 
+@pytest.mark.parametrize("page_size", [2, 8, 16])
+async def test_a_prefill_whose_page_size_divides_ours_or_is_divided_by_it_is_used(
+    decode: Decode, page_size: int
+) -> None:
+    other = endpoint("prefill-p", layout=replace(LAYOUT, page_size=page_size))
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=other))
+    await decode.ask()
+    assert len(decode.prefill.asked) == 1
+    await decode.reserve()
+    await decode.land()
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_prefill_whose_page_size_does_not_fit_is_passed_over_with_both_sizes_named(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = endpoint("prefill-p", layout=replace(LAYOUT, page_size=6))
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=other))
+    await decode.ask()
+    assert not decode.prefill.asked
+    assert "(page_size: 4 here, 6 there)" in caplog.records[-1].cause
+
+
 async def test_an_adapter_goes_to_the_engine_and_to_a_prefill_that_has_its_very_weights(decode: Decode) -> None:
     decode.engine.engine.adapters = {"legal": "w1", "medical": "w2"}
     with_adapters = {"role": "prefill", "model": "m", "kv": endpoint("prefill-p")}
@@ -520,6 +546,138 @@ async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: 
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("stage", ["refused", "no bootstrap", "offer", "stamp", "room"])
+async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_comes_back(
+    decode: Decode, stage: str
+) -> None:
+    decode.service._on_transfer_failure = "fail"
+    decode.prefill.quiets.clear()
+    if stage == "refused":
+        decode.prefill.refusal = Overloaded("full")
+    elif stage == "no bootstrap":
+        decode.registry.book.remove("boot")
+    elif stage == "offer":
+        decode.prefill.offer_refusal = Rejected("no")
+    await decode.ask()
+    await decode.reserve()
+    if stage == "stamp":
+        await decode.land(STAMP + 1)
+    elif stage == "room":
+        await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="DeadlineExceeded", cause="late"))
+        await turns()
+    [item] = decode.items()
+    assert item.error is not None
+    causes = {"refused": "Overloaded", "no bootstrap": "NoBootstrapInstance", "offer": "Rejected"}
+    causes |= {"stamp": "TransferFailed", "room": "DeadlineExceeded"}
+    assert (item.error.error, item.error.fields["cause"]) == ("KvUnavailable", causes[stage])
+    assert decode.engine.did("cancel") == [ID]
+    assert decode.engine.did("recompute") == []
+    assert decode.recomputes == 0
+    assert decode.metrics.registry.get_sample_value("kv_transfer_failures_total") == 1
+    if stage in ("offer", "room"):
+        decode.assert_pinned()
+    elif stage == "stamp":  # what was expected came, but not as expected
+        assert decode.engine.did("release") == []
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_stream_that_has_begun_goes_on_where_failures_are_asked_for(decode: Decode) -> None:
+    """It moved here from an instance that died: its client has tokens already."""
+    decode.service._on_transfer_failure = "fail"
+    decode.prefill.refusal = Overloaded("full")
+    await decode.ask(sampling=Sampling(max_tokens=5, num_generated=2))
+    assert decode.engine.did("recompute") == [ID]
+    await decode.finish()
+    assert decode.tokens() == [43]
+    decode.assert_nothing_is_kept()
+
+
+async def test_without_prefill_a_prompt_is_computed_here_where_failures_are_asked_for(decode: Decode) -> None:
+    decode.service._on_transfer_failure = "fail"
+    decode.registry.book.remove("p")
+    await decode.ask()
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+
+
+@pytest.mark.parametrize("missing", ["room", "pages"])
+async def test_without_room_or_pages_in_time_the_prompt_is_computed_here_and_prefill_called_off(
+    decode: Decode, missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.remote._bootstrap_timeout_s = 0.05
+    if missing == "room":
+        decode.prefill.answers.clear()
+    await decode.ask()
+    async with asyncio.timeout(5):
+        while not decode.engine.did("recompute"):
+            await asyncio.sleep(0.005)
+    await turns()
+    assert not decode.prefill.offered
+    decode.prefill.answers.set()  # until then it could not be called off: it might not have heard of the prompt
+    await turns()
+    assert [q.request_id for q in decode.prefill.called_off] == [ID]
+    assert decode.engine.did("release") == [ID]
+    causes = [r.cause for r in caplog.records if r.message == "computing the prompt here"]
+    assert causes == ["no room with pages for prefill p in 0.05 s"]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_its_end(decode: Decode) -> None:
+    decode.remote._timeout_s = 0.1
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await asyncio.sleep(0.2)
+    assert not decode.engine.did("recompute")
+    await decode.reserve()
+    [offer] = decode.prefill.offered
+    assert offer.deadline_unix_ms is not None
+    assert 0 < offer.deadline_unix_ms - now_ms() <= 100
+    async with asyncio.timeout(5):
+        while not decode.engine.did("recompute"):
+            await asyncio.sleep(0.005)
+    decode.assert_pinned()
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+async def test_decode_tells_prefill_and_bootstrap_what_its_pages_and_adapters_are(decode: Decode) -> None:
+    decode.engine.engine.adapters = {"legal": "w1"}
+    kv = endpoint("prefill-p")
+    decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=kv, adapters={"legal": "w1"}))
+    await decode.ask(adapter="legal")
+    await decode.reserve()
+    [asked], [offer] = decode.prefill.asked, decode.prefill.offered
+    assert (asked.adapter_identity, asked.layout, offer.layout) == ("w1", LAYOUT, LAYOUT)
+    assert not asked.verify_kv
+    await decode.land()
+    await decode.finish()
+
+
+async def test_where_pages_are_verified_prefill_is_asked_for_checksums_and_must_have_readable_pages(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.remote._checksums = PageChecksums(Pages(layout=LAYOUT, num_pages=100))
+    await decode.ask()
+    assert decode.prefill.asked[0].verify_kv
+    await decode.reserve()
+    await decode.land()
+    assert decode.engine.did("recompute") == [ID], "no checksums came"
+    on_gpu = replace(endpoint("prefill-p"), device="cuda:0")
+    decode.registry.book.put("p", record("p", "2", role="prefill", model="m", kv=on_gpu))
+    await decode.ask(2)
+    assert len(decode.prefill.asked) == 1
+    assert "these pages are on cuda:0" in caplog.records[-1].cause
+    for engine_id in (ID, "r.2"):
+        await decode.finish(engine_id)
+    decode.assert_nothing_is_kept()
+
+
 async def test_another_rooms_failure_says_nothing(decode: Decode) -> None:
     await decode.ask()
     await decode.reserve()
@@ -544,6 +702,10 @@ async def test_a_client_that_leaves_stops_the_work_and_pins_what_prefill_may_wri
     assert await decode.cancel() == 0
     assert decode.errors() == ["Cancelled"]
     assert decode.engine.did("cancel") == [ID]
+    if stage == "asked":
+        assert not decode.prefill.called_off, "on a busy bus the word would overtake the question, and stop nothing"
+        decode.prefill.answers.set()
+        await turns()
     assert [q.request_id for q in decode.prefill.called_off] == [ID]
     if stage in ("offered", "transferring"):
         decode.assert_pinned()

@@ -2,12 +2,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 from components.discovery.registry import Registration
 from components.errors import (
     DeadlineExceeded,
+    IncompatibleLayout,
     NoBootstrapInstance,
     Overloaded,
     PromptTooLong,
@@ -16,6 +18,7 @@ from components.errors import (
     TransferFailed,
     UnknownModel,
 )
+from components.kv_transfer.aux import AuxBuffer
 from components.messaging.deadline import now_ms
 from components.messaging.service import Endpoint
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -23,11 +26,12 @@ from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Qu
 from components.wire.rooms import CloseRoom, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomOpened
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
-from engine.ports import Computed, Failed, Phase
+from engine.ports import Computed, Failed, KvRegion, Phase
 from services.prefill.handlers import PrefillService
 from services.prefill.jobs import PrefillState
 from tests.components.discovery.records import record
-from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
+from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
+from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
 
@@ -224,6 +228,52 @@ async def test_a_message_for_an_earlier_registration_is_stale(prefill: Prefill) 
     assert not prefill.engine.engine.did
 
 
+async def test_a_decode_whose_pages_or_weights_differ_is_refused_before_anything_is_computed(prefill: Prefill) -> None:
+    """Prefill found out when it connected: the prompt was computed for nothing."""
+    with pytest.raises(IncompatibleLayout, match="model: m here, n there, page_size: 4 here, 6 there"):
+        await prefill.ask(layout=replace(LAYOUT, model="n", page_size=6))
+    prefill.engine.engine.adapters = {"legal": "w1"}
+    with pytest.raises(IncompatibleLayout, match=r"'legal' \(w1 here, w2 there\)"):
+        await prefill.ask(adapter="legal", adapter_identity="w2")
+    assert not prefill.engine.engine.did
+    assert not prefill.bootstrap.opened
+    await prefill.ask(layout=LAYOUT, adapter="legal", adapter_identity="w1")
+    assert prefill.bootstrap.opened[0].layout == LAYOUT
+
+
+async def test_a_room_whose_pages_do_not_come_is_given_up_and_decode_hears(prefill: Prefill) -> None:
+    prefill.service._bootstrap_timeout_s = 0.05
+    await prefill.ask()
+    [opened] = prefill.bootstrap.opened
+    assert opened.offer_deadline_unix_ms is not None
+    assert opened.offer_deadline_unix_ms < opened.deadline_unix_ms
+    prefill.computed()
+    async with asyncio.timeout(5):
+        while not prefill.ends:
+            await asyncio.sleep(0.005)
+    await turns()
+    assert prefill.ends == ["DeadlineExceeded"]
+    assert prefill.bootstrap.closed[0].cause == "decode did not offer its pages in 0.05 s"
+    prefill.assert_nothing_is_kept()
+
+
+async def test_pages_are_sent_with_checksums_where_decode_asks_for_them(prefill: Prefill) -> None:
+    pages = Pages(layout=LAYOUT, num_pages=100)
+    pages.fill(1)
+    prefill.engine.engine.kv_region = KvRegion(pages.address, 100, LAYOUT, "cpu")
+    prefill.transfer.aux, prefill.decode.aux = (AuxBuffer(8, max_checksums=16) for _ in range(2))
+    kv = replace(endpoint("decode-d"), aux_slot_bytes=prefill.decode.aux.slot_bytes)
+    prefill.registry.book.put("d", record("d", "1", kv=kv))
+    await prefill.ask(verify_kv=True)
+    await prefill.offer(num_cached_pages=1)
+    landed = prefill.decode.expect("boot/1")
+    prefill.computed()
+    await asyncio.wait_for(landed, 5)
+    sent = tuple(crc32(pages.memory[page].tobytes()) for page in PAGES[1:])
+    assert prefill.decode.aux.read(2).checksums == sent
+    await prefill.service.drained()
+
+
 async def test_a_deadline_that_has_passed_starts_nothing(prefill: Prefill) -> None:
     with pytest.raises(DeadlineExceeded):
         await prefill.ask(life_ms=-1)
@@ -299,6 +349,26 @@ async def test_an_offer_that_does_not_fit_is_refused_and_nothing_is_written(
     await prefill.offer()
     await turns()
     assert prefill.ends == [None]
+
+
+@pytest.mark.parametrize(("page_size", "num_pages"), [(2, 5), (8, 2), (16, 1)])
+async def test_an_offer_counts_decodes_pages_which_may_be_of_another_size(
+    prefill: Prefill, page_size: int, num_pages: int
+) -> None:
+    kv = endpoint("decode-d", layout=replace(LAYOUT, page_size=page_size))
+    prefill.registry.book.put("d", record("d", "1", kv=kv))
+    await prefill.ask()
+    prefill.computed()
+    pages = list(range(num_pages))
+    for wrong in ({"pages": [*pages, 99]}, {"pages": pages[1:]}, {"pages": pages, "num_cached_pages": num_pages + 1}):
+        with pytest.raises(TransferFailed):
+            await prefill.offer(**wrong)
+    await prefill.offer(pages=pages)
+    await turns()
+    assert prefill.ends == [None]
+    [pieces] = prefill.transfer.pieces
+    assert int(pieces.length.sum()) == 10 * LAYOUT.num_stripes * LAYOUT.row_bytes
+    assert prefill.decode.aux.read(2).num_pages == num_pages
 
 
 @pytest.mark.parametrize("error", [PromptTooLong("too long"), ZeroDivisionError("bug")])

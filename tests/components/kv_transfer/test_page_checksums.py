@@ -1,0 +1,160 @@
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from zlib import crc32
+
+import pytest
+
+from components.errors import KvCorrupt, Rejected, TransferFailed
+from components.kv_transfer.aux import AuxBuffer, AuxRecord
+from components.kv_transfer.backend import WriteStats
+from components.kv_transfer.checksum import PageChecksums, check_verifiable
+from components.kv_transfer.nixl_transfer import open_nixl
+from components.kv_transfer.receiver import Receiver, ReceiveState
+from components.kv_transfer.sender import Sender, SendState
+from components.wire.rooms import PagesOffered
+from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
+from tests.components.kv_transfer.nixl_peer import Pages
+from tests.components.kv_transfer.test_nixl_transfer import Peer, shared_peer, start_peer  # noqa: F401
+
+pytestmark = pytest.mark.anyio
+
+ROOM, STAMP = "boot/1", 77
+OURS, THEIRS = [10, 11, 12, 13, 14], [90, 80, 70, 60, 50]
+SLOT_BYTES = 128  # of a buffer with room for 16 checksums
+
+
+class Copying(FakeTransfer):
+    """Writes copy bytes between two pools."""
+
+    def __init__(self, pages: Pages, peer: "Copying | None" = None, room: int = 16) -> None:
+        super().__init__(aux=AuxBuffer(8, max_checksums=room), peer=peer)
+        self.pages = pages
+        self.damaged: set[int] = set()  # the peer's pages that change on their way
+
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+        stats = await super().write_pages(agent, source, target)
+        assert isinstance(self.peer, Copying)
+        for ours, theirs in zip(source, target, strict=True):
+            self.peer.pages.memory[theirs] = self.pages.memory[ours]
+            self.peer.pages.memory[theirs, 5] ^= theirs in self.damaged
+        return stats
+
+
+class Pair:
+    """Both ends of one transfer of five pages."""
+
+    def __init__(self, sends: bool = True, checks: bool = True, num_cached: int = 0, aux_slot_bytes: int = SLOT_BYTES):
+        mine, theirs = (Pages(layout=LAYOUT, num_pages=100) for _ in range(2))
+        mine.fill(1)
+        self.decode = Copying(theirs)
+        self.prefill = Copying(mine, peer=self.decode)
+        sending, checking = (PageChecksums(pages) if on else None for pages, on in ((mine, sends), (theirs, checks)))
+        self.receiver = Receiver(self.decode, "r", checking)
+        self.receiver.offer(ROOM)
+        self.sender = Sender(self.prefill, "r", num_tokens=18, checksums=sending)
+        offer = PagesOffered(
+            request_id="r",
+            room=ROOM,
+            decode_id="d",
+            decode_epoch="e",
+            pages=THEIRS,
+            num_cached_pages=num_cached,
+            aux_slot=self.receiver.slot,
+        )
+        self.sender.offered(offer, replace(endpoint(), aux_slot_bytes=aux_slot_bytes), STAMP)
+        self.sent = THEIRS[num_cached:]
+
+    async def run(self) -> AuxRecord:
+        sending = asyncio.create_task(self.sender.run())
+        self.sender.computed(OURS, 9)
+        await asyncio.sleep(0.01)
+        self.sender.completed(OURS, 42, 0)
+        await sending
+        return await asyncio.wait_for(self.receiver.landed(STAMP, 5, self.sent), 5)
+
+
+async def test_each_page_has_the_checksum_of_its_own_bytes() -> None:
+    pages = Pages()
+    pages.fill(3)
+    assert await PageChecksums(pages).of([5, 0, 63]) == [crc32(pages.memory[i].tobytes()) for i in (5, 0, 63)]
+
+
+def test_pages_that_are_not_in_main_memory_are_refused() -> None:
+    with pytest.raises(Rejected, match="these pages are on cuda:0"):
+        PageChecksums(Pages(device="cuda:0"))
+
+
+def test_pages_of_another_size_cannot_be_verified() -> None:
+    other = replace(endpoint(), layout=replace(LAYOUT, page_size=8))
+    with pytest.raises(Rejected, match=r"different sizes \(4 here, 8 there\)"):
+        check_verifiable(LAYOUT, other)
+    check_verifiable(LAYOUT, endpoint())
+
+
+@pytest.mark.parametrize("num_cached", [0, 2, 5])
+async def test_pages_that_arrive_as_they_were_sent_are_believed(num_cached: int) -> None:
+    pair = Pair(num_cached=num_cached)
+    record = await pair.run()
+    assert record.checksums == tuple(crc32(pair.prefill.pages.memory[p].tobytes()) for p in OURS[num_cached:])
+    assert pair.receiver.lifecycle.state is ReceiveState.DONE
+
+
+@pytest.mark.parametrize(("damaged", "told"), [({60}, "1 of 5 .*: 60$"), ({50, 90}, "2 of 5 .*: 90, 50$")])
+async def test_a_damaged_page_is_named_and_the_pages_stay_until_prefill_is_quiet(damaged: set[int], told: str) -> None:
+    pair = Pair()
+    pair.prefill.damaged = damaged
+    with pytest.raises(KvCorrupt, match=told):
+        await pair.run()
+    assert pair.receiver.lifecycle.state is ReceiveState.TRANSFERRING
+    assert pair.receiver.abandon() is True
+
+
+async def test_pages_that_decode_held_before_are_not_checked() -> None:
+    pair = Pair(num_cached=2)
+    pair.decode.pages.fill(9)
+    assert (await pair.run()).checksums is not None
+
+
+async def test_a_damaged_aux_slot_is_not_believed() -> None:
+    pair = Pair()
+    sending = asyncio.create_task(pair.sender.run())
+    pair.sender.completed(OURS, 42, 0)
+    await sending
+    pair.decode.aux._heads[pair.receiver.slot]["first_token"] = 43
+    with pytest.raises(KvCorrupt, match="the aux slot did not arrive"):
+        await pair.receiver.landed(STAMP, 5, pair.sent)
+
+
+async def test_a_prefill_that_sends_no_checksums_is_not_believed_where_they_are_wanted() -> None:
+    with pytest.raises(TransferFailed, match="prefill sent no checksums"):
+        await Pair(sends=False).run()
+    assert (await Pair(sends=False, checks=False).run()).checksums is None
+
+
+async def test_without_room_for_the_checksums_nothing_is_sent() -> None:
+    pair = Pair(aux_slot_bytes=64)
+    pair.sender.completed(OURS, 42, 0)
+    with pytest.raises(TransferFailed, match="5 pages, but aux slots hold 0 checksums"):
+        await pair.sender.run()
+    assert not pair.prefill.writes
+    assert pair.sender.lifecycle.state is SendState.FAILED
+
+
+@pytest.mark.parametrize("room", [0, 40, 200])
+async def test_slots_of_different_lengths_carry_what_both_have_room_for(room: int, shared_peer: Peer) -> None:  # noqa: F811
+    """The peer's slots have room for 64 checksums."""
+    record = AuxRecord(9, 3, 42, 1, tuple(range(100, 100 + min(room, 64))) if room else None)
+    async with open_nixl(Pages(), f"prefill-{room}", max_request_pages=room) as transfer:
+        await transfer.connect(shared_peer.endpoint)
+        for slot in (0, 3):  # another place for another slot, on both sides
+            shared_peer.say(f"expect {room}-{slot}")
+            transfer.aux.write(transfer.aux.num_slots - 1 - slot, record)
+            await transfer.write_aux(
+                shared_peer.endpoint.agent, transfer.aux.num_slots - 1 - slot, slot, f"{room}-{slot}"
+            )
+            landed = json.loads(shared_peer.read())["aux"][slot]
+            assert landed["stamp"] == 9
+            assert landed["intact"]
+            assert tuple(landed["checksums"] or ()) == (record.checksums or ())

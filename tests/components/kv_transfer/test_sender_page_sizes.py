@@ -1,0 +1,104 @@
+"""Prefill and decode with pages of different sizes: what the sender has written must be what decode's pages need."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.sender import Sender
+from components.wire.rooms import PagesOffered
+from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
+from tests.components.kv_transfer.pools import LAYOUT, NUM_TOKENS, block_table, brute_force, copied, pool
+
+pytestmark = pytest.mark.anyio
+
+ROOM, STAMP = "boot/1", 77
+PAIRS = [(16, 64), (64, 16), (128, 16), (16, 128), (32, 64), (128, 64)]
+CHUNKS = (50, 100, 150, 170, 250)  # none ends with a page of any size
+
+
+async def turns(count: int = 10) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def send(
+    ours: int, theirs: int, cached_pages: int, chunks: tuple[int, ...], num_tokens: int = NUM_TOKENS
+) -> tuple[FakeTransfer, FakeTransfer]:
+    """One prompt from prefill to decode: both ends after it, prefill's with the pieces that it wrote."""
+    here, there = replace(LAYOUT, page_size=ours), replace(LAYOUT, page_size=theirs)
+    decode = FakeTransfer(endpoint("decode-d", layout=there))
+    prefill = FakeTransfer(endpoint("prefill-p", layout=here), peer=decode)
+    sender = Sender(prefill, "r", num_tokens)
+    task = asyncio.create_task(sender.run())
+    pages = block_table(there, seed=2, num_tokens=num_tokens)
+    offer = PagesOffered(
+        request_id="r",
+        room=ROOM,
+        decode_id="d",
+        decode_epoch="e",
+        pages=pages,
+        num_cached_pages=cached_pages,
+        aux_slot=3,
+    )
+    sender.offered(offer, decode.endpoint, STAMP)
+    table = block_table(here, seed=1, num_tokens=num_tokens)
+    for num_computed in chunks:
+        sender.computed(table, num_computed)
+        await turns()
+    sender.completed(table, first_token=42, num_cached_tokens=0)
+    await task
+    assert not prefill.writes
+    assert sender.num_bytes == sum(int(p.length.sum()) for p in prefill.pieces)
+    return prefill, decode
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize("chunks", [(), CHUNKS, (16, 16, 48, 64, 299)], ids=str)
+@pytest.mark.parametrize("cached_pages", [0, 1, 2])
+async def test_every_token_that_decode_lacks_lands_and_nothing_else_is_touched(
+    ours: int, theirs: int, chunks: tuple[int, ...], cached_pages: int
+) -> None:
+    """Of the last page only the prompt's own rows; of prefill's pages only what decode's cached prefix leaves."""
+    prefill, decode = await send(ours, theirs, cached_pages, chunks)
+    here, there = replace(LAYOUT, page_size=ours), replace(LAYOUT, page_size=theirs)
+    source, target = pool(here, seed=3), pool(there, seed=4)
+    table, pages = block_table(here, seed=1), block_table(there, seed=2)
+    expected = brute_force(range(cached_pages * theirs, NUM_TOKENS), source, table, target, pages)
+    for pieces in prefill.pieces:
+        target = copied(pieces, source, target)
+    np.testing.assert_array_equal(target, expected)
+    assert decode.aux.read(3) == AuxRecord(STAMP, len(pages), 42, 0)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+async def test_chunks_cost_no_pieces_more_than_one_write(ours: int, theirs: int) -> None:
+    """What leaves after a chunk ends with a page of the smaller size: no stripe of one is sent in two parts."""
+    in_chunks, _ = await send(ours, theirs, 0, CHUNKS)
+    at_once, _ = await send(ours, theirs, 0, ())
+    assert len(in_chunks.pieces) > len(at_once.pieces) == 1
+    assert sum(map(len, in_chunks.pieces)) == len(at_once.pieces[0])
+
+
+async def test_a_chunk_leaves_before_the_larger_page_is_full() -> None:
+    """Of 100 tokens, 96: six pages of 16, though decode's page of 128 is not whole."""
+    prefill, _ = await send(16, 128, 0, (100,))
+    first, last = prefill.pieces
+    row = LAYOUT.num_stripes * LAYOUT.row_bytes
+    assert int(first.length.sum()) == 96 * row
+    assert int(last.length.sum()) == (NUM_TOKENS - 96) * row
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 128, 129])
+async def test_the_aux_slot_names_as_many_pages_as_decode_offered(ours: int, theirs: int, num_tokens: int) -> None:
+    _, decode = await send(ours, theirs, 0, (), num_tokens)
+    assert decode.aux.read(3).num_pages == -(-num_tokens // theirs)
+
+
+async def test_nothing_is_written_when_decode_has_it_all() -> None:
+    prefill, decode = await send(128, 16, 19, ())
+    assert not prefill.pieces
+    assert decode.aux.read(3).stamp == STAMP

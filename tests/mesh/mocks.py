@@ -1,0 +1,55 @@
+"""What tests over mock engines share: a shape and settings, prompts, and the tokens that are right."""
+
+import random
+from pathlib import Path
+from typing import Final
+
+from engine.config import EngineConfig
+from engine.mock.build import build_engine
+from engine.mock.config import MockConfig
+from engine.ports import EngineRequest, SamplingParams
+from tests.mesh.harness import Client
+
+MODEL: Final = "mock"
+MAX_TOKENS: Final = 24
+GREEDY: Final = SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True)
+SHAPE: Final = {"LAYERS": "4", "KV_HEADS": "2", "HEAD_DIM": "16"}  # 8 KiB a page
+MOCK_ENV: Final = {
+    "MESH_ENGINE__NUM_PAGES": "2048",
+    "MESH_ENGINE__MAX_STEP_TOKENS": "128",
+    "MESH_ENGINE__MOCK__SPEEDUP": "inf",
+    "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+    "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
+    "MESH_LEASE_TTL_S": "3",
+    **{f"MESH_ENGINE__MOCK__{name}": value for name, value in SHAPE.items()},
+}
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    """Of all lengths; every third begins like the one before it."""
+    draw = random.Random(3)
+    prompts: list[list[int]] = []
+    for i in range(count):
+        shared = prompts[-1][: draw.randrange(len(prompts[-1]))] if i % 3 == 2 else []
+        prompts.append(shared + [draw.randrange(256) for _ in range(draw.randrange(1, 400))])
+    return prompts
+
+
+def one_engine(home: Path, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    """What one engine in this process makes of the prompts."""
+    shape = {name.lower(): int(value) for name, value in SHAPE.items()}
+    engine = build_engine(MODEL, EngineConfig(num_pages=4096, mock=MockConfig(speedup=float("inf"), **shape)), home)
+    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        engine.submit(EngineRequest(str(i), prompt, sampling))
+    while engine.has_work():
+        for tokens in engine.step().tokens:
+            answers[tokens.request_id] += tokens.token_ids
+    return list(answers.values())
+
+
+async def no_page_is_lost(client: Client) -> None:
+    """When all is quiet, every page is free or cached."""
+    for beat in await client.until_quiet():
+        assert beat.free_pages + beat.cached_pages == beat.total_pages
+        assert (beat.held_pages, beat.num_held, beat.num_reserved) == (0, 0, 0)

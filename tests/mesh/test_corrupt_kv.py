@@ -1,0 +1,89 @@
+"""What becomes of KV that changes on its way: real processes, real NIXL, and a decode whose pool is damaged behind its back."""
+
+import asyncio
+import random
+
+import httpx
+import pytest
+
+from tests.mesh.harness import Client, MeshProcesses, Worker, open_client
+from tests.mesh.test_mock_mesh import MODEL, mock_mesh  # noqa: F401
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+
+DAMAGED = "tests.mesh.corrupting_decode"
+draw = random.Random(5)
+PROMPTS = [[draw.randrange(256) for _ in range(draw.randrange(40, 300))] for _ in range(16)]
+
+
+async def _answers(client: Client, salt: str = "") -> list[list[int]]:
+    return list(await asyncio.gather(*(client.generate(p, 12, model=MODEL, salt=salt) for p in PROMPTS)))
+
+
+def _metric(url: str | None, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
+
+
+def _ask(mesh: MeshProcesses, decode: Worker) -> tuple[list[list[int]], float, float]:
+    """What this decode makes of the prompts, how many transfers it found corrupt, how many prompts it computed itself."""
+
+    async def run() -> tuple[list[list[int]], float, float]:
+        async with open_client(mesh, MODEL) as client:
+            await client.until_usable("prefill")
+            answers = await _answers(client)
+            for beat in await client.until_quiet():
+                assert beat.free_pages + beat.cached_pages == beat.total_pages
+            [record] = client.decodes.usable()
+            assert record.pid == decode.popen.pid
+            corrupt = _metric(record.http, "kv_transfers_corrupt_total")
+            return answers, corrupt, _metric(record.http, "prompt_recomputes_total")
+
+    result = asyncio.run(run())
+    decode.popen.terminate()  # the next one must not find it in etcd
+    decode.popen.wait(20)
+    return result
+
+
+def test_damaged_pages_change_the_text_unless_they_are_verified(mock_mesh: MeshProcesses) -> None:  # noqa: F811
+    verified = {"MESH_VERIFY_KV": "true"}  # a name for the whole mesh; decode alone needs it
+    count = len(PROMPTS)
+    mock_mesh.start("bootstrap", "prefill", **verified)
+    right, corrupt, recomputed = _ask(mock_mesh, mock_mesh.start_one("decode", **verified))
+    assert (corrupt, recomputed) == (0, 0)
+    mock_mesh.modules["decode"] = DAMAGED
+    wrong, corrupt, recomputed = _ask(mock_mesh, mock_mesh.start_one("decode", DAMAGE="mark"))
+    assert (corrupt, recomputed) == (0, 0)
+    assert all(a != b for a, b in zip(right, wrong, strict=True)), "the damage does not show: this would prove nothing"
+    for damage in ("mark", "bit"):
+        decode = mock_mesh.start_one("decode", DAMAGE=damage, MESH_DECODE_VERIFY_KV="true")
+        assert _ask(mock_mesh, decode) == (right, count, count)
+        assert decode.logged().count("pages did not arrive as prefill sent them") == count
+
+
+def test_where_failures_are_asked_for_damage_is_a_502_that_says_so_and_no_other_decode_is_tried(
+    mock_mesh: MeshProcesses,  # noqa: F811
+) -> None:
+    verified = {"MESH_DECODE_VERIFY_KV": "true", "MESH_DECODE_ON_TRANSFER_FAILURE": "fail", "DAMAGE": "bit"}
+    mock_mesh.modules["decode"] = DAMAGED
+    *_, frontend = mock_mesh.start("bootstrap", "prefill", "decode", "decode", "frontend", **verified)
+    body = {"model": MODEL, "max_tokens": 5, "ignore_eos": True}
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client, httpx.AsyncClient(base_url=frontend.url) as http:
+            await client.until_usable("prefill")
+            await client.until_usable("decode", 2)
+            for count, stream in enumerate([False, True, False], start=1):
+                answer = await http.post("/v1/completions", json={**body, "prompt": "abc " * 50, "stream": stream})
+                assert answer.status_code == 502
+                error = answer.json()["error"]
+                assert error["code"] == "kv_transfer_failed"
+                assert error["message"].startswith(
+                    "The prompt's KV did not come from its prefill instance: it did not arrive as it was sent."
+                )
+                failures = [_metric(r.http, "kv_transfer_failures_total") for r in client.decodes.usable()]
+                assert sum(failures) == count, "each request failed once, on one decode"
+            for beat in await client.until_quiet():
+                assert beat.free_pages + beat.cached_pages == beat.total_pages
+
+    asyncio.run(run())

@@ -1,0 +1,54 @@
+"""`--on-transfer-failure fail` when a prefill instance is killed: one clear error, and nobody else notices."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+
+from tests.mesh.harness import MeshProcesses, open_client
+from tests.mesh.test_mock_mesh import MODEL, mock_mesh  # noqa: F401
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+
+COSTLESS = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
+
+
+def test_a_killed_prefill_fails_its_requests_with_a_502_and_no_stream_that_has_begun(
+    mock_mesh: MeshProcesses,  # noqa: F811
+) -> None:
+    paced = {**COSTLESS, "MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
+    mock_mesh.start("bootstrap")
+    frontend = mock_mesh.start_one("frontend")
+    mock_mesh.start_one("decode", MESH_DECODE_ON_TRANSFER_FAILURE="fail", **paced)
+    slow = {**paced, "MESH_ENGINE__MOCK__STEP_S": "0", "MESH_ENGINE__MOCK__PROMPT_TOKEN_S": "0.02"}
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client, httpx.AsyncClient(base_url=frontend.url) as http:
+            prefill = await asyncio.to_thread(mock_mesh.start_one, "prefill", **slow)
+            await client.until_usable("prefill")
+            begun = asyncio.create_task(client.generate([5] * 20, 600, model=MODEL))
+            async with asyncio.timeout(10):
+                while not any(
+                    b.num_running
+                    for b in [client.decodes.last_heartbeat(r.instance_id) for r in client.decodes.usable()]
+                    if b
+                ):
+                    await asyncio.sleep(0.02)
+            body = {"model": MODEL, "prompt": "a" * 200, "max_tokens": 5}
+            asked = [asyncio.create_task(http.post("/v1/completions", json=body, timeout=30)) for _ in range(3)]
+            await asyncio.sleep(0.5)
+            prefill.kill()
+            killed = time.monotonic()
+            for answer in await asyncio.gather(*asked):
+                assert answer.status_code == 502
+                error = answer.json()["error"]
+                assert (error["type"], error["code"]) == ("server_error", "kv_transfer_failed")
+                assert "did not come from its prefill instance: the instance was lost." in error["message"]
+            assert time.monotonic() - killed < 10, "silence is noticed in two seconds"
+            assert not begun.done()
+            assert len(await begun) == 600
+            for beat in await client.until_quiet():
+                assert beat.free_pages + beat.cached_pages == beat.total_pages
+
+    asyncio.run(run())

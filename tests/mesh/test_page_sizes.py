@@ -1,0 +1,64 @@
+"""Meshes whose prefill and decode instances cut their KV into pages of different sizes, with a model that computes it."""
+
+import asyncio
+import random
+from itertools import pairwise
+from typing import Final
+
+import httpx
+import pytest
+
+from tests.mesh.harness import Client, MeshProcesses, open_client
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+
+MODEL: Final = "tiny"
+MAX_TOKENS: Final = 12
+
+
+def _prompts() -> list[list[int]]:
+    """36 of up to 600 tokens: families that begin alike for a length around pages of each size, or in the middle of one."""
+    draw = random.Random(4)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, 512) for _ in range(count)]
+
+    families = [tokens(length) for length in (16, 48, 64, 100, 128, 129, 200, 256, 400)]
+    return [begin + tokens(draw.randrange(1, 200)) for begin in families for _ in range(4)]
+
+
+async def _ask(client: Client, prompts: list[list[int]], salt: str) -> list[list[int]]:
+    places = asyncio.Semaphore(4)
+
+    async def one(prompt: list[int]) -> list[int]:
+        async with places:
+            return await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt)
+
+    return list(await asyncio.gather(*(one(p) for p in prompts)))
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (128, 16)])
+def test_tokens_are_those_of_aggregated_serving(tiny_mesh: MeshProcesses, prefill: int, decode: int) -> None:
+    """The second round finds all prompts in decode's prefix cache but for their last pages, and those move."""
+    prompts = _prompts()
+    assert any(a[:100] == b[:100] for a, b in pairwise(prompts))
+
+    async def run() -> None:
+        async with open_client(tiny_mesh, MODEL) as client:
+            expected = await _ask(client, prompts, "aggregated")
+            await asyncio.to_thread(tiny_mesh.start, "prefill", MESH_ENGINE__PAGE_SIZE=str(prefill))
+            await client.until_usable("prefill")
+            assert await _ask(client, prompts, "disaggregated") == expected
+            assert await _ask(client, prompts, "disaggregated") == expected
+            for beat in await client.until_quiet():
+                assert beat.free_pages + beat.cached_pages == beat.total_pages
+            [worker] = client.prefills.usable()
+            assert worker.kv is not None
+            assert worker.kv.layout.page_size == prefill
+            assert worker.http is not None
+            assert f"\nkv_transfer_seconds_count {2 * len(prompts)}.0\n" in httpx.get(f"{worker.http}/metrics").text
+        assert "computing the prompt here" not in tiny_mesh.one("decode").logged()
+        assert "prefill instance not used" not in tiny_mesh.one("decode").logged()
+
+    tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE=str(decode), MESH_ENGINE__MAX_STEP_TOKENS="100")
+    asyncio.run(run())
