@@ -41,7 +41,6 @@ class Do(StrEnum):
     KILL = auto()  # for good; another instance starts later
     STOP = auto()  # SIGSTOP, and SIGCONT after `amount` seconds
     LEASE = auto()  # etcd drops its lease
-    BEHIND = auto()  # its mirror of etcd is `amount` seconds late
     DRAIN = auto()  # it is asked to leave; another instance starts later
     NATS_AWAY = auto()  # for `amount` seconds
     ETCD_AWAY = auto()  # for `amount` seconds

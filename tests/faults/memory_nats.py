@@ -18,6 +18,7 @@ from nats.aio.msg import Msg
 from tests.faults.virtual_loop import Process, current_process
 
 LATENCY_S: Final = 0.0002
+NEXT_S: Final = 1e-7  # later than the message before: timers of one moment have no order
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class MemoryNats:
         for copy in copies:
             subject = sent.reply if copy.to_sender else sent.subject
             arrival = loop.time() + outage_s + copy.delay_s + LATENCY_S * (1 + self._random.random())
-            arrival = max(arrival, self._last.get((sent.sender.name, subject), 0.0))
+            arrival = max(arrival, self._last.get((sent.sender.name, subject), 0.0) + NEXT_S)
             self._last[sent.sender.name, subject] = arrival
             reply = "" if copy.to_sender else sent.reply
             loop.call_at(arrival, self._arrive, subject, reply, copy.data, sent.headers, context=self._context)

@@ -199,8 +199,6 @@ class MeshRun:
                 if lease is None:
                     return False
                 self._cluster.etcd.lose(lease)
-            case Do.BEHIND:
-                node.registry.behind_s = fault.amount
             case Do.DRAIN:
                 node.leave.set()
                 self._restart(node.role)

@@ -223,6 +223,7 @@ class Decode(Worker):
             metrics=WorkerMetrics(),
             model=MODEL,
             max_local_prefill=16,
+            on_transfer_failure="recompute",
             local_prefill_on_queue=False,  # it goes by how long steps really took
         )
         record = self._record(self.transfer.endpoint, self.engine.engine.max_context)

@@ -9,8 +9,8 @@ from components.kv_transfer.sender import SendState
 from services.bootstrap.rooms import RoomState
 from services.decode.streams import DecodeState
 from services.prefill.jobs import PrefillState
-from tests.faults.faults import Fault
-from tests.faults.mesh_run import check
+from tests.faults.faults import Do, Fault
+from tests.faults.mesh_run import Outcome, check
 from tests.faults.schedules import Schedule, mixture, of_messages, of_states, of_writes
 
 SAME_MOMENT = {"receive transferring", "send done"}  # as decode transfer, as prefill done
@@ -23,17 +23,19 @@ def _named(schedule: Schedule) -> str:
     return " then ".join(str(fault) for fault in schedule)
 
 
-def _all_fire(home: Path, schedule: Schedule) -> None:
+def _all_fire(home: Path, schedule: Schedule) -> Outcome:
     seed = sum(map(ord, _named(schedule)))
     queues = any(fault.at == "prefill waiting" for fault in schedule)
-    assert set(check(home, seed, schedule, **(QUEUES if queues else {})).fired) == set(schedule), (
-        f"seed {seed}: not all of {_named(schedule)}"
-    )
+    outcome = check(home, seed, schedule, **(QUEUES if queues else {}))
+    assert set(outcome.fired) == set(schedule), f"seed {seed}: not all of {_named(schedule)}"
+    return outcome
 
 
 @pytest.mark.parametrize("schedule", [*of_messages()], ids=_named)
 def test_a_message_goes_wrong(tmp_path: Path, schedule: list[Fault]) -> None:
-    _all_fire(tmp_path, schedule)
+    outcome = _all_fire(tmp_path, schedule)
+    if schedule[-1].do is Do.DUPLICATE:
+        assert not any(client.error for client in outcome.clients), "whoever hears a thing twice does it once"
 
 
 @pytest.mark.parametrize("schedule", [*of_writes()], ids=_named)
