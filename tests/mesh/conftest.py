@@ -11,6 +11,7 @@ import pytest
 from engine.model.resolve import model_dir
 from tests.components.text.tiny_model import tiny_tokenizer
 from tests.mesh.harness import MeshProcesses
+from tests.mesh.mocks import MOCK_ENV
 
 MODEL: Final = "smollm2-135m"
 
@@ -90,4 +91,11 @@ def tiny_mesh(
         "MESH_LEASE_TTL_S": "3",
     }
     with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(tiny_model), env) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def mock_mesh(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> Iterator[MeshProcesses]:
+    """An empty mesh whose workers compute at once."""
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, "mock", MOCK_ENV) as mesh:
         yield mesh

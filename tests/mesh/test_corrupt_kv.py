@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.mesh.harness import Client, MeshProcesses, Worker, open_client
-from tests.mesh.test_mock_mesh import MODEL, mock_mesh  # noqa: F401
+from tests.mesh.mocks import MODEL
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -45,7 +45,7 @@ def _ask(mesh: MeshProcesses, decode: Worker) -> tuple[list[list[int]], float, f
     return result
 
 
-def test_damaged_pages_change_the_text_unless_they_are_verified(mock_mesh: MeshProcesses) -> None:  # noqa: F811
+def test_damaged_pages_change_the_text_unless_they_are_verified(mock_mesh: MeshProcesses) -> None:
     verified = {"MESH_VERIFY_KV": "true"}  # a name for the whole mesh; decode alone needs it
     count = len(PROMPTS)
     mock_mesh.start("bootstrap", "prefill", **verified)
@@ -62,7 +62,7 @@ def test_damaged_pages_change_the_text_unless_they_are_verified(mock_mesh: MeshP
 
 
 def test_where_failures_are_asked_for_damage_is_a_502_that_says_so_and_no_other_decode_is_tried(
-    mock_mesh: MeshProcesses,  # noqa: F811
+    mock_mesh: MeshProcesses,
 ) -> None:
     verified = {"MESH_DECODE_VERIFY_KV": "true", "MESH_DECODE_ON_TRANSFER_FAILURE": "fail", "DAMAGE": "bit"}
     mock_mesh.modules["decode"] = DAMAGED

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.mesh.harness import MeshProcesses, open_client
-from tests.mesh.test_mock_mesh import MODEL, mock_mesh  # noqa: F401
+from tests.mesh.mocks import MODEL
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -15,7 +15,7 @@ COSTLESS = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_
 
 
 def test_a_killed_prefill_fails_its_requests_with_a_502_and_no_stream_that_has_begun(
-    mock_mesh: MeshProcesses,  # noqa: F811
+    mock_mesh: MeshProcesses,
 ) -> None:
     paced = {**COSTLESS, "MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
     mock_mesh.start("bootstrap")

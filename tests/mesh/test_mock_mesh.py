@@ -6,7 +6,6 @@ gives other tokens than the same prompt gives on an engine of its own.
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,16 +13,9 @@ import pytest
 
 from engine.ports import SamplingParams
 from tests.mesh.harness import Client, MeshProcesses, open_client
-from tests.mesh.mocks import MAX_TOKENS, MOCK_ENV, MODEL, no_page_is_lost, one_engine, random_prompts
+from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-def mock_mesh(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> Iterator[MeshProcesses]:
-    """An empty mesh whose workers compute at once."""
-    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, MODEL, MOCK_ENV) as mesh:
-        yield mesh
 
 
 async def _ask(client: Client, prompts: list[list[int]], salt: str, in_flight: int = 32) -> list[list[int]]:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.mesh.harness import Client, MeshProcesses, open_client
-from tests.mesh.test_mock_mesh import MODEL, mock_mesh  # noqa: F401
+from tests.mesh.mocks import MODEL
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -19,7 +19,7 @@ async def _no_page_is_lost(client: Client) -> None:
 
 
 def test_a_prompt_for_which_decode_has_no_pages_in_time_is_given_up_by_prefill_and_decode_hears(
-    mock_mesh: MeshProcesses,  # noqa: F811
+    mock_mesh: MeshProcesses,
 ) -> None:
     """A stream of decode holds nearly all of its pages for about four seconds."""
     paced = {**COSTLESS, "MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
@@ -45,7 +45,7 @@ def test_a_prompt_for_which_decode_has_no_pages_in_time_is_given_up_by_prefill_a
     asyncio.run(run())
 
 
-def test_a_transfer_that_takes_too_long_is_given_up(mock_mesh: MeshProcesses) -> None:  # noqa: F811
+def test_a_transfer_that_takes_too_long_is_given_up(mock_mesh: MeshProcesses) -> None:
     """Prefill would need four seconds for this prompt, decode none."""
     slow = {**COSTLESS, "MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__PROMPT_TOKEN_S": "0.04"}
 

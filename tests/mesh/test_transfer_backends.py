@@ -11,9 +11,7 @@ from components.kv_transfer.choose import kv_opener
 from components.telemetry.trace_store import TraceStore
 from engine.ports import SamplingParams
 from tests.mesh.harness import MeshProcesses, open_client
-from tests.mesh.test_mock_mesh import MAX_TOKENS, MODEL, _no_page_is_lost, _one_engine, _prompts, mock_mesh
-
-__all__ = ["mock_mesh"]
+from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -25,7 +23,7 @@ def _answers(mesh: MeshProcesses, prompts: list[list[int]], max_tokens: int = MA
         async with open_client(mesh, MODEL) as client:
             await client.until_usable("prefill")
             answers = list(await asyncio.gather(*(client.generate(p, max_tokens, model=MODEL) for p in prompts)))
-            await _no_page_is_lost(client)
+            await no_page_is_lost(client)
         return answers
 
     return asyncio.run(run())
@@ -43,8 +41,8 @@ def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses) -> None:
         kv_opener("mooncake")
     except BackendUnavailable as exc:
         pytest.skip(exc.message)
-    prompts = _prompts(100)
-    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+    prompts = random_prompts(100)
+    expected = one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="mooncake")
     assert _answers(mock_mesh, prompts) == expected
     assert RECOMPUTED not in mock_mesh.one("decode").logged()
@@ -52,8 +50,8 @@ def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses) -> None:
 
 
 def test_fake_runs_the_whole_protocol_moves_nothing_and_says_so(mock_mesh: MeshProcesses) -> None:
-    prompts = _prompts(20)
-    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(1, temperature=0, ignore_eos=True))
+    prompts = random_prompts(20)
+    expected = one_engine(mock_mesh.home, prompts, SamplingParams(1, temperature=0, ignore_eos=True))
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="fake")
     assert _answers(mock_mesh, prompts, 1) == expected, "the first token is prefill's"
     assert RECOMPUTED not in mock_mesh.one("decode").logged()
@@ -68,8 +66,8 @@ def test_fake_runs_the_whole_protocol_moves_nothing_and_says_so(mock_mesh: MeshP
 
 
 def test_two_backends_do_not_try_each_other_and_decode_computes_the_prompts(mock_mesh: MeshProcesses) -> None:
-    prompts = _prompts(10)
-    expected = _one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+    prompts = random_prompts(10)
+    expected = one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_PREFILL_KV_TRANSFER="fake")
     assert _answers(mock_mesh, prompts) == expected
     logged = mock_mesh.one("decode").logged()

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -110,7 +110,7 @@ async def test_pages_stand_there_and_no_other_has_changed_when_the_notification_
     else:
         assert stats.num_bytes == 0
     assert landed["pages"] == expected
-    assert landed["aux"][2] == {"stamp": 7 + count, "num_pages": count, "first_token": -42, "num_cached_tokens": 3}
+    assert landed["aux"][2] == asdict(AuxRecord(7 + count, count, -42, 3))
 
 
 async def test_a_notification_is_for_exactly_its_room_however_late_it_comes(
