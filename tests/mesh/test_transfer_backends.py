@@ -36,14 +36,16 @@ def _spans(mesh: MeshProcesses, name: str, count: int) -> list[dict[str, Any]]:
     return [dict(span.attributes) for span in spans if span.name == name]
 
 
-def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses) -> None:
+@pytest.mark.parametrize("page_size", [16, 64])  # of prefill; decode's is 16
+def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses, page_size: int) -> None:
     try:
         kv_opener("mooncake")
     except BackendUnavailable as exc:
         pytest.skip(exc.message)
     prompts = random_prompts(100)
     expected = one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
-    mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="mooncake")
+    sizes = {"MESH_PREFILL_ENGINE__PAGE_SIZE": str(page_size)}
+    mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="mooncake", **sizes)
     assert _answers(mock_mesh, prompts) == expected
     assert RECOMPUTED not in mock_mesh.one("decode").logged()
     assert {s["kvmesh.transfer.backend"] for s in _spans(mock_mesh, "prefill.transfer", 100)} == {"mooncake"}
