@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from typing import Any, Final, TypeVar
 
+from components.errors import DeadlineExceeded
+
 T = TypeVar("T")
 
 CANCEL_AGAIN_S: Final = 0.05
@@ -43,6 +45,18 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
         error = failed.exceptions[-1]  # the body's own stands last
     if error is not None:
         raise error
+
+
+@contextlib.asynccontextmanager
+async def time_limit(seconds: float | None, late: str) -> AsyncIterator[None]:
+    """Raises: DeadlineExceeded, "`late` <seconds> s", when the body is not over by then; its own TimeoutErrors as they are."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as exc:
+        if limit.expired():
+            raise DeadlineExceeded(f"{late} {seconds:g} s") from exc
+        raise
 
 
 async def ended(task: asyncio.Future[Any], *, stop: bool = False) -> None:

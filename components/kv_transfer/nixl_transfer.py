@@ -8,8 +8,6 @@ import asyncio
 import base64
 import contextlib
 import logging
-import queue
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -17,11 +15,12 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from components.errors import BackendUnavailable, MeshError, TransferFailed
+from components.errors import BackendUnavailable, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
+from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
 from components.wire.instances import KvEndpoint
 
@@ -57,12 +56,11 @@ class NixlTransfer:
         self._name = agent_name
         self._backend = backend
         self._loop = asyncio.get_running_loop()
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
         self._expected: dict[str, asyncio.Future[None]] = {}  # both threads; each access is one atomic operation
         self._failed: list[_Write] = []  # failed, but NIXL would not release the handle yet: something may be in flight
-        self._thread = threading.Thread(target=self._run, name="nixl")
+        self._thread = OwnThread("NIXL", self._poll)
         self._endpoint: KvEndpoint | None = None
 
     @property
@@ -74,22 +72,21 @@ class NixlTransfer:
     async def start(self) -> None:
         """Create the agent and register the pool, on the thread that will own them."""
         self._thread.start()
-        self._endpoint = await self._ask(self._create_agent)
+        self._endpoint = await self._thread.ask(self._create_agent)
 
     async def stop(self) -> None:
         """End the thread; writes in flight are awaited by nobody any more."""
-        self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await self._thread.stop()
 
     async def connect(self, peer: KvEndpoint) -> None:
         """Set up once what writing to `peer` needs."""
         check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
-        await self._ask(lambda: self._connect(peer))
+        await self._thread.ask(lambda: self._connect(peer))
 
     async def disconnect(self, agent: str) -> None:
         """Forget a peer that is gone."""
-        await self._ask(lambda: self._disconnect(agent))
+        await self._thread.ask(lambda: self._disconnect(agent))
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
         """Copy pages; returns when they have landed."""
@@ -117,47 +114,16 @@ class NixlTransfer:
         future: asyncio.Future[None] = self._loop.create_future()
         self._expected[notification] = future
         future.add_done_callback(lambda _: self._expected.pop(notification, None))
-        self._commands.put(_nothing)  # the thread may be asleep
+        self._thread.post(_nothing)  # the thread may be asleep
         return future
-
-    async def _ask(self, work: Callable[[], T]) -> T:
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._commands.put(lambda: self._work(work, future))
-        return await future
-
-    def _work(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
-        try:
-            result = work()
-        except MeshError as exc:
-            self._settle(future, error=exc)
-        except Exception as exc:  # noqa: BLE001  NIXL's own errors have no common base
-            self._settle(future, error=TransferFailed(f"NIXL: {exc or type(exc).__name__}"))
-        else:
-            self._settle(future, result)
 
     async def _write(self, make: Callable[[_Peer], Any], agent: str) -> WriteStats:
         done: asyncio.Future[WriteStats] = self._loop.create_future()
-        self._commands.put(lambda: self._post(make, agent, done))
+        self._thread.post(lambda: self._post(make, agent, done))
         # A cancelled caller must still learn when the last byte has left: the pages are not free before.
         return await asyncio.shield(done)
 
     # Below: on the thread.
-
-    def _run(self) -> None:
-        while True:
-            try:
-                command = self._commands.get(timeout=self._patience())
-            except queue.Empty:
-                command = _nothing
-            if command is None:
-                return
-            command()
-            self._poll()
-
-    def _patience(self) -> float | None:
-        if self._writes or self._failed:
-            return POLL_WRITES_S
-        return POLL_NOTIFICATIONS_S if self._expected else None
 
     def _create_agent(self) -> KvEndpoint:
         config = nixl_agent_config(
@@ -233,7 +199,7 @@ class NixlTransfer:
             self._agent.remove_remote_agent(agent)  # writes in flight to it fail with the next poll
         for write in [w for w in self._failed if w.agent == agent]:
             self._failed.remove(write)
-            self._settle(write.done, error=TransferFailed(f"{agent} is gone"))
+            self._thread.settle(write.done, error=TransferFailed(f"{agent} is gone"))
 
     def _post(
         self,
@@ -243,12 +209,14 @@ class NixlTransfer:
     ) -> None:
         peer = self._peers.get(agent)
         if peer is None:
-            self._settle(done, error=TransferFailed(f"no connection to {agent}"))
+            self._thread.settle(done, error=TransferFailed(f"no connection to {agent}"))
             return
         try:
             handle = make(peer)
         except Exception as exc:  # noqa: BLE001  NIXL's own errors have no common base
-            self._settle(done, error=TransferFailed(f"NIXL refused the write to {agent}: {exc or type(exc).__name__}"))
+            self._thread.settle(
+                done, error=TransferFailed(f"NIXL refused the write to {agent}: {exc or type(exc).__name__}")
+            )
             return
         write = _Write(agent, handle, done)
         try:
@@ -259,14 +227,21 @@ class NixlTransfer:
         if not self._finished(write, state):
             self._writes.append(write)
 
-    def _poll(self) -> None:
+    def _poll(self) -> float | None:
+        """Settle what is over; seconds until the next look, None while nothing is in flight or expected."""
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
         if self._expected:
             for text in self._notifications():
                 future = self._expected.pop(text, None)
                 if future is not None:
-                    self._settle(future, None)
+                    self._thread.settle(future, None)
+        return self._patience()
+
+    def _patience(self) -> float | None:
+        if self._writes or self._failed:
+            return POLL_WRITES_S
+        return POLL_NOTIFICATIONS_S if self._expected else None
 
     def _notifications(self) -> list[str]:
         try:
@@ -288,7 +263,7 @@ class NixlTransfer:
         if state == "PROC":
             return False
         if state == "DONE":
-            self._settle(write.done, self._stats(write.handle))
+            self._thread.settle(write.done, self._stats(write.handle))
             with contextlib.suppress(Exception):  # nothing is in flight
                 self._agent.release_xfer_handle(write.handle)
         elif not self._gave_up(write):
@@ -301,7 +276,7 @@ class NixlTransfer:
             self._agent.release_xfer_handle(write.handle)
         except Exception:  # noqa: BLE001  still active inside NIXL: asked again with the next poll
             return False
-        self._settle(write.done, error=TransferFailed("NIXL reports the write as failed; the peer is lost"))
+        self._thread.settle(write.done, error=TransferFailed("NIXL reports the write as failed; the peer is lost"))
         return True
 
     def _stats(self, handle: Any) -> WriteStats:
@@ -311,18 +286,6 @@ class NixlTransfer:
             log.warning("write not measured", extra={"cause": str(exc) or type(exc).__name__})
             return WriteStats(0, 0, 0)
         return WriteStats(int(told.totalBytes), int(told.descCount), int(told.xferDuration))
-
-    def _settle(self, future: asyncio.Future[Any], result: Any = None, error: MeshError | None = None) -> None:
-        self._loop.call_soon_threadsafe(_settle_future, future, result, error)
-
-
-def _settle_future(future: asyncio.Future[Any], result: Any, error: MeshError | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 def _nothing() -> None:

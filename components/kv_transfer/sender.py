@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from enum import StrEnum, auto
 from typing import Any, Final
 
-from components.aio import ended
-from components.errors import DeadlineExceeded, TransferFailed
+from components.aio import ended, time_limit
+from components.errors import TransferFailed
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer, WriteStats
 from components.kv_transfer.checksum import PageChecksums, check_verifiable
@@ -87,11 +86,11 @@ class Sender:
         Raises: TransferFailed, IncompatibleLayout, DeadlineExceeded.
         """
         try:
-            async with _limit(self._bootstrap_timeout_s, "decode did not offer its pages"):
+            async with time_limit(self._bootstrap_timeout_s, "decode did not offer its pages in"):
                 offer, peer, stamp = await self._offer
             self.lifecycle.advance(S.TRANSFERRING)
             left_s = None if offer.deadline_unix_ms is None else remaining_s(offer.deadline_unix_ms)
-            async with _limit(left_s, "the transfer did not end"):
+            async with time_limit(left_s, "the transfer did not end in"):
                 await self._send(offer, peer, stamp)
             self.lifecycle.advance(S.DONE)
         except BaseException:
@@ -173,15 +172,3 @@ class Sender:
             return await asyncio.shield(task)
         finally:
             await ended(task)
-
-
-@asynccontextmanager
-async def _limit(seconds: float | None, late: str) -> AsyncIterator[None]:
-    """Raises: DeadlineExceeded, when the body is not over by then."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            yield
-    except TimeoutError as exc:
-        if limit.expired():
-            raise DeadlineExceeded(f"{late} in {seconds:.3g} s") from exc
-        raise

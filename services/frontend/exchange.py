@@ -1,10 +1,9 @@
 """The life of one generating request, from the first header to the last byte."""
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Generic, TypeVar, cast
@@ -15,7 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from components.errors import DeadlineExceeded, InvariantBroken, MeshError
+from components.aio import time_limit
+from components.errors import InvariantBroken, MeshError
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import FinishReason, GenerationFields, parse_body
 from components.text.sampling_defaults import SamplingDefaults
@@ -69,7 +69,8 @@ class Exchange(Response, Generic[R]):
         reply = Reply(send, self._request_id)
         with tracing.request_span(scope, self._dialect.operation, self._request_id) as span:
             try:
-                async with _time_limit(self._frontend.settings.request_timeout_s):
+                # the mesh knows the deadline too; this also covers a client that does not read
+                async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
                     await self._serve(scope, receive, reply, span)
             except MeshError as exc:
                 await self._fail(reply, span, from_mesh(exc, self._request_id), exc)
@@ -198,18 +199,6 @@ class Exchange(Response, Generic[R]):
             metrics.e2e_latency.labels(self._model, route).observe(time.perf_counter() - self._started)
             for choice in generation.choices:
                 metrics.success.labels(self._model, str(choice.finish)).inc()
-
-
-@asynccontextmanager
-async def _time_limit(seconds: float) -> AsyncGenerator[None, None]:
-    """Raises: DeadlineExceeded. The mesh knows the deadline too; this also covers a client that does not read."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            yield
-    except TimeoutError as exc:
-        if limit.expired():
-            raise DeadlineExceeded(f"the request took longer than {seconds:g} s") from exc
-        raise
 
 
 def _detail(exc: HTTPException) -> str | None:

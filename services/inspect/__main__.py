@@ -23,14 +23,17 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look inside 
 PIPED_WIDTH: Final = 200  # rich's 80 would cut addresses that somebody wants to grep for
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
 
+EtcdUrl = Annotated[str | None, typer.Option(help="[env: MESH_ETCD_URL]")]
+NatsUrl = Annotated[str | None, typer.Option(help="[env: MESH_NATS_URL]")]
+Namespace = Annotated[str | None, typer.Option(help="[env: MESH_NAMESPACE]")]
 StateDir = Annotated[Path | None, typer.Option(help="where the services keep their traces [env: MESH_STATE_DIR]")]
 
 
 @app.command()
 def workers(
-    etcd_url: Annotated[str | None, typer.Option(help="[env: MESH_ETCD_URL]")] = None,
-    nats_url: Annotated[str | None, typer.Option(help="[env: MESH_NATS_URL]")] = None,
-    namespace: Annotated[str | None, typer.Option(help="[env: MESH_NAMESPACE]")] = None,
+    etcd_url: EtcdUrl = None,
+    nats_url: NatsUrl = None,
+    namespace: Namespace = None,
     state_dir: StateDir = None,
 ) -> None:
     """What etcd knows and what NATS answers, side by side."""
@@ -77,9 +80,9 @@ def profile(
     seconds: Annotated[float, typer.Option(help="how long to record, at most 60")] = 5.0,
     instance: Annotated[str | None, typer.Option(help="the beginning of its id, where there are several")] = None,
     out: Annotated[Path | None, typer.Option(help="(default: profile-ROLE-ID.json.gz)")] = None,
-    etcd_url: Annotated[str | None, typer.Option(help="[env: MESH_ETCD_URL]")] = None,
-    nats_url: Annotated[str | None, typer.Option(help="[env: MESH_NATS_URL]")] = None,
-    namespace: Annotated[str | None, typer.Option(help="[env: MESH_NAMESPACE]")] = None,
+    etcd_url: EtcdUrl = None,
+    nats_url: NatsUrl = None,
+    namespace: Namespace = None,
     state_dir: StateDir = None,
 ) -> None:
     """What one worker computes while it serves: a torch trace that opens in Perfetto."""

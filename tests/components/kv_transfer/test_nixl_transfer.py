@@ -299,6 +299,6 @@ async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
     await transfer.disconnect("decode-stopped")
     with pytest.raises(TransferFailed):
         await asyncio.wait_for(writes[1], FAILS_WITHIN_S)
-    await transfer._ask(lambda: None)  # the poll that settled it is over
+    await transfer._thread.ask(lambda: None)  # the poll that settled it is over
     assert not transfer._writes
     assert not transfer._failed
