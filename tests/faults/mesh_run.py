@@ -10,6 +10,7 @@ from typing import Final
 from unittest import mock
 from zlib import crc32
 
+from components.aio import time_limit
 from components.errors import InvariantBroken, MeshError
 from components.messaging.deadline import now_ms
 from components.routing.block_hash import block_hashes
@@ -20,7 +21,6 @@ from engine.ports import EngineRequest
 from engine.sampling.wire import sampling_params
 from services.bootstrap import rooms
 from services.decode.remote_prefill import RemotePrefill
-from services.frontend.exchange import _time_limit
 from services.frontend.ports import Prompt
 from tests.faults.faults import Chaos, Do, Fault
 from tests.faults.memory_etcd import MemoryEtcd
@@ -57,7 +57,7 @@ class Client:
         deadline = now_ms() + int(self.life_s * 1000)
         prompt = Prompt(request_id, MODEL, self.prompt, self.sampling, "", deadline)
         try:
-            async with _time_limit(self.life_s), aclosing(frontend.mesh.generate(prompt)) as deltas:
+            async with time_limit(self.life_s, "the request took longer than"), aclosing(frontend.mesh.generate(prompt)) as deltas:
                 async for delta in deltas:
                     assert self.finish is None, "tokens after the last one"
                     self.tokens += delta.token_ids
