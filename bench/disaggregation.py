@@ -1,0 +1,46 @@
+"""What disaggregation costs, and what it brings: the same work with and without it, on the same machine, by turns.
+
+    python -m bench.disaggregation                     # 1 prefill + 1 decode beside 2 workers that do both
+    python -m bench.disaggregation --aggregated 1      # … beside one worker on all cores
+
+One JSON line a figure; `bench/turns.py` says what the lines mean.
+"""
+
+import signal
+import sys
+from contextlib import ExitStack
+from typing import Annotated, Final
+
+import typer
+
+from bench.processes import model_name
+from bench.turns import Target, Work, by_turns, start_kvmesh
+
+TARGETS: Final = (Target("ttft_ms_p50", 1.10), Target("itl_ms_p99", 1.0))
+
+
+def main(
+    prefill: Annotated[int, typer.Option(min=1, help="prefill workers of the one mesh")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="its decode workers")] = 1,
+    aggregated: Annotated[int | None, typer.Option(min=1, help="workers of the other; default: as many in all")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="each measures both, the other one first than the last")] = 3,
+    concurrency: Annotated[list[int], typer.Option(help="clients at once; may be given several times")] = [1, 8],  # noqa: B006
+    requests: Annotated[int, typer.Option(min=1, help="per client and round")] = 8,
+    input_len: Annotated[int, typer.Option(help="tokens")] = 256,
+    output_len: Annotated[int, typer.Option(min=2, help="tokens")] = 64,
+    model: Annotated[str, typer.Option(help="as services.local takes it")] = "smollm2-135m",
+) -> None:
+    """Measure both in turns, at each level of concurrency."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
+    split = {"prefill": prefill, "bootstrap": 1, "decode": decode}
+    whole = {"prefill": 0, "bootstrap": 0, "decode": aggregated or prefill + decode}
+    with ExitStack() as stack:
+        one = stack.enter_context(start_kvmesh("disaggregated", model, split, {}))
+        other = stack.enter_context(start_kvmesh("aggregated", model, whole, {}))
+        name = model_name(int(one.url.rpartition(":")[2]))
+        work = Work(rounds, concurrency, requests, input_len, output_len)
+        by_turns((one, other), name, work, TARGETS)
+
+
+if __name__ == "__main__":
+    typer.run(main)

