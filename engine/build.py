@@ -1,5 +1,7 @@
 """A model's name to an engine that answers: the parts put together."""
 
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.cores import SharedCores
 from engine.kernels.linear import pack_linears
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage
@@ -21,6 +24,8 @@ from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.ports import KvRegion
 from engine.runner import TorchRunner
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,8 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     prepare_attention(config.attention, loaded.device, state_dir)
     pack_linears(loaded.module)
     if loaded.device.type != "cuda":
-        return assemble(loaded, config, choose_forward(model, loaded, config, state_dir, progress))
+        forward = choose_forward(model, loaded, config, state_dir, progress)
+        return assemble(loaded, config, forward, cores=_shared_cores(config))
     torch.cuda.set_device(loaded.device)  # kernels of ours are launched on this thread's device
     pool = make_pool(loaded, config)
     return assemble(loaded, config, choose_device_forward(loaded, config, pool.attention, progress), pool)
@@ -62,8 +68,22 @@ def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
     return Pool(storage, attention, max_context)
 
 
+def _shared_cores(config: EngineConfig) -> SharedCores | None:
+    if config.shared_cores is None:
+        return None
+    try:
+        return SharedCores(config.shared_cores, len(os.sched_getaffinity(0)), torch.get_num_threads())
+    except OSError as exc:
+        log.warning("no cores are borrowed from idle workers", extra={"reason": str(exc)})
+        return None
+
+
 def assemble(
-    loaded: LoadedModel, config: EngineConfig, forward: Forward | None = None, pool: Pool | None = None
+    loaded: LoadedModel,
+    config: EngineConfig,
+    forward: Forward | None = None,
+    pool: Pool | None = None,
+    cores: SharedCores | None = None,
 ) -> EngineCore:
     """An engine over `loaded`; eager and with a pool of its own, unless told how else.
 
@@ -73,7 +93,7 @@ def assemble(
     storage = pool.storage
     return EngineCore(
         runner=TorchRunner(
-            loaded.device, forward or EagerForward(loaded.module), pool.attention, storage, loaded.adapters
+            loaded.device, forward or EagerForward(loaded.module), pool.attention, storage, loaded.adapters, cores=cores
         ),
         config=config,
         region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device)),

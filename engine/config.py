@@ -1,6 +1,7 @@
 """The engine's settings: plain fields, so that a service nests them as `MESH_DECODE_ENGINE__PAGE_SIZE`."""
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field
@@ -32,6 +33,10 @@ class EngineConfig:
         int, Field(description="tokens to be generated for which admission keeps pages free, at most, per request")
     ] = 512
     threads: Annotated[int | None, Field(description="CPU threads; default: torch decides")] = None
+    shared_cores: Annotated[
+        Path | None,
+        Field(description="file through which workers of one machine lend each other cores; threads is its own share"),
+    ] = None
     max_context: Annotated[
         int | None, Field(description="tokens of prompt and answer; default: what model and pages allow")
     ] = None

@@ -159,6 +159,10 @@ class EngineCore:
         """No transfer touches the exposed pages of this request any more: give them back. Unknown ids are ignored."""
         self._requests.release(request_id)
 
+    def rest(self) -> None:
+        """There is nothing to do for now."""
+        self._runner.rest()
+
     def start_profile(self, facts: Mapping[str, str]) -> None:
         """Record what is computed from here on. Raises: Rejected, without anything to record."""
         self._runner.start_profile(facts)

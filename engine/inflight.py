@@ -43,6 +43,9 @@ class Runner(Protocol):
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers, after what was launched and before what will be."""
 
+    def rest(self) -> None:
+        """There is nothing to compute for now."""
+
     def start_profile(self, facts: Mapping[str, str]) -> None:
         """Record what is computed from here on. Raises: Rejected, without anything to record."""
 

@@ -148,7 +148,9 @@ class EngineLoop:
     def _run(self, engine: Engine) -> None:
         waiting = 0
         while True:
-            calls, stopping = self._wait(busy=engine.has_work(), blocked=waiting > 0)
+            if not (busy := engine.has_work()):
+                engine.rest()
+            calls, stopping = self._wait(busy=busy, blocked=waiting > 0)
             if calls:  # answered before the step: a first token should not wait for it
                 _tell(self._loop, _settle, [_call(call, engine) for call in calls])
             if stopping:

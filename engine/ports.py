@@ -282,6 +282,9 @@ class Engine(Protocol):
         With `pipeline` it launches that batch and tells what the one before it gave.
         """
 
+    def rest(self) -> None:
+        """There is nothing to do for now: others may have what it would compute with."""
+
     def start_profile(self, facts: Mapping[str, str]) -> None:
         """Record what is computed from here on; `facts` stand in the trace. Raises: Rejected, without anything to record."""
 

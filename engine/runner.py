@@ -8,6 +8,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend, StepShape
 from engine.compilation.forward import Forward
+from engine.cores import SharedCores
 from engine.device_copy import Arrival, to_device
 from engine.inflight import StepFailed
 from engine.lora.load import Adapters
@@ -32,8 +33,11 @@ class TorchRunner:
         attention: AttentionBackend,
         storage: torch.Tensor,
         adapters: Adapters,
+        *,
+        cores: SharedCores | None = None,
     ) -> None:
         """Step a model through `forward`; `attention` keeps its KV in `storage`, [num_pages, ...]."""
+        self._cores = cores
         self._device = device
         self._forward = forward
         self._attention = attention
@@ -53,12 +57,19 @@ class TorchRunner:
         ordered = [chunks[i] for i in order]
         wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
+        if self._cores is not None:
+            torch.set_num_threads(self._cores.take(prompts=any(chunk.length > 1 for chunk in chunks)))
         with self.failing(len(chunks)), marked:
             return TorchStep(self, ordered, order, wanted, self._logits(ordered, wanted))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers; on a device, in its order of work."""
         self._storage[target].copy_(self._storage[source])
+
+    def rest(self) -> None:
+        """Others may have our cores for now."""
+        if self._cores is not None:
+            self._cores.rest()
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
         """Record what is computed from here on."""

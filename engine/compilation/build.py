@@ -40,7 +40,7 @@ class Order:
 
     def dump(self) -> str:
         """As JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=str)
 
 
 def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
@@ -75,8 +75,7 @@ def main() -> None:
     os.nice(19)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     order = TypeAdapter(Order).validate_json(sys.argv[1])
-    if order.config.threads is not None:
-        torch.set_num_threads(order.config.threads)  # generated loops are cut for this many
+    torch.set_num_threads(os.cpu_count() or 1)  # then generated loops take as many as are set when they run
     loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
     load_kernels(Path(order.state_dir))
     pack_linears(loaded.module)

@@ -24,7 +24,7 @@ from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = 5  # to be raised when the code that is exported changes
+FORMAT: Final = 6  # to be raised when the code that is exported changes
 MIN_PARAMETERS: Final = 50_000_000  # smaller ones are not worth a minute of compiling
 MAX_PARAMETERS: Final = 2_000_000_000  # of a package that holds the weights again, on disk and in memory
 KEPT_PACKAGES: Final = 4
@@ -125,12 +125,11 @@ def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
 
 
 def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) -> Path:
-    """A name that changes with everything that is compiled in: weights, versions, threads and kind of processor."""
+    """A name that changes with everything that is compiled in: weights, versions and kind of processor."""
     facts = {
         "format": FORMAT,
         "model": loaded.layout.model,
         "dtype": loaded.layout.dtype,
-        "threads": torch.get_num_threads(),
         "page_size": config.page_size,
         "max_step_tokens": config.max_step_tokens,
         "kernels": [path.read_text() for path in kernel_sources()],

@@ -65,6 +65,9 @@ class MockRunner:
         """Copy one page's marks."""
         self._pages.copy(source, target)
 
+    def rest(self) -> None:
+        """Nothing is kept from others."""
+
     def start_profile(self, facts: Mapping[str, str]) -> None:
         """Raises: Rejected."""
         raise Rejected("this worker runs the mock engine, which computes nothing: profile one with a model")

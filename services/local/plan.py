@@ -58,7 +58,7 @@ class Plan:
             raise CannotStart(f"setting {fault['loc'][0]}: {fault['msg']}, got {fault['input']!r}") from exc
 
     def threads_each(self) -> int:
-        """The cores, divided among the workers.
+        """The cores, divided among the workers; `engine.cores` lends each what the others do not use.
 
         More threads than cores is a collapse, not a loss: OpenMP's threads spin at each barrier for one that has no core.
         Measured on 2 cores with one prefill and one decode, 8 clients: 121 tokens/s with a thread each, 21 with two.
@@ -81,7 +81,9 @@ class Plan:
             "MESH_LOG_FORMAT": "json",
             "PYTHONUNBUFFERED": "1",  # what is not a log line shall be seen in its place among them
         }
-        shared.setdefault("MESH_ENGINE__THREADS", str(self.threads_each()))
+        if "MESH_ENGINE__THREADS" not in shared:
+            shared["MESH_ENGINE__THREADS"] = str(self.threads_each())
+            shared.setdefault("MESH_ENGINE__SHARED_CORES", str(settings.home / "cores"))
         drain_s = f"{0.8 * self.stop_timeout_s:g}"  # unless the caller says otherwise: to be over before the kill
         metrics_port = settings.metrics_port
         tiers = []

@@ -1,0 +1,101 @@
+"""Cores lent between processes, through a real file and real locks."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine import cores
+from engine.cores import SLOTS, SharedCores
+
+WORKING = """
+import sys, time
+from pathlib import Path
+from engine.cores import SharedCores
+shared = SharedCores(Path(sys.argv[1]), 8, 2)
+print(shared.take(prompts=True), flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def working(path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another worker that has begun a step and is still at it."""
+    command = [sys.executable, "-c", WORKING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert int(worker.stdout.readline()) >= 2
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+
+def test_one_that_is_alone_has_all_cores_and_one_of_two_its_half(tmp_path: Path) -> None:
+    one, two = (SharedCores(tmp_path / "cores", 8, 2) for _ in range(2))
+    assert one.take(prompts=True) == 8
+    assert two.take(prompts=True) == 4
+    assert one.take(prompts=True) == 4
+    one.rest()
+    assert two.take(prompts=True) == 8
+    two.close()
+    assert one.take(prompts=True) == 8
+    one.close()
+
+
+def test_its_own_share_is_left_to_it_however_many_work(tmp_path: Path) -> None:
+    crowd = [SharedCores(tmp_path / "cores", 4, 2) for _ in range(3)]
+    for each in crowd:
+        each.take(prompts=True)
+    assert [each.take(prompts=True) for each in crowd] == [2, 2, 2]
+
+
+def test_decodes_take_cores_only_of_those_who_have_rested_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (SharedCores(tmp_path / "cores", 8, 2) for _ in range(2))
+    assert one.take(prompts=False) == 8  # the other one never had work
+    two.take(prompts=True)
+    two.rest()
+    assert one.take(prompts=False) == 4
+    assert one.take(prompts=True) == 8
+    monkeypatch.setattr(cores, "RESTED_NS", 0)
+    assert one.take(prompts=False) == 8
+
+
+def test_one_that_was_killed_at_work_gives_its_cores_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "SILENT_NS", 0)
+    me = SharedCores(tmp_path / "cores", 8, 2)
+    with working(tmp_path / "cores") as other:
+        assert me.take(prompts=True) == 4
+        other.send_signal(signal.SIGSTOP)  # silent, and yet it has its threads
+        assert me.take(prompts=True) == 4
+        other.kill()
+        other.wait()
+    assert me.take(prompts=True) == 8
+
+
+def test_a_silent_one_is_asked_after_only_when_it_was_silent_for_long(tmp_path: Path) -> None:
+    me = SharedCores(tmp_path / "cores", 8, 2)
+    with working(tmp_path / "cores") as other:
+        other.kill()
+        other.wait()
+        assert me.take(prompts=True) == 4
+        time.sleep(cores.SILENT_NS / 1e9)
+        assert me.take(prompts=True) == 8
+
+
+def test_more_workers_than_slots_have_their_share(tmp_path: Path) -> None:
+    crowd = [SharedCores(tmp_path / "cores", 8, 2) for _ in range(SLOTS)]
+    late = SharedCores(tmp_path / "cores", 8, 2)
+    assert late.take(prompts=True) == 2
+    late.rest()
+    for each in crowd:
+        each.close()
+    late.close()
+    assert SharedCores(tmp_path / "cores", 8, 2).take(prompts=True) == 8
