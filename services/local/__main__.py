@@ -62,7 +62,7 @@ def main(
         typer.Option(
             envvar="MESH_ENGINE__THREADS",
             min=1,
-            help="CPU threads of each worker; default: the cores divided among the workers",
+            help="CPU threads of each worker; default: the cores divided among them, idle ones lent to who has work",
         ),
     ] = None,
     namespace: Annotated[

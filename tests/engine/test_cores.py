@@ -1,5 +1,6 @@
 """Cores lent between processes, through a real file and real locks."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -7,11 +8,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tiny_engine import greedy, make_engine, prompt, run, small
 
 from engine import cores
+from engine.build import assemble
+from engine.compilation.forward import EagerForward
 from engine.cores import SLOTS, SharedCores
+from engine.loop import run_engine
+from engine.model.load import LoadedModel
+from engine.ports import Engine, EngineRequest, StepOutput
 
 WORKING = """
 import sys, time
@@ -99,3 +108,43 @@ def test_more_workers_than_slots_have_their_share(tmp_path: Path) -> None:
         each.close()
     late.close()
     assert SharedCores(tmp_path / "cores", 8, 2).take(prompts=True) == 8
+
+
+@pytest.mark.anyio
+async def test_an_engine_computes_with_what_it_is_lent_and_lends_what_it_does_not_need(
+    tmp_path: Path, tiny: LoadedModel
+) -> None:
+    """The number of threads changes between steps, the tokens do not."""
+    other, wanted = SharedCores(tmp_path / "cores", 3, 1), run(make_engine(tiny), [asked()]).tokens["r"]
+    found: list[int] = []
+    threads: list[int] = []
+
+    class Watched(EagerForward):
+        def __call__(self, *step: Any) -> torch.Tensor:
+            threads.append(torch.get_num_threads())  # of the engine's thread
+            return super().__call__(*step)
+
+    def stepped(output: StepOutput) -> None:
+        found.extend(token for tokens in output.tokens for token in tokens.token_ids)
+        if len(found) == 10:
+            other.take(prompts=True)
+
+    def build() -> Engine:
+        return assemble(tiny, small(), Watched(tiny.module), cores=SharedCores(tmp_path / "cores", 3, 1))
+
+    async with run_engine(build) as engine, asyncio.timeout(30):
+        engine.on_output(stepped)
+        assert other.take(prompts=True) == 3
+        other.rest()
+        await engine.post(lambda engine: engine.submit(asked()))
+        while len(found) < len(wanted):
+            await asyncio.sleep(0.01)
+        while other.take(prompts=True) != 3:  # it says that it rests
+            await asyncio.sleep(0.01)
+    assert found == wanted
+    assert threads[0] == 3
+    assert 1 in threads
+
+
+def asked() -> EngineRequest:
+    return EngineRequest("r", prompt(40), greedy(60, ignore_eos=True))

@@ -1,6 +1,8 @@
 """What each child is given."""
 
 import importlib
+import os
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from services.local.process import CannotStart
 
 @pytest.fixture(autouse=True)
 def no_mesh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in MeshSettings.model_fields:
+    for name in [*MeshSettings.model_fields, "engine__threads"]:
         monkeypatch.delenv(f"MESH_{name.upper()}", raising=False)
 
 
@@ -38,6 +40,17 @@ def test_a_given_setting_wins_over_the_environment_and_a_role_keeps_its_own(monk
     plan = Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1), given={"namespace": "inner"})
     decode = env_of(plan)["decode-0"]
     assert (decode["MESH_NAMESPACE"], decode["MESH_DECODE_ENGINE__THREADS"]) == ("inner", "1")
+
+
+def test_workers_share_the_cores_unless_their_number_of_threads_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    counts = {"bootstrap": 1, "prefill": 1, "decode": 1, "frontend": 1}
+    decode = env_of(Plan(counts))["decode-0"]
+    assert decode["MESH_ENGINE__THREADS"] == "4"
+    assert Path(decode["MESH_ENGINE__SHARED_CORES"]).name == "cores"
+    given = env_of(Plan(counts, given={"engine__threads": "2"}))["decode-0"]
+    assert given["MESH_ENGINE__THREADS"] == "2"
+    assert "MESH_ENGINE__SHARED_CORES" not in given
 
 
 def test_every_variable_a_child_gets_is_one_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
