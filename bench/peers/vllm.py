@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from enum import StrEnum, auto
 from pathlib import Path
 from subprocess import run as run_command
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import httpx
 import typer
@@ -39,7 +39,9 @@ MESHES: Final = {
 
 
 @contextmanager
-def start_vllm(vllm: Path, model_dir: str, name: str, mode: Mode, env: Mapping[str, str]) -> Iterator[Contestant]:
+def start_vllm(
+    vllm: Path, model_dir: str, name: str, mode: Mode, env: Mapping[str, str], connector: Mapping[str, Any]
+) -> Iterator[Contestant]:
     """One `vllm serve`, or two with NIXL between them and a client that plays the proxy."""
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     half = len(cores) // 2
@@ -53,14 +55,19 @@ def start_vllm(vllm: Path, model_dir: str, name: str, mode: Mode, env: Mapping[s
             command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "4096"]
             if mode is Mode.disaggregated:
                 settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-                transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+                transfer: dict[str, Any] = {
+                    "kv_connector": "NixlConnector",
+                    "kv_role": "kv_both",
+                    "kv_buffer_device": "cpu",
+                }
+                transfer["kv_connector_extra_config"] = connector
                 command += ["--kv-transfer-config", json.dumps(transfer)]
             ready, log = "Application startup complete", Path(home) / f"{port}.log"
             serve = serving(command, settings, log, ready=ready, timeout_s=START_S)
             servers.append(stack.enter_context(serve))
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         prepare = PrefillFirst(urls[0]) if mode is Mode.disaggregated else None
-        facts = {"version": VERSION, "cores": shares, "env": dict(env)}
+        facts = {"version": VERSION, "cores": shares, "env": dict(env), "connector": dict(connector)}
         contestant = Contestant(VLLM, urls[-1], servers, facts, prepare, stopped_when_idle=True)
         contestant.stop()
         yield contestant
@@ -136,6 +143,9 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         model: Annotated[str, typer.Option(help="as services.local takes it")] = "smollm2-135m",
         mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
         vllm_env: Annotated[list[str], typer.Option(help="NAME=VALUE for vLLM, such as LD_PRELOAD=…")] = [],  # noqa: B006
+        vllm_connector: Annotated[
+            str, typer.Option(help="kv_connector_extra_config of its NixlConnector, JSON")
+        ] = "{}",
     ) -> None:
         """Measure both in turns, at each level of concurrency."""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
@@ -146,7 +156,9 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         with ExitStack() as stack:
             ours = stack.enter_context(start_kvmesh(KVMESH, model, MESHES[mode], environments[0]))
             name = model_name(int(ours.url.rpartition(":")[2]))
-            theirs = stack.enter_context(start_vllm(vllm, model_dir, name, mode, environments[1]))
+            theirs = stack.enter_context(
+                start_vllm(vllm, model_dir, name, mode, environments[1], json.loads(vllm_connector))
+            )
             work = Work(rounds, concurrency, requests, input_len, output_len)
             by_turns((ours, theirs), name, work, targets, mode=mode)
 
