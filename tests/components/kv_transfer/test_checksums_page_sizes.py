@@ -95,16 +95,23 @@ def test_both_sides_agree_whatever_the_chunks_and_any_change_shows_in_the_pages_
 
 
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16)])
-def test_rows_and_heads_that_were_exchanged_are_seen(sizes: tuple[int, int]) -> None:
-    """A sum without positions would not see it."""
+def test_what_was_exchanged_is_seen(sizes: tuple[int, int]) -> None:
+    """Rows, keys with values, heads, and whole pages of the smaller size: a sum without positions would not see it."""
     region = Region(pool(of_size(sizes[0]), 1), of_size(sizes[0]))
     table = block_table(region.layout, 2, 64)
     before = summed(region, sizes[1], table, [0, 64])
-    page = region.memory[table[0]]
-    for one, other in (((0, 0, 0, 3), (0, 0, 0, 4)), ((0, 1, 0), (0, 1, 1)), ((0, 2), (1, 2))):
-        page[one], page[other] = page[other].copy(), page[one].copy()
+    first, second = (table[0], table[1]) if sizes[0] == 16 else (table[0], table[0])
+    rows = (slice(0, 16), slice(0, 16)) if sizes[0] == 16 else (slice(0, 16), slice(16, 32))
+    all_of = (slice(None), slice(None), slice(None))
+    for one, other in (
+        ((table[0], 0, 0, 0, 3), (table[0], 0, 0, 0, 4)),
+        ((table[0], 0, 1, 0), (table[0], 0, 1, 1)),
+        ((table[0], 0, 2), (table[0], 1, 2)),
+        ((first, *all_of, rows[0]), (second, *all_of, rows[1])),
+    ):
+        region.memory[one], region.memory[other] = region.memory[other].copy(), region.memory[one].copy()
         assert summed(region, sizes[1], table, [0, 64])[0] != before[0]
-        page[one], page[other] = page[other].copy(), page[one].copy()
+        region.memory[one], region.memory[other] = region.memory[other].copy(), region.memory[one].copy()
     assert summed(region, sizes[1], table, [0, 64]) == before
 
 
