@@ -8,6 +8,7 @@
 Every time stands beside its roofline, out of copy bandwidth and matmul rate measured on the same device just before.
 """
 
+import asyncio
 import itertools
 import json
 import random
@@ -28,6 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.attention_case import AttentionCase, Outcome
 from bench.engine import Bench, Machine, best_s, measure_machine, roofline_s, say
+from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.step_tables import StepLimits
 from engine.attention.triton_backend import Tiles, TritonAttention, choose_tiles
@@ -38,7 +41,7 @@ from engine.config import EngineConfig
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
-from engine.ports import EngineRequest, SamplingParams
+from engine.ports import EngineRequest, KvRegion, SamplingParams
 
 DEVICE: Final = "cuda:0"
 QWEN3_4B: Final = {
@@ -77,6 +80,7 @@ class Part(StrEnum):
 
     KERNELS = auto()
     IDS = auto()
+    CHECKSUMS = auto()
     STEPS = auto()
     MIXED = auto()
     TUNE = auto()
@@ -134,6 +138,27 @@ def check_ids() -> bool:
     same = found["torch"] == found["triton"] == found["graphs"]
     _tell("greedy ids", same=same, tokens=sum(map(len, found["torch"].values())))
     return same
+
+
+def check_checksums() -> bool:
+    """Checksums of KV on the device, for peers with smaller, equal and larger pages, against the same bytes in main memory."""
+    layout = KvLayout(model="bench", dtype="bfloat16", page_size=64, layers=36, kv_heads=8, head_dim=128)
+    pool = allocate_storage(layout, 40, torch.device(DEVICE)).normal_()
+    host = pool.cpu()
+    table, tokens, wrong = random.Random(0).sample(range(40), 30), range(128, 1900), 0
+    for peer_page_size in (16, 64, 128):
+        sums = []
+        for memory in (host, pool):
+            region = KvRegion(memory.data_ptr(), 40, layout, str(memory.device))
+            checksums = PageChecksums(region).of_transfer(peer_page_size)
+            started = time.perf_counter()
+            asyncio.run(checksums.add(table, tokens))
+            spent_s = time.perf_counter() - started
+            sums.append(checksums.sums)
+        wrong += sums[0] != sums[1]
+        gb_s = round(len(tokens) // 64 * layout.page_bytes / spent_s / 1e9, 2)
+        _tell("checksums of KV on the device", peer_page_size=peer_page_size, same=sums[0] == sums[1], gb_s=gb_s)
+    return not wrong
 
 
 def measure_steps(bench: Bench, loaded: LoadedModel, machine: Machine) -> None:
@@ -308,6 +333,8 @@ def _run(parts: list[Part]) -> Iterator[bool]:
         yield check_kernels()
     if Part.IDS in parts:
         yield check_ids()
+    if Part.CHECKSUMS in parts:
+        yield check_checksums()
     machine = measure_machine(torch.bfloat16, DEVICE)
     _tell(
         "device",

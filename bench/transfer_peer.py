@@ -16,10 +16,8 @@ from pydantic import TypeAdapter
 
 from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
-from components.kv_transfer.nixl_transfer import open_nixl
+from components.kv_transfer.nixl_transfer import POLL_NOTIFICATIONS_S, open_nixl
 from components.wire.instances import KvEndpoint
-
-PROGRESS_S = 0.001  # as a worker does while a transfer is awaited
 
 
 class Pool:
@@ -77,7 +75,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
 async def keep_going(agent: nixl_agent) -> None:
     while True:
         agent.get_new_notifs()
-        await asyncio.sleep(PROGRESS_S)
+        await asyncio.sleep(POLL_NOTIFICATIONS_S)  # as a worker does while a transfer is awaited
 
 
 if __name__ == "__main__":

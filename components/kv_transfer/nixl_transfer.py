@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_WRITES_S: Final = 0.0002
-POLL_NOTIFICATIONS_S: Final = 0.001
+POLL_NOTIFICATIONS_S: Final = 0.0005  # a write to a peer that has not read its last notification waits for this
 
 
 @dataclass(slots=True)
@@ -120,8 +120,7 @@ class NixlTransfer:
     async def _write(self, make: Callable[[_Peer], Any], agent: str) -> WriteStats:
         done: asyncio.Future[WriteStats] = self._loop.create_future()
         self._thread.post(lambda: self._post(make, agent, done))
-        # A cancelled caller must still learn when the last byte has left: the pages are not free before.
-        return await asyncio.shield(done)
+        return await done  # a cancelled caller is not told of the end: whoever needs to know it shields this call
 
     # Below: on the thread.
 

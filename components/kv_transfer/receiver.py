@@ -1,7 +1,6 @@
 """Decode's side of one transfer: a slot and pages that another process may write into, until it has said that it will not."""
 
 import asyncio
-from collections.abc import Sequence
 from enum import StrEnum, auto
 from typing import Final
 
@@ -9,7 +8,7 @@ from components.aio import Failure
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
-from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.checksum import PageChecksums, Sent
 from components.lifecycle import Lifecycle
 from components.telemetry.spans import tracer
 
@@ -50,13 +49,13 @@ class Receiver:
         self.lifecycle.advance(S.TRANSFERRING)
         self._landed = self._transfer.expect(room)
 
-    async def landed(self, stamp: int, num_pages: int, sent: Sequence[int] = ()) -> AuxRecord:
+    async def landed(self, stamp: int, num_pages: int, sent: Sent | None = None) -> AuxRecord:
         """Wait for everything, and believe it only when the aux slot carries this room's stamp and page count.
 
         Args:
             stamp: the room's.
             num_pages: of the whole prompt.
-            sent: pages of ours that prefill writes, in order; verified when this receiver has checksums.
+            sent: what prefill writes; verified when this receiver has checksums.
         Raises: TransferFailed, of which KvCorrupt is one.
         """
         assert self._landed is not None, "offer() comes first"
@@ -67,6 +66,7 @@ class Receiver:
                 f"the aux slot says stamp {record.stamp}, {record.num_pages} pages; expected {stamp}, {num_pages}"
             )
         if self._checksums is not None:
+            assert sent is not None, "nobody says what to verify"
             with tracer.start_as_current_span("decode.verify"):
                 await _verify(record, sent, self._checksums)
         self.lifecycle.advance(S.DONE)
@@ -91,14 +91,22 @@ class Receiver:
         self._transfer.aux.give_back(self.slot)
 
 
-async def _verify(record: AuxRecord, pages: Sequence[int], checksums: PageChecksums) -> None:
-    """Raises: TransferFailed, when prefill sent no checksums; KvCorrupt, naming the pages that are not as they were sent."""
+async def _verify(record: AuxRecord, sent: Sent, checksums: PageChecksums) -> None:
+    """Raises: TransferFailed, when prefill sent no checksums; KvCorrupt, naming the pages that are not as they were sent.
+
+    Pages that are smaller than prefill's share a checksum, and are named together.
+    """
     if record.checksums is None:
         raise TransferFailed("KV cannot be verified: prefill sent no checksums; it is of an older version")
-    if not record.intact or len(record.checksums) != len(pages):
+    landed = checksums.of_transfer(sent.page_size)
+    if not record.intact or len(record.checksums) != landed.num_sums(sent.tokens):
         raise KvCorrupt("the aux slot did not arrive as prefill wrote it")
-    landed = await checksums.of(pages)
-    wrong = [page for page, was, now in zip(pages, record.checksums, landed, strict=True) if was != now]
-    if wrong:
-        named = ", ".join(map(str, wrong[:NAMED])) + (", …" if len(wrong) > NAMED else "")
-        raise KvCorrupt(f"{len(wrong)} of {len(pages)} pages did not arrive as prefill sent them: {named}")
+    await landed.add(sent.pages, sent.tokens)
+    both = zip(record.checksums, landed.sums, strict=True)
+    wrong = [i for i, (was, now) in enumerate(both) if was != now]
+    pages = [sent.pages[entry] for i in wrong for entry in landed.covered(i, sent.tokens)]
+    if pages:
+        named = ", ".join(map(str, pages[:NAMED])) + (", …" if len(pages) > NAMED else "")
+        raise KvCorrupt(
+            f"{len(pages)} of {landed.num_pages(sent.tokens)} pages did not arrive as prefill sent them: {named}"
+        )

@@ -10,7 +10,7 @@ from components.aio import ended, time_limit
 from components.errors import TransferFailed
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer, WriteStats
-from components.kv_transfer.checksum import PageChecksums, check_verifiable
+from components.kv_transfer.checksum import PageChecksums, TransferChecksums
 from components.kv_transfer.pieces import cut
 from components.lifecycle import Lifecycle
 from components.messaging.deadline import remaining_s
@@ -55,7 +55,7 @@ class Sender:
         self._layout = transfer.endpoint.layout
         self._checksums = checksums
         self._bootstrap_timeout_s = bootstrap_timeout_s
-        self._sums: list[int] = []  # of the pages sent so far
+        self._sums: TransferChecksums | None = None  # of what was sent so far
         self._offer: asyncio.Future[tuple[PagesOffered, KvEndpoint, int]] = asyncio.get_running_loop().create_future()
         self._pages: list[int] = []
         self._num_computed = 0  # leading tokens whose KV stands in our pages
@@ -101,7 +101,7 @@ class Sender:
         with tracer.start_as_current_span("prefill.transfer") as span:
             span.set_attribute("kvmesh.transfer.backend", peer.backend)
             started = time.monotonic()
-            self._check_checksums(offer, peer)
+            self._sums = self._begin_checksums(offer, peer)
             await self._transfer.connect(peer)
             await self._send_pages(offer, peer)
             span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
@@ -127,38 +127,42 @@ class Sender:
         return computed if computed == self._num_tokens else computed // unit * unit
 
     async def _write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> WriteStats:
-        """Write `tokens`. Rows of a last page that no token fills go along with a whole page, not in pieces."""
-        if peer.layout.page_size != self._layout.page_size:
-            pieces = cut(self._layout, peer.layout, tokens, self._pages, offer.pages)
-            return await self._transfer.write_pieces(peer.agent, pieces)
-        pages = slice(tokens.start // self._layout.page_size, self._layout.pages_for(tokens.stop))
-        source = self._pages[pages]
-        write = self._transfer.write_pages(peer.agent, source, offer.pages[pages])
-        if self._checksums is None:
+        """Write `tokens`, and meanwhile sum them: both only read our pages."""
+        write = self._begin_write(offer, peer, tokens)
+        if self._sums is None:
             return await write
-        summing = asyncio.ensure_future(self._checksums.of(source))  # meanwhile: both only read our pages
+        summing = asyncio.ensure_future(self._sums.add(self._pages, tokens))
         try:
             stats = await write
         finally:
             await ended(summing)
-        self._sums += summing.result()
+        summing.result()
         return stats
 
-    def _check_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> None:
-        """Raises: Rejected, TransferFailed, when decode could not compare what we send."""
+    def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> Coroutine[Any, Any, WriteStats]:
+        """Rows of a last page that no token fills go along with a whole page, not in pieces."""
+        if peer.layout.page_size != self._layout.page_size:
+            pieces = cut(self._layout, peer.layout, tokens, self._pages, offer.pages)
+            return self._transfer.write_pieces(peer.agent, pieces)
+        pages = slice(tokens.start // self._layout.page_size, self._layout.pages_for(tokens.stop))
+        return self._transfer.write_pages(peer.agent, self._pages[pages], offer.pages[pages])
+
+    def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> TransferChecksums | None:
+        """None where decode does not ask for them. Raises: TransferFailed, when the aux slot cannot hold them all."""
         if self._checksums is None:
-            return
-        check_verifiable(self._layout, peer)
-        num_sent = self._layout.pages_for(self._num_tokens) - offer.num_cached_pages
+            return None
+        sums = self._checksums.of_transfer(peer.layout.page_size)
+        needed = sums.num_sums(range(offer.num_cached_pages * peer.layout.page_size, self._num_tokens))
         room = room_for_checksums(min(self._transfer.aux.slot_bytes, peer.aux_slot_bytes))
-        if num_sent > room:
-            raise TransferFailed(f"KV cannot be verified: {num_sent} pages, but aux slots hold {room} checksums")
+        if needed > room:
+            raise TransferFailed(f"KV cannot be verified: it has {needed} checksums, but aux slots hold {room}")
+        return sums
 
     async def _send_aux(self, offer: PagesOffered, peer: KvEndpoint, stamp: int) -> None:
         assert self._last is not None
         slot = self._transfer.aux.take()
         try:
-            checksums = None if self._checksums is None else tuple(self._sums)
+            checksums = None if self._sums is None else tuple(self._sums.sums)
             record = AuxRecord(stamp, peer.layout.pages_for(self._num_tokens), *self._last, checksums)
             self._transfer.aux.write(slot, record)
             await self._quietly(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))

@@ -24,3 +24,8 @@ def unpack_tokens(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         unpacked.byteswap()
     return unpacked.tolist()
+
+
+def num_tokens(data: bytes) -> int:
+    """How many token ids are in `data`, without unpacking them."""
+    return len(data) // 4

@@ -20,9 +20,7 @@ class DecodeSettings(MeshSettings):
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stopping worker finishes, seconds")] = 30.0
     verify_kv: Annotated[
         CliImplicitFlag[bool],
-        Field(
-            description="check every page that prefill sends by a checksum; prefill need not be told. CPU memory only"
-        ),
+        Field(description="check all KV that prefill sends by checksums; prefill need not be told"),
     ] = False
     on_transfer_failure: Annotated[
         OnTransferFailure,

@@ -15,7 +15,8 @@ from components.discovery.registry import Registration, Registry
 from components.errors import BY_NAME, DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer, check_same_backend
-from components.kv_transfer.checksum import PageChecksums, check_verifiable
+from components.kv_transfer.checksum import PageChecksums, Sent
+from components.kv_transfer.page_reader import check_readable
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
@@ -24,6 +25,7 @@ from components.wire.generate import GenerateRequest
 from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import OfferPages, RoomFailed, RoomOk
+from components.wire.tokens import num_tokens
 from engine.ports import Reserved
 
 log = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ class RemotePrefill:
         """Raises: IncompatibleLayout, when its KV would come another way than ours; Rejected, when it cannot be verified."""
         check_same_backend(self._transfer.endpoint.backend, endpoint.backend)
         if self._checksums is not None:
-            check_verifiable(self._transfer.endpoint.layout, endpoint)
+            check_readable(endpoint.device)
 
     def begin(self, engine_id: str, prefill: InstanceRecord, offered: Callable[[], None]) -> Fetch:
         """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
@@ -116,7 +118,8 @@ class RemotePrefill:
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
         accepted, reserved = await self._within(left_s, "room with pages for", fetch, self._prepare(fetch, request))
         left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
-        return await self._within(left_s, "KV from", fetch, self._receive(fetch, accepted, reserved, left_s))
+        sent = self._sent(fetch, request, reserved)
+        return await self._within(left_s, "KV from", fetch, self._receive(fetch, accepted, reserved, sent, left_s))
 
     async def settle(self, fetch: Fetch) -> None:
         """Return when nothing can write into the pages of a fetch any more, whatever became of it."""
@@ -144,13 +147,18 @@ class RemotePrefill:
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
         return accepted, reserved
 
+    def _sent(self, fetch: Fetch, request: GenerateRequest, reserved: Reserved) -> Sent:
+        ours, theirs = self._transfer.endpoint, fetch.prefill.kv
+        assert theirs is not None, "an instance without KV is not chosen"
+        tokens = range(reserved.num_cached_pages * ours.layout.page_size, num_tokens(request.token_ids))
+        return Sent(reserved.pages, tokens, theirs.layout.page_size)
+
     async def _receive(
-        self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, timeout_s: float
+        self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, sent: Sent, timeout_s: float
     ) -> AuxRecord:
         await self._offer(fetch, accepted, reserved, now_ms() + int(timeout_s * 1000))
         with tracer.start_as_current_span("decode.receive") as span:
             span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
-            sent = reserved.pages[reserved.num_cached_pages :]
             return await fetch.receiver.landed(accepted.stamp, len(reserved.pages), sent)
 
     async def _ask(self, fetch: Fetch, request: GenerateRequest) -> PrefillAccepted:

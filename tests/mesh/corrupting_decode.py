@@ -3,11 +3,11 @@
 import asyncio
 import ctypes
 import os
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
+from components.kv_transfer.checksum import Sent
 from components.kv_transfer.receiver import Receiver
 from components.process import run
 from engine.mock.memory import MARK
@@ -29,10 +29,10 @@ def damage(region: Any, page: int) -> None:
 
 
 def damaging(landed: Any) -> Any:
-    async def wrapper(self: Any, stamp: int, num_pages: int, sent: Sequence[int] = ()) -> Any:
+    async def wrapper(self: Any, stamp: int, num_pages: int, sent: Sent) -> Any:
         await asyncio.shield(self._landed)
-        for page in sent[-1:]:
-            damage(self._transfer._region, page)
+        if sent.tokens:
+            damage(self._transfer._region, sent.pages[-1])
         return await landed(self, stamp, num_pages, sent)
 
     return wrapper

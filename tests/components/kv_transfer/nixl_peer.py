@@ -2,6 +2,8 @@
 
 Spoken to in lines. Writes its endpoint as JSON first. Then, for each line of its input: `expect <text>` announces a
 notification and answers when it has come with what stands in the pages at that very moment; `pages` answers at once.
+`receive <text> <tokens> <prefill's page size> <page>...` takes the place of decode, verifies, and answers first with its aux
+slot, in the end with "landed" or the error.
 """
 
 import asyncio
@@ -13,9 +15,12 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from components.errors import MeshError
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.choose import kv_opener
 from components.kv_transfer.layout import KvLayout
+from components.kv_transfer.receiver import Receiver
 
 LAYOUT = KvLayout(model="m", dtype="float32", page_size=16, layers=2, kv_heads=2, head_dim=64)
 NUM_PAGES = 64
@@ -48,6 +53,19 @@ def of_size(page_size: int) -> Pages:
     return Pages(replace(LAYOUT, page_size=page_size), NUM_PAGES * LAYOUT.page_size // page_size)
 
 
+async def receive(pages: Pages, transfer: KvTransfer, room: str, *facts: int) -> None:
+    """One transfer, stamped with 1, of which decode holds nothing."""
+    num_tokens, page_size, *table = facts
+    receiver = Receiver(transfer, room, PageChecksums(pages))
+    receiver.offer(room)
+    say(str(receiver.slot))
+    try:
+        await receiver.landed(1, len(table), Sent(table, range(num_tokens), page_size))
+        say("landed")
+    except MeshError as exc:
+        say(f"{type(exc).__name__}: {exc.message}")
+
+
 def state(pages: Pages, transfer: KvTransfer) -> str:
     return json.dumps({"pages": pages.hashes(), "aux": [asdict(transfer.aux.read(slot)) for slot in range(4)]})
 
@@ -71,6 +89,8 @@ async def main(agent: str, backend: str = "nixl", page_size: int = LAYOUT.page_s
             if line[0] == "expect":
                 waiting.add(asyncio.ensure_future(answer(transfer.expect(line[1]))))
                 say("expecting")
+            elif line[0] == "receive":
+                waiting.add(asyncio.ensure_future(receive(pages, transfer, line[1], *map(int, line[2:]))))
             else:
                 say(state(pages, transfer))
 

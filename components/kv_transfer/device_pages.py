@@ -1,0 +1,65 @@
+"""Pages on a GPU, copied to main memory: gathered there first, so that many pages are one copy."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+
+from components.kv_transfer.backend import PageRegion
+from components.kv_transfer.page_reader import PageArray
+
+BATCH_BYTES: Final = 32 << 20  # of each copy: as much again is needed on the device, of which the pool took the most
+
+
+class DevicePages:
+    """See `PageReader`. Holds nothing between calls but the pool and, on a GPU, a stream."""
+
+    def __init__(self, pool: torch.Tensor, batch_bytes: int = BATCH_BYTES) -> None:
+        """`pool` is uint8 [pages, stripes, page_size, row_bytes], on any device."""
+        self._pool = pool
+        self._batch = max(1, batch_bytes // max(1, pool[0].numel()))
+        # Not the stream that the model's steps are on: they would wait for our copies, and we for them.
+        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def read(self, pages: Sequence[int]) -> Iterator[PageArray]:
+        """See `PageReader`."""
+        for first in range(0, len(pages), self._batch):
+            yield from self._copy(pages[first : first + self._batch]).numpy()
+
+    def _copy(self, pages: Sequence[int]) -> torch.Tensor:
+        shape = (len(pages), *self._pool.shape[1:])
+        with self._on_own_stream():
+            gathered = self._pool.index_select(0, torch.tensor(pages, device=self._pool.device))
+            host = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pool.is_cuda)
+            host.copy_(gathered, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return host
+
+    def _on_own_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class _Memory:
+    """Device memory as CUDA's libraries describe it to one another."""
+
+    def __init__(self, region: PageRegion) -> None:
+        layout = region.layout
+        self.__cuda_array_interface__ = {
+            "shape": (region.num_pages, layout.num_stripes, layout.page_size, layout.row_bytes),
+            "typestr": "|u1",
+            "data": (region.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def at(region: PageRegion) -> torch.Tensor:
+    """The pool where it is; no byte is copied."""
+    return torch.as_tensor(_Memory(region), device=region.device)
+
+
+def open_device_pages(region: PageRegion) -> DevicePages:
+    """For a pool on a GPU."""
+    return DevicePages(at(region))
