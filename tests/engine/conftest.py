@@ -1,11 +1,11 @@
 from pathlib import Path
 
 import pytest
-from tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
 from engine.core import EngineCore
 from engine.kernels.build import KernelsUnavailable, load_kernels
 from engine.model.load import LoadedModel
+from tests.engine.tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -57,7 +57,10 @@ class Client:
         deadline = now_ms() + int(self.life_s * 1000)
         prompt = Prompt(request_id, MODEL, self.prompt, self.sampling, "", deadline)
         try:
-            async with time_limit(self.life_s, "the request took longer than"), aclosing(frontend.mesh.generate(prompt)) as deltas:
+            async with (
+                time_limit(self.life_s, "the request took longer than"),
+                aclosing(frontend.mesh.generate(prompt)) as deltas,
+            ):
                 async for delta in deltas:
                     assert self.finish is None, "tokens after the last one"
                     self.tokens += delta.token_ids
@@ -396,7 +399,7 @@ async def _bury(node: Node) -> None:
 
 def run_faults(home: Path, seed: int, schedule: list[Fault], **changes: object) -> Outcome:
     """One run, with its problems."""
-    return run_virtually(lambda: MeshRun(home, seed, schedule, **changes).run())  # type: ignore[arg-type]
+    return run_virtually(lambda: MeshRun(home, seed, schedule, **changes).run())
 
 
 def check(home: Path, seed: int, schedule: list[Fault], **changes: object) -> Outcome:

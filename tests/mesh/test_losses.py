@@ -127,7 +127,7 @@ def test_a_killed_service_leaves_etcd_within_its_lease_and_a_new_one_serves(
             book = registry.book
             victim = tiny_mesh.one(role)
             others = {w.popen.pid for w in tiny_mesh.workers} - {victim.popen.pid}
-            [record] = [r for r in book.of_role(role) if r.pid == victim.popen.pid]  # type: ignore[arg-type]
+            [record] = [r for r in book.of_role(role) if r.pid == victim.popen.pid]
             await asyncio.to_thread(victim.kill)
             killed = time.monotonic()
             while book.find(record.instance_id) is not None:

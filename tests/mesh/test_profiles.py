@@ -10,11 +10,13 @@ from typing import Any, Final
 
 import pytest
 
+from components.wire.instances import Role
 from tests.mesh.harness import Client, MeshProcesses, open_client
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio, pytest.mark.timeout(240)]
 
 RunService = Callable[..., Any]
+WORKERS: Final[tuple[Role, ...]] = ("prefill", "decode")
 PROMPT: Final = [3 + i % 400 for i in range(200)]
 
 
@@ -70,11 +72,11 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
 ) -> None:
     tiny_mesh.start("bootstrap", "prefill", "decode")
     async with open_client(tiny_mesh, "tiny") as client:
-        pids = {r.role: r.pid for role in ("prefill", "decode") for r in await client.until_usable(role)}  # type: ignore[arg-type]
+        pids = {r.role: r.pid for role in WORKERS for r in await client.until_usable(role)}
         stop = asyncio.Event()
         load = asyncio.create_task(keep_busy(client, stop))
-        traces = {}
-        for role in ("prefill", "decode"):
+        traces: dict[Role, Any] = {}
+        for role in WORKERS:
             out = tmp_path / f"{role}.json.gz"
             code, said = await inspect.run(role, "--seconds", "2.5", "--out", str(out))
             assert code == 0, said

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_engine import greedy, make_engine, prompt, run, small
 
 from engine.build import assemble
 from engine.compilation import packages
@@ -14,6 +13,7 @@ from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.model.load import LoadedModel
 from engine.model.progress import silent
 from engine.ports import EngineRequest
+from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 
 
 @pytest.mark.model

@@ -1,11 +1,11 @@
 """Admission, budget, retraction: with the tiny model, so that every finished request can be compared with itself."""
 
 import pytest
-from tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle
 
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, SamplingParams
+from tests.engine.tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle
 
 
 def endless(max_tokens: int) -> SamplingParams:
@@ -49,13 +49,13 @@ def test_reservations_wait_for_the_reserve_of_those_before_them(tiny: LoadedMode
     for i in range(3):
         engine.submit(EngineRequest(f"d{i}", prompt(16, start=i), endless(90), Phase.DECODE))
     output = engine.step()
-    assert [r.request_id for r in output.reserved] == ["d0", "d1"]
+    assert [vars(r)["request_id"] for r in output.reserved] == ["d0", "d1"]
     assert output.stats.held_pages == 2
     assert not engine.has_work()
     engine.cancel("d0")
     assert not engine.has_work(), "its page is held, and two more are promised to d1"
     engine.release("d0")
-    assert [r.request_id for r in engine.step().reserved] == ["d2"]
+    assert [vars(r)["request_id"] for r in engine.step().reserved] == ["d2"]
 
 
 def test_admission_is_first_in_first_out_also_when_a_later_one_would_fit(tiny: LoadedModel) -> None:
@@ -66,7 +66,7 @@ def test_admission_is_first_in_first_out_also_when_a_later_one_would_fit(tiny: L
     engine.submit(EngineRequest("small", prompt(3, start=2), endless(4), Phase.DECODE))
     assert not engine.has_work()
     engine.cancel("large")
-    assert [r.request_id for r in engine.step().reserved] == ["small"]
+    assert [vars(r)["request_id"] for r in engine.step().reserved] == ["small"]
 
 
 def test_retracted_requests_come_back_and_go_on_with_the_same_tokens(tiny: LoadedModel) -> None:
@@ -89,7 +89,7 @@ def test_the_youngest_is_retracted_and_the_oldest_never(tiny: LoadedModel, caplo
     engine = make_engine(tiny, num_pages=10, reserve_tokens=0)
     with caplog.at_level("INFO", logger="engine.scheduler.scheduler"):
         run(engine, [EngineRequest(f"r{i}", prompt(17, start=i), endless(60)) for i in range(5)])
-    retracted = [record.request_id for record in caplog.records if record.msg == "request retracted"]
+    retracted = [vars(record)["request_id"] for record in caplog.records if record.msg == "request retracted"]
     assert retracted[0] == "r4"
     assert "r0" not in retracted
 
