@@ -19,6 +19,16 @@ def kernel() -> str | None:
 
 
 @pytest.fixture(scope="session")
+def compile_home(kernel: str | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state directory to compile models in: without packages, with our own C++; inductor tries the compiler only once."""
+    home = tmp_path_factory.mktemp("compiled")
+    (home / "compile").mkdir()
+    for library in Path("~/.cache/kvmesh/compile").expanduser().glob("*.so"):
+        (home / "compile" / library.name).symlink_to(library)
+    return home
+
+
+@pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny-llama")
 

@@ -30,11 +30,11 @@ from tests.engine.tiny_engine import VOCAB, greedy, make_engine, prompt, read_pa
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own_pages(
-    tiny: LoadedModel, tiny_dir: Path, tmp_path: Path
+    tiny: LoadedModel, tiny_dir: Path, compile_home: Path
 ) -> None:
     """Alone, a decode step has one token and is padded to two: the second must leave no trace."""
     config = small(compile="wait")
-    forward = choose_forward(str(tiny_dir), tiny, config, tmp_path, silent)
+    forward = choose_forward(str(tiny_dir), tiny, config, compile_home, silent)
     compiled = assemble(tiny, config, forward)
     eager = make_engine(tiny)
     for count in (1, 8):
@@ -45,7 +45,8 @@ def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own
         return
     assert isinstance(forward, CompiledWhenReady)
     assert isinstance(forward._forward, PackagedForward)
-    assert [path.name for path in (tmp_path / "compile").glob("*.pt2")] == [Path(forward._order.package).name]
+    assert Path(forward._order.package).parent == compile_home / "compile"
+    assert not list(compile_home.glob(f"compile/{Path(forward._order.package).stem}-*")), "nothing unfinished is left"
     for page in range(eager.kv_region.num_pages):
         assert any(read_page(compiled, page)) == any(read_page(eager, page))
 
@@ -53,14 +54,16 @@ def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own
 @pytest.mark.model
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_package_of_a_model_with_packed_weights_has_none_of_its_own(tmp_path: Path, kernel: str | None) -> None:
+def test_a_package_of_a_model_with_packed_weights_has_none_of_its_own(
+    tmp_path: Path, compile_home: Path, kernel: str | None
+) -> None:
     if kernel is not None or not can_pack():
         pytest.skip(kernel or "this processor has no dot product for bfloat16")
     directory = save_tiny(tmp_path / "wide", intermediate_size=128, vocab_size=4096)
     config = small(dtype="bfloat16", compile="wait")
     loaded = load_model(str(directory), config, tmp_path, silent)
     pack_linears(loaded.module)
-    forward = choose_forward(str(directory), loaded, config, tmp_path, silent)
+    forward = choose_forward(str(directory), loaded, config, compile_home, silent)
     assert isinstance(forward, CompiledWhenReady)
     package = forward._loaded
     assert isinstance(package, PackagedForward)
