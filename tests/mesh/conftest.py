@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import pytest
 
-from engine.model.resolve import model_dir
 from tests.components.text.tiny_model import tiny_tokenizer
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
@@ -44,18 +43,6 @@ TINY_ENV: Final = {
     "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
     "MESH_LEASE_TTL_S": "3",
 }
-
-
-@pytest.fixture(scope="session")
-def state_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where converted models are kept: the user's cache, so that only the first run converts."""
-    return Path("~/.cache/kvmesh").expanduser()
-
-
-@pytest.fixture(scope="session")
-def real_model_dir(state_home: Path) -> Path:
-    """The default model, converted once."""
-    return model_dir(MODEL, state_home)
 
 
 @pytest.fixture(scope="session")
