@@ -49,13 +49,13 @@ def test_reservations_wait_for_the_reserve_of_those_before_them(tiny: LoadedMode
     for i in range(3):
         engine.submit(EngineRequest(f"d{i}", prompt(16, start=i), endless(90), Phase.DECODE))
     output = engine.step()
-    assert [vars(r)["request_id"] for r in output.reserved] == ["d0", "d1"]
+    assert [r.request_id for r in output.reserved] == ["d0", "d1"]
     assert output.stats.held_pages == 2
     assert not engine.has_work()
     engine.cancel("d0")
     assert not engine.has_work(), "its page is held, and two more are promised to d1"
     engine.release("d0")
-    assert [vars(r)["request_id"] for r in engine.step().reserved] == ["d2"]
+    assert [r.request_id for r in engine.step().reserved] == ["d2"]
 
 
 def test_admission_is_first_in_first_out_also_when_a_later_one_would_fit(tiny: LoadedModel) -> None:
@@ -66,7 +66,7 @@ def test_admission_is_first_in_first_out_also_when_a_later_one_would_fit(tiny: L
     engine.submit(EngineRequest("small", prompt(3, start=2), endless(4), Phase.DECODE))
     assert not engine.has_work()
     engine.cancel("large")
-    assert [vars(r)["request_id"] for r in engine.step().reserved] == ["small"]
+    assert [r.request_id for r in engine.step().reserved] == ["small"]
 
 
 def test_retracted_requests_come_back_and_go_on_with_the_same_tokens(tiny: LoadedModel) -> None:
