@@ -17,6 +17,7 @@ LAYER: Final = 1  # the one attended to: neighbours on both sides must stay as t
 SPARE_PAGES: Final = 3
 PLAIN: Final = Scoring(0.3)
 
+Dtype = Literal["float32", "float16", "bfloat16"]
 MakeBackend = Callable[[torch.Tensor, KvLayout, int, StepLimits], AttentionBackend]
 
 
@@ -27,7 +28,7 @@ class AttentionCase:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     scoring: Scoring = PLAIN
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     kv_heads: int = 2
     group: int = 3  # query heads that share a key head
     page_size: int = 16

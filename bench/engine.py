@@ -13,7 +13,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from engine.inflight import Launched, Runner
 from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
-from engine.ports import EngineRequest, SamplingParams, StepOutput
+from engine.ports import EngineRequest, Recording, SamplingParams, StepOutput
 from engine.scheduler.scheduler import Chunk
 
 COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
@@ -54,9 +54,22 @@ class TimedRunner:
         self._runner = runner
         self.spent_s = 0.0
 
-    def launch(self, chunks: list[Chunk]) -> "TimedStep":
+    def launch(self, chunks: Sequence[Chunk]) -> "TimedStep":
         with self.timed():
             return TimedStep(self, self._runner.launch(chunks))
+
+    def copy_page(self, source: int, target: int) -> None:
+        with self.timed():
+            self._runner.copy_page(source, target)
+
+    def rest(self) -> None:
+        self._runner.rest()
+
+    def start_profile(self, facts: Mapping[str, str]) -> None:
+        self._runner.start_profile(facts)
+
+    def stop_profile(self) -> Recording:
+        return self._runner.stop_profile()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -93,7 +106,7 @@ class Bench:
         self.engine: EngineCore = assemble(loaded, config, forward, pool)
         self._runner = TimedRunner(self.engine._runner)
         self.engine._runner = self._runner
-        self._vocab_size = loaded.vocab_size
+        self.vocab_size = loaded.vocab_size
         self._step_tokens = config.max_step_tokens
         self._draw = random.Random(0)
 
@@ -102,7 +115,7 @@ class Bench:
         sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
         names = [f"{self.label}-{self._draw.random()}" for _ in range(count)]
         for name in names:
-            tokens = [self._draw.randrange(self._vocab_size) for _ in range(prompt_tokens)]
+            tokens = [self._draw.randrange(self.vocab_size) for _ in range(prompt_tokens)]
             self.engine.submit(EngineRequest(name, tokens, sampling))
         return names
 
@@ -157,7 +170,7 @@ def measure_machine(dtype: torch.dtype, device: str = "cpu") -> Machine:
 
 def best_s(work: Callable[[], object], device: str = "cpu", times: int = 8) -> float:
     """Seconds of the best of some runs, until `device` is done."""
-    spent = []
+    spent: list[float] = []
     for _ in range(times):
         started = time.perf_counter()
         work()
@@ -171,9 +184,9 @@ def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: in
     """The least that a step of `tokens` tokens over `kv_tokens` tokens of KV can take."""
     head = set(loaded.module.get_output_embeddings().parameters())
     rest = set(loaded.module.parameters()) - head - set(loaded.module.get_input_embeddings().parameters())  # looked up
-    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in head | rest)
+    weight_bytes: int = sum(parameter.numel() * parameter.element_size() for parameter in head | rest)
     kv_bytes = kv_tokens * loaded.layout.page_bytes / loaded.layout.page_size
-    flop = 2 * tokens * sum(parameter.numel() for parameter in rest)
+    flop: int = 2 * tokens * sum(parameter.numel() for parameter in rest)
     return max((weight_bytes + kv_bytes) / machine.copy_bytes_s, flop / machine.matmul_flop_s)
 
 

@@ -27,7 +27,7 @@ import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.attention_case import AttentionCase, Outcome
+from bench.attention_case import AttentionCase, Dtype, Outcome
 from bench.engine import Bench, Machine, best_s, measure_machine, roofline_s, say
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.layout import KvLayout
@@ -101,7 +101,7 @@ def check_kernels() -> bool:
         Scoring(0.2, 33, 5.0),
     )
     kinds = [(16, 128, 8, 4), (32, 64, 4, 1), (64, 80, 1, 8), (128, 96, 2, 3), (16, 256, 2, 2), (32, 16, 2, 7)]
-    wanted = {
+    wanted: dict[Dtype, list[tuple[tuple[int, ...], Scoring]]] = {
         "bfloat16": [*itertools.product(kinds, (plain, both)), (kinds[0], windowed), (kinds[0], capped)],
         "float16": [(kinds[0], both)],
         "float32": [(kinds[0], plain), (kinds[1], both)],
@@ -125,11 +125,12 @@ def check_kernels() -> bool:
 def check_ids() -> bool:
     """Greedy ids of a tiny model in fp32: plain torch attention, the kernels, and graphs over a compiled model."""
     found: dict[str, dict[str, list[int]]] = {}
-    for name, changes in {
+    ways: dict[str, dict[str, Any]] = {
         "torch": {"attention": "torch", "compile": "off"},
         "triton": {"attention": "triton", "compile": "off"},
         "graphs": {"attention": "triton", "compile": "wait"},
-    }.items():
+    }
+    for name, changes in ways.items():
         config = EngineConfig(
             dtype="float32", device=DEVICE, num_pages=600, max_running=24, max_step_tokens=96, **changes
         )  # fmt: skip
@@ -220,7 +221,7 @@ def tune(machine: Machine) -> None:
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         with sdpa_kernel(backend):
             work = partial(scaled_dot_product_attention, query, key, key, is_causal=True, enable_gqa=True)
-            _time("prompt attention of torch", lambda work=work: [work() for _ in range(36)], roof_s, kind=backend.name)
+            _time("prompt attention of torch", partial(_repeat, work, 36), roof_s, kind=backend.name)
 
 
 def _time_layers(
@@ -257,6 +258,11 @@ def _time(figure: str, work: Callable[[], object], roof_s: float, **facts: Any) 
     _tell(figure, **facts, of_roofline=round(spent_s / roof_s, 2))
 
 
+def _repeat(work: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        work()
+
+
 def _idle_share(bench: Bench, batch: int) -> float | None:
     """Share of the time of some decode steps in which the device ran nothing, by its own record of kernels."""
     with bench.decoding(batch, CONTEXT, STEPS):
@@ -265,9 +271,7 @@ def _idle_share(bench: Bench, batch: int) -> float | None:
             for _ in range(STEPS // 2):
                 bench.engine.step()
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        (event.time_range.start, event.time_range.end) for event in profile.events() if event.device_type.name == "CUDA"
     )
     return idle_share(spans) if spans else None
 
@@ -288,7 +292,7 @@ def _generate(
     draw = random.Random(seed)
     for i in range(count):
         length, limit = draw.randint(*prompts), draw.randint(*outputs)
-        tokens = [draw.randrange(bench.engine._vocab_size) for _ in range(length)]
+        tokens = [draw.randrange(bench.vocab_size) for _ in range(length)]
         sampling = SamplingParams(max_tokens=limit, temperature=0, ignore_eos=True)
         bench.engine.submit(EngineRequest(f"{seed}-{i}", tokens, sampling))
     found: dict[str, list[int]] = {}

@@ -166,7 +166,14 @@ def main(
     label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
 ) -> None:
     """Measure each level of concurrency in turn."""
-    mock = {"LAYERS": layers, "KV_HEADS": 1, "HEAD_DIM": 8, "DECODE_S": 0, "CONTEXT_TOKEN_S": 0, "PROMPT_TOKEN_S": 0}
+    mock: dict[str, object] = {
+        "LAYERS": layers,
+        "KV_HEADS": 1,
+        "HEAD_DIM": 8,
+        "DECODE_S": 0,
+        "CONTEXT_TOKEN_S": 0,
+        "PROMPT_TOKEN_S": 0,
+    }
     mock |= {"STEP_S": token_ms / 1000} if token_ms else {"STEP_S": 0, "SPEEDUP": "inf"}
     env = {f"MESH_ENGINE__MOCK__{name}": str(value) for name, value in mock.items()}
     env |= {"MESH_ENGINE__NUM_PAGES": "8192", "MESH_ENGINE__MAX_RUNNING": "256", "MESH_ENGINE__MAX_STEP_TOKENS": "8192"}

@@ -138,7 +138,7 @@ class Ends:
         }.items():
             self.pool.memory[:count] = np.frombuffer(random.randbytes(self.pool.layout.page_bytes), np.uint8)
             await move()
-            if self.peer.landed(count)[place] != digest(memoryview(self.pool.memory[:count]).cast("B")):
+            if self.peer.landed(count)[place] != digest(self.pool.memory[:count].data.cast("B")):
                 sys.exit(f"{way}: other bytes arrived than were sent")
 
     def _pages(self, source: Sequence[int], target: Sequence[int]) -> Move:
@@ -227,6 +227,7 @@ async def measure_page_size(layout: KvLayout, counts: Sequence[int], rounds: int
                 await transfer.connect(peer.endpoint)
                 agent = plain_agent("plain-sender", pool)
                 agent.add_remote_agent(peer.plain_metadata)
+                assert shared.buf is not None, "open"
                 view = np.frombuffer(shared.buf, dtype=np.uint8)
                 ends = Ends(pool, peer, transfer, agent, view)
                 await ends.check(min(4, *counts))

@@ -51,6 +51,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
     pool = Pool(layout, num_pages)
     shared = SharedMemory(create=True, size=pool.memory.nbytes)
     try:
+        assert shared.buf is not None, "open"
         async with open_nixl(pool, "receiver") as transfer:
             transfer.expect("never")  # keeps its thread making progress
             agent = plain_agent("plain-receiver", pool)
@@ -63,7 +64,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
             print(json.dumps(facts), flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):
                 num_bytes = int(line) * layout.page_bytes
-                landed = memoryview(pool.memory).cast("B")[:num_bytes], shared.buf[:num_bytes]
+                landed = pool.memory.data.cast("B")[:num_bytes], shared.buf[:num_bytes]
                 print(json.dumps([digest(memory) for memory in landed]), flush=True)
                 del landed
             progress.cancel()

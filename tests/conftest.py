@@ -17,6 +17,7 @@ from typing import Final
 
 import pytest
 
+from engine.model.resolve import model_dir
 from services.local.process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
 
@@ -62,6 +63,18 @@ def etcd_url(_server: Callable[[Kind], str]) -> str:
 def nats_url(_server: Callable[[Kind], str]) -> str:
     """A real NATS with JetStream and `max_payload` 8 MB, shared by the run: keep to your `namespace`."""
     return _server(NATS)
+
+
+@pytest.fixture(scope="session")
+def state_home() -> Path:
+    """Where converted models are kept: the user's cache, so that only the first run converts."""
+    return Path("~/.cache/kvmesh").expanduser()
+
+
+@pytest.fixture(scope="session")
+def real_model_dir(state_home: Path) -> Path:
+    """The default model, converted once."""
+    return model_dir("smollm2-135m", state_home)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def trace_asks(path: Path, count: int | None, scale: float, speed: float, salt: 
         salt: makes the words of a block, together with its id.
     Raises: ValueError, naming the line that is not of such a trace; OSError.
     """
-    asks = []
+    asks: list[Ask] = []
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             if count is not None and len(asks) >= count:

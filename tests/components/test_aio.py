@@ -95,7 +95,7 @@ def test_background_work_that_dies_takes_the_body_with_it() -> None:
 def test_the_bodys_own_error_comes_out_of_background_work_as_it_was() -> None:
     async def test() -> None:
         async def body(error: BaseException, cause: Exception | None = None) -> None:
-            async with background(asyncio.Event().wait(), "work"):  # type: ignore[arg-type]
+            async with background(asyncio.Event().wait(), "work"):
                 raise error from cause
 
         with pytest.raises(ValueError, match="mine") as raised:

@@ -9,7 +9,7 @@ from services.decode.config import DecodeSettings
 from services.frontend.config import FrontendSettings
 from services.prefill.config import PrefillSettings
 
-ALL = [BootstrapSettings, DecodeSettings, FrontendSettings, PrefillSettings]
+ALL: list[type[MeshSettings]] = [BootstrapSettings, DecodeSettings, FrontendSettings, PrefillSettings]
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,11 @@
 from pathlib import Path
 
 import pytest
-from tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
 from engine.core import EngineCore
 from engine.kernels.build import KernelsUnavailable, load_kernels
 from engine.model.load import LoadedModel
+from tests.engine.tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,6 +16,16 @@ def kernel() -> str | None:
     except KernelsUnavailable as exc:
         return str(exc)
     return None
+
+
+@pytest.fixture(scope="session")
+def compile_home(kernel: str | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state directory to compile models in: without packages, with our own C++; inductor tries the compiler only once."""
+    home = tmp_path_factory.mktemp("compiled")
+    (home / "compile").mkdir()
+    for library in Path("~/.cache/kvmesh/compile").expanduser().glob("*.so"):
+        (home / "compile" / library.name).symlink_to(library)
+    return home
 
 
 @pytest.fixture(scope="session")

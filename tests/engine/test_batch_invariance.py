@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tiny_engine import alone, greedy, make_engine, prompt, read_page, run, run_until_idle, write_page
 
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import Computed, EngineRequest, Phase, SamplingParams
+from tests.engine.tiny_engine import alone, greedy, make_engine, prompt, read_page, run, run_until_idle, write_page
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -99,4 +99,4 @@ def computed_by(engine: EngineCore, request: EngineRequest) -> Computed:
 
 
 def retracted(caplog: pytest.LogCaptureFixture) -> set[str]:
-    return {record.request_id for record in caplog.records if record.msg == "request retracted"}
+    return {vars(record)["request_id"] for record in caplog.records if record.msg == "request retracted"}

@@ -6,13 +6,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tiny_engine import Seen, alone, check_pages, greedy, make_engine, prefilled, prompt, read_page, run, write_page
 
 from components.errors import Rejected
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
 from engine.sampling.branches import branch_seed
+from tests.engine.tiny_engine import (
+    Seen,
+    alone,
+    check_pages,
+    greedy,
+    make_engine,
+    prefilled,
+    prompt,
+    read_page,
+    run,
+    write_page,
+)
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-from tiny_engine import Seen, check_pages, greedy, prompt, run_until_idle, small
 
 from components.errors import InvariantBroken
 from components.kv_transfer.layout import KvLayout
@@ -11,6 +10,7 @@ from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.ports import EngineRequest, KvRegion, Phase
 from engine.scheduler.scheduler import Chunk
+from tests.engine.tiny_engine import Seen, check_pages, greedy, prompt, run_until_idle, small
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import greedy, make_engine, prompt, run, small
 
 from engine import cores
 from engine.build import assemble
@@ -21,6 +20,7 @@ from engine.cores import SLOTS, SharedCores
 from engine.loop import run_engine
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, StepOutput
+from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 
 WORKING = """
 import sys, time

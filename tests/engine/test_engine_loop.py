@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tiny_engine import alone, greedy, make_engine, prompt, small
 
 from components.errors import InvariantBroken, PromptTooLong
 from engine.core import EngineCore
@@ -15,6 +14,7 @@ from engine.loop import EngineLoop, run_engine, start_engine
 from engine.model.errors import ModelUnavailable
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, Phase, SamplingParams, StepOutput
+from tests.engine.tiny_engine import alone, greedy, make_engine, prompt, small
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

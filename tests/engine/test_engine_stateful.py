@@ -16,13 +16,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from mock_engine import make_mock
-from tiny_engine import Seen, check_pages, make_engine, prefilled, prompt, read_page, run, write_page
 
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, Reserved, SamplingParams
 from engine.sampling.branches import branch_seed
+from tests.engine.mock_engine import make_mock
+from tests.engine.tiny_engine import Seen, check_pages, make_engine, prefilled, prompt, read_page, run, write_page
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import EOS, greedy, load_tiny, make_engine, prompt, run, save_tiny
 from transformers import AutoModelForCausalLM
 
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason
+from tests.engine.tiny_engine import EOS, greedy, load_tiny, make_engine, prompt, run, save_tiny
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

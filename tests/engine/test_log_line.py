@@ -2,11 +2,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from mock_engine import make_mock
-from tiny_engine import greedy, prompt
 
 from engine.log_line import BatchLog
 from engine.ports import EngineRequest, StepOutput, StepStats
+from tests.engine.mock_engine import make_mock
+from tests.engine.tiny_engine import greedy, prompt
 
 
 class Clock:

@@ -1,7 +1,12 @@
 """PREFILL and DECODE requests: what is exposed, for how long, and what others may find afterwards."""
 
 import pytest
-from tiny_engine import (
+
+from components.errors import PromptTooLong, Rejected
+from engine.core import EngineCore
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest, FinishReason, Phase, Reserved, SamplingParams, StepOutput
+from tests.engine.tiny_engine import (
     EOS,
     Seen,
     alone,
@@ -16,11 +21,6 @@ from tiny_engine import (
     small,
     write_page,
 )
-
-from components.errors import PromptTooLong, Rejected
-from engine.core import EngineCore
-from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, FinishReason, Phase, Reserved, SamplingParams, StepOutput
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle, small
 from torch.overrides import TorchFunctionMode
 
 from components.kv_transfer.layout import KvLayout
@@ -20,6 +19,7 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, SamplingParams
 from engine.runner import TorchRunner, TorchStep
 from engine.scheduler.scheduler import Chunk
+from tests.engine.tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle, small
 
 EOS = 5
 PAGE = 16

@@ -137,7 +137,7 @@ class MemoryNats:
             answered.set_result(data)
         for subscription in self.listeners(subject):
             client = MemoryClient(self, subscription.process)
-            message = Msg(_client=client, subject=subject, reply=reply, data=data, headers=headers)  # type: ignore[arg-type]
+            message = Msg(_client=client, subject=subject, reply=reply, data=data, headers=headers)
             subscription.queue.put_nowait(message)
 
 
@@ -183,7 +183,7 @@ class MemoryClient:
             raise nats.errors.TimeoutError from exc
         finally:
             del self._server.waiting[reply]
-        return Msg(_client=self, subject=reply, data=received)  # type: ignore[arg-type]
+        return Msg(_client=self, subject=reply, data=received)
 
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None, **_limits: Any

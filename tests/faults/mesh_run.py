@@ -399,7 +399,7 @@ async def _bury(node: Node) -> None:
 
 def run_faults(home: Path, seed: int, schedule: list[Fault], **changes: object) -> Outcome:
     """One run, with its problems."""
-    return run_virtually(lambda: MeshRun(home, seed, schedule, **changes).run())  # type: ignore[arg-type]
+    return run_virtually(lambda: MeshRun(home, seed, schedule, **changes).run())
 
 
 def check(home: Path, seed: int, schedule: list[Fault], **changes: object) -> Outcome:

@@ -78,7 +78,7 @@ class Node:
         self.id = instance_id
         self.cluster = cluster
         self.process = Process(instance_id)
-        self.bus = Bus(MemoryClient(cluster.nats, self.process), "memory")  # type: ignore[arg-type]
+        self.bus = Bus(MemoryClient(cluster.nats, self.process), "memory")
         self.registration = Registration(instance_id)
         self.subject = subject_of(NAMESPACE, self.role, instance_id)
         self.ready = asyncio.Event()

@@ -87,7 +87,7 @@ def current_process() -> Process | None:
     return _process.get()
 
 
-class _Leaping(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
+class _Leaping(selectors.DefaultSelector):
     """Sleeping takes no time."""
 
     now_s = 0.0
@@ -115,7 +115,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """From now on the dead run too, so that their tasks can end."""
         self._zombies = True
 
-    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:  # type: ignore[override]
         process = _process.get() if context is None else context.get(_process)
         if process is None or self._may_run(process):
             return super().call_soon(callback, *args, context=context)
@@ -123,7 +123,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         process.hold(handle)
         return handle
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:
+    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:  # type: ignore[override]
         context = contextvars.copy_context() if context is None else context  # an empty one is false
         timer: list[asyncio.TimerHandle] = []
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import pytest
 
-from engine.model.resolve import model_dir
 from tests.components.text.tiny_model import tiny_tokenizer
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
@@ -34,16 +33,16 @@ TINY: Final[dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="session")
-def state_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where converted models are kept: the user's cache, so that only the first run converts."""
-    return Path("~/.cache/kvmesh").expanduser()
-
-
-@pytest.fixture(scope="session")
-def real_model_dir(state_home: Path) -> Path:
-    """The default model, converted once."""
-    return model_dir(MODEL, state_home)
+TINY_ENV: Final = {
+    "MESH_SERVED_MODEL_NAME": "tiny",
+    "MESH_ENGINE__DTYPE": "float32",
+    "MESH_ENGINE__NUM_PAGES": "512",
+    "MESH_ENGINE__MAX_STEP_TOKENS": "128",
+    "MESH_ENGINE__THREADS": "1",
+    "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
+    "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
+    "MESH_LEASE_TTL_S": "3",
+}
 
 
 @pytest.fixture(scope="session")
@@ -79,18 +78,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_mesh(
     etcd_url: str, nats_url: str, namespace: str, tiny_model: Path, tmp_path: Path
 ) -> Iterator[MeshProcesses]:
-    """An empty mesh over the tiny model in float32: the test starts, and kills, what it wants."""
-    env = {
-        "MESH_SERVED_MODEL_NAME": "tiny",
-        "MESH_ENGINE__DTYPE": "float32",
-        "MESH_ENGINE__NUM_PAGES": "512",
-        "MESH_ENGINE__MAX_STEP_TOKENS": "128",
-        "MESH_ENGINE__THREADS": "1",
-        "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
-        "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
-        "MESH_LEASE_TTL_S": "3",
-    }
-    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(tiny_model), env) as mesh:
+    """An empty mesh over the tiny model in float32: the test starts, and kills, what it wants.
+
+    Each worker imports torch and transformers, five seconds of a core: where the model is not the point, take `mock_mesh`.
+    """
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(tiny_model), TINY_ENV) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def shared_tiny_mesh(
+    etcd_url: str, nats_url: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MeshProcesses]:
+    """bootstrap, prefill and two decodes over the tiny model, for the tests of a module."""
+    home = tmp_path_factory.mktemp("shared")
+    with MeshProcesses(etcd_url, nats_url, f"shared-{secrets.token_hex(3)}", home, str(tiny_model), TINY_ENV) as mesh:
+        mesh.start("bootstrap", "prefill", "decode", "decode")
         yield mesh
 
 

@@ -15,14 +15,15 @@ from components.text.tokenizer import TextModel
 from tests.components.text.tiny_model import tiny_tokenizer
 from tests.engine.lora.lora_files import merge, save_adapter
 from tests.engine.tiny_engine import save_tiny
-from tests.mesh.harness import MeshProcesses, Worker
+from tests.mesh.harness import MeshProcesses, Worker, open_client
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 
 MODEL: Final = "base"
 MAX_TOKENS: Final = 24
 PROMPTS: Final = tuple(
-    [3 + (i * 29 + j * 17 + j * j // 5) % 250 for j in range(length)] for i, length in enumerate((20, 47, 130))
+    [3 + (i * 29 + j * 17 + j * j // 5) % 250 for j in range(length)]
+    for i, length in enumerate((20, 47, 130, 33, 64, 150))
 )
 
 
@@ -84,8 +85,9 @@ def _models(frontend: Worker, count: int) -> list[tuple[str, str | None]]:
     return [(card["id"], card["parent"]) for card in cards]
 
 
-async def _ask_all(frontend: Worker, models: list[str]) -> dict[str, list[str]]:
-    """Every prompt of every model at once."""
+async def _ask_all(frontend: Worker, models: list[str], asked: range) -> dict[str, list[str]]:
+    """Each of these prompts of every model at once."""
+    prompts = PROMPTS[asked.start : asked.stop]
     async with httpx.AsyncClient(timeout=60) as http:
 
         async def ask(model: str, prompt: list[int]) -> str:
@@ -94,28 +96,31 @@ async def _ask_all(frontend: Worker, models: list[str]) -> dict[str, list[str]]:
             assert answer["model"] == model
             return str(answer["choices"][0]["text"])
 
-        texts = await asyncio.gather(*(ask(model, prompt) for model in models for prompt in PROMPTS))
-    return {model: list(texts[i * len(PROMPTS) : (i + 1) * len(PROMPTS)]) for i, model in enumerate(models)}
+        texts = await asyncio.gather(*(ask(model, prompt) for model in models for prompt in prompts))
+    return {model: list(texts[i * len(prompts) : (i + 1) * len(prompts)]) for i, model in enumerate(models)}
 
 
-def test_two_adapters_and_the_model_itself_answer_at_once_as_if_merged(
-    mesh: MeshProcesses, expected: dict[str, list[str]]
-) -> None:
-    _, _, decode, frontend = mesh.start("bootstrap", "prefill", "decode", "frontend")
-    assert _models(frontend, 3) == [(MODEL, None), ("legal", MODEL), ("medical", MODEL)]
-    for _ in range(2):  # the second time with prefixes in both caches
-        assert asyncio.run(_ask_all(frontend, [MODEL, "legal", "medical"])) == expected
-    assert len({tuple(texts) for texts in expected.values()}) == 3
-    assert "computing the prompt here" not in decode.logged()
+async def _prefill_is_known(mesh: MeshProcesses) -> None:
+    async with open_client(mesh, MODEL) as client:
+        await client.until_usable("prefill")
 
 
-def test_a_prefill_that_has_other_weights_under_the_name_computes_no_prompt_of_it(
+def test_adapters_and_the_model_answer_at_once_as_if_merged_and_no_prompt_goes_to_other_weights_of_the_name(
     mesh: MeshProcesses, home: Path, expected: dict[str, list[str]]
 ) -> None:
+    _, prefill, decode, frontend = mesh.start("bootstrap", "prefill", "decode", "frontend")
+    assert _models(frontend, 3) == [(MODEL, None), ("legal", MODEL), ("medical", MODEL)]
+    for _ in range(2):  # the second time with prefixes in both caches
+        answers = asyncio.run(_ask_all(frontend, [MODEL, "legal", "medical"], range(3)))
+        assert answers == {model: texts[:3] for model, texts in expected.items()}
+    assert len({tuple(texts) for texts in expected.values()}) == 3
+    assert "must load the same weights" not in decode.logged()
+    prefill.popen.terminate()
+    assert prefill.popen.wait(20) == 0
     mesh.start_one("prefill", MESH_ENGINE__LORA=_adapters(home, legal="medical"))
-    _, decode, frontend = mesh.start("bootstrap", "decode", "frontend")
-    _models(frontend, 3)
-    assert asyncio.run(_ask_all(frontend, ["legal", MODEL, "medical"])) == expected
+    asyncio.run(_prefill_is_known(mesh))
+    answers = asyncio.run(_ask_all(frontend, ["legal", MODEL, "medical"], range(3, 6)))
+    assert answers == {model: texts[3:] for model, texts in expected.items()}
     assert decode.logged().count("must load the same weights as adapter 'legal'") == 1
     assert "computing the prompt here" not in decode.logged(), "they were not asked in the first place"
 

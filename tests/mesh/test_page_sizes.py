@@ -1,4 +1,4 @@
-"""Meshes whose prefill and decode instances cut their KV into pages of different sizes, with a model that computes it."""
+"""Prefill and decode instances that cut their KV into pages of different sizes, with a model that computes it."""
 
 import asyncio
 import random
@@ -37,28 +37,35 @@ async def _ask(client: Client, prompts: list[list[int]], salt: str) -> list[list
     return list(await asyncio.gather(*(one(p) for p in prompts)))
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (128, 16)])
-def test_tokens_are_those_of_aggregated_serving(tiny_mesh: MeshProcesses, prefill: int, decode: int) -> None:
-    """The second round finds all prompts in decode's prefix cache but for their last pages, and those move."""
+def test_tokens_are_those_of_aggregated_serving(tiny_mesh: MeshProcesses) -> None:
+    """With smaller pages at prefill, then with larger ones.
+
+    The second round finds all prompts in decode's prefix cache but for their last pages, and those move.
+    """
     prompts = _prompts()
     assert any(a[:100] == b[:100] for a, b in pairwise(prompts))
 
     async def run() -> None:
         async with open_client(tiny_mesh, MODEL) as client:
             expected = await _ask(client, prompts, "aggregated")
-            await asyncio.to_thread(tiny_mesh.start, "prefill", MESH_ENGINE__PAGE_SIZE=str(prefill))
-            await client.until_usable("prefill")
-            assert await _ask(client, prompts, "disaggregated") == expected
-            assert await _ask(client, prompts, "disaggregated") == expected
-            for beat in await client.until_quiet():
-                assert beat.free_pages + beat.cached_pages == beat.total_pages
-            [worker] = client.prefills.usable()
-            assert worker.kv is not None
-            assert worker.kv.layout.page_size == prefill
-            assert worker.http is not None
-            assert f"\nkv_transfer_seconds_count {2 * len(prompts)}.0\n" in httpx.get(f"{worker.http}/metrics").text
+            for page_size in (16, 128):
+                prefill = await asyncio.to_thread(tiny_mesh.start_one, "prefill", MESH_ENGINE__PAGE_SIZE=str(page_size))
+                [worker] = await client.until_usable("prefill")
+                assert worker.kv is not None
+                assert worker.kv.layout.page_size == page_size
+                for _ in range(2):
+                    assert await _ask(client, prompts, f"from pages of {page_size}") == expected
+                for beat in await client.until_quiet():
+                    assert beat.free_pages + beat.cached_pages == beat.total_pages
+                metrics = httpx.get(f"{worker.http}/metrics").text
+                assert f"\nkv_transfer_seconds_count {2 * len(prompts)}.0\n" in metrics
+                prefill.popen.terminate()
+                assert await asyncio.to_thread(prefill.popen.wait, 20) == 0
+                async with asyncio.timeout(10):
+                    while client.prefills.usable():
+                        await asyncio.sleep(0.02)
         assert "computing the prompt here" not in tiny_mesh.one("decode").logged()
         assert "prefill instance not used" not in tiny_mesh.one("decode").logged()
 
-    tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE=str(decode), MESH_ENGINE__MAX_STEP_TOKENS="100")
+    tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE="64", MESH_ENGINE__MAX_STEP_TOKENS="100")
     asyncio.run(run())

@@ -10,11 +10,13 @@ from typing import Any, Final
 
 import pytest
 
+from components.wire.instances import Role
 from tests.mesh.harness import Client, MeshProcesses, open_client
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio, pytest.mark.timeout(240)]
 
 RunService = Callable[..., Any]
+WORKERS: Final[tuple[Role, ...]] = ("prefill", "decode")
 PROMPT: Final = [3 + i % 400 for i in range(200)]
 
 
@@ -41,8 +43,8 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-def inspect(run_service: RunService, tiny_mesh: MeshProcesses, tmp_path: Path) -> Inspect:
-    return Inspect(run_service, tiny_mesh, tmp_path)
+def inspect(run_service: RunService, shared_tiny_mesh: MeshProcesses, tmp_path: Path) -> Inspect:
+    return Inspect(run_service, shared_tiny_mesh, tmp_path)
 
 
 def forwards(trace: Any) -> list[str]:
@@ -66,27 +68,28 @@ async def keep_busy(client: Client, stop: asyncio.Event) -> int:
 
 
 async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
-    tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
+    shared_tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
 ) -> None:
-    tiny_mesh.start("bootstrap", "prefill", "decode")
-    async with open_client(tiny_mesh, "tiny") as client:
-        pids = {r.role: r.pid for role in ("prefill", "decode") for r in await client.until_usable(role)}  # type: ignore[arg-type]
+    outs = {role: tmp_path / f"{role}.json.gz" for role in WORKERS}
+    async with open_client(shared_tiny_mesh, "tiny") as client:
+        records = {role: (await client.until_usable(role))[0] for role in WORKERS}
         stop = asyncio.Event()
         load = asyncio.create_task(keep_busy(client, stop))
-        traces = {}
-        for role in ("prefill", "decode"):
-            out = tmp_path / f"{role}.json.gz"
-            code, said = await inspect.run(role, "--seconds", "2.5", "--out", str(out))
-            assert code == 0, said
-            assert "idle" not in said
-            traces[role] = read(out)
+        asked = ("--seconds", "2", "--instance")
+        ended = await asyncio.gather(
+            *(inspect.run(role, *asked, records[role].instance_id, "--out", str(outs[role])) for role in WORKERS)
+        )
         stop.set()
         assert await load > 2, "it served meanwhile"
         await client.until_quiet()
+    for code, said in ended:
+        assert code == 0, said
+        assert "idle" not in said
+    traces = {role: read(out) for role, out in outs.items()}
     for role, trace in traces.items():
         assert trace["role"] == role
         computed = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op"]
-        assert {e["pid"] for e in computed} == {pids[role]}, "nobody else's work"
+        assert {e["pid"] for e in computed} == {records[role].pid}, "nobody else's work"
         assert len([e for e in trace["traceEvents"] if e["name"] == "Record Window End"]) > 1, "all of its segments"
         assert any(e["name"] in ("aten::linear", "aten::mm", "aten::addmm") for e in computed)
     assert {name for name in forwards(traces["decode"]) if "1 decodes" in name}
@@ -95,39 +98,38 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
 
 
 async def test_a_second_profile_of_a_worker_is_refused_by_its_name_and_the_first_arrives(
-    tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
+    shared_tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
 ) -> None:
-    tiny_mesh.start("decode")
-    async with open_client(tiny_mesh, "tiny") as client:
-        [record] = await client.until_usable("decode")
-        first = inspect.start("decode", "--seconds", "6", "--out", str(tmp_path / "first.json.gz"))
+    async with open_client(shared_tiny_mesh, "tiny") as client:
+        [record] = await client.until_usable("prefill")
+        first = inspect.start("prefill", "--seconds", "6", "--out", str(tmp_path / "first.json.gz"))
         await asyncio.to_thread(first.wait_for_log, "recording")
-        code, said = await inspect.run("decode", "--seconds", "1", "--out", str(tmp_path / "second.json.gz"))
+        code, said = await inspect.run("prefill", "--seconds", "1", "--out", str(tmp_path / "second.json.gz"))
         assert code == 1
-        assert f"decode {record.instance_id} is being profiled already" in said
+        assert f"prefill {record.instance_id} is being profiled already" in said
         assert not list(tmp_path.glob("second*"))
         assert await asyncio.to_thread(first.popen.wait, 60) == 0, first.logged()
-    assert f"decode {record.instance_id} was idle: it computed nothing" in first.logged()
+    assert f"prefill {record.instance_id} was idle: it computed nothing" in first.logged()
     assert forwards(read(tmp_path / "first.json.gz")) == []
 
 
-async def test_what_is_wrong_is_one_sentence(tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path) -> None:
-    code, said = await inspect.run("prefill")
-    assert (code, said.count("\n")) == (1, 1)
-    assert "no prefill instance registered in etcd" in said
-    one, _ = tiny_mesh.start("decode", "decode")
-    async with open_client(tiny_mesh, "tiny") as client:
+async def test_who_is_meant_must_be_said_and_a_worker_that_dies_is_named(
+    shared_tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
+) -> None:
+    async with open_client(shared_tiny_mesh, "tiny") as client:
         records = await client.until_usable("decode", 2)
         code, said = await inspect.run("decode")
+        assert code == 1
         assert "which one?" in said
         for record in records:
             assert record.instance_id in said
-        asked = next(r for r in records if r.instance_id in one.logged())
+        victim = [worker for worker in shared_tiny_mesh.workers if worker.role == "decode"][1]
+        asked = next(r for r in records if r.pid == victim.popen.pid)
         begun = inspect.start(
             "decode", "--instance", asked.instance_id, "--seconds", "30", "--out", str(tmp_path / "x")
         )
         await asyncio.to_thread(begun.wait_for_log, "recording")
-        one.popen.send_signal(signal.SIGKILL)
+        victim.popen.send_signal(signal.SIGKILL)
         assert await asyncio.to_thread(begun.popen.wait, 30) == 1
         assert f"decode {asked.instance_id} on" in begun.logged()
         assert "is gone: nobody listens on" in begun.logged()
@@ -135,24 +137,30 @@ async def test_what_is_wrong_is_one_sentence(tiny_mesh: MeshProcesses, inspect: 
     assert not list(tmp_path.glob("x*"))
 
 
-async def test_the_mock_engine_has_nothing_to_profile_and_says_so(
-    etcd_url: str, nats_url: str, namespace: str, tmp_path: Path, run_service: RunService
-) -> None:
-    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, "mock", {"MESH_ENGINE__NUM_PAGES": "64"}) as mesh:
-        mesh.start("prefill")
-        code, said = await Inspect(run_service, mesh, tmp_path).run("prefill")
-    assert code == 1
-    assert "this worker runs the mock engine, which computes nothing: profile one with a model" in said
-
-
 async def test_a_worker_that_is_told_to_leave_does_not_wait_for_its_profile(
-    tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
+    shared_tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
 ) -> None:
-    decode = tiny_mesh.start_one("decode")
-    async with open_client(tiny_mesh, "tiny"):
-        process = inspect.start("decode", "--seconds", "60", "--out", str(tmp_path / "x"))
+    decode = shared_tiny_mesh.one("decode")
+    async with open_client(shared_tiny_mesh, "tiny") as client:
+        [asked] = [r for r in await client.until_usable("decode") if r.pid == decode.popen.pid]
+        out = str(tmp_path / "x")
+        process = inspect.start("decode", "--instance", asked.instance_id, "--seconds", "60", "--out", out)
         await asyncio.to_thread(process.wait_for_log, "recording")
         decode.popen.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(decode.popen.wait, 15) == 0, decode.logged()
         assert await asyncio.to_thread(process.popen.wait, 30) == 1
     assert "is gone" in process.logged()
+
+
+async def test_without_such_a_worker_or_with_one_that_computes_nothing_it_is_one_sentence(
+    etcd_url: str, nats_url: str, namespace: str, tmp_path: Path, run_service: RunService
+) -> None:
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, "mock", {"MESH_ENGINE__NUM_PAGES": "64"}) as mesh:
+        inspect = Inspect(run_service, mesh, tmp_path)
+        code, said = await inspect.run("prefill")
+        assert (code, said.count("\n")) == (1, 1)
+        assert "no prefill instance registered in etcd" in said
+        mesh.start("prefill")
+        code, said = await inspect.run("prefill")
+    assert code == 1
+    assert "this worker runs the mock engine, which computes nothing: profile one with a model" in said

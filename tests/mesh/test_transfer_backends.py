@@ -30,10 +30,13 @@ def _answers(mesh: MeshProcesses, prompts: list[list[int]], max_tokens: int = MA
 
 
 def _spans(mesh: MeshProcesses, name: str, count: int) -> list[dict[str, Any]]:
-    time.sleep(1)  # the last spans are on their way to the disk
-    store = TraceStore(mesh.home)
-    spans = [span for trace in store.last_trace_ids(count) for span in store.trace(trace)]
-    return [dict(span.attributes) for span in spans if span.name == name]
+    """Of the last `count` traces: when each has one, or after a second, in which the last spans reach the disk."""
+    store, deadline = TraceStore(mesh.home), time.monotonic() + 1
+    while True:
+        spans = [span for trace in store.last_trace_ids(count) for span in store.trace(trace) if span.name == name]
+        if len(spans) >= count or time.monotonic() > deadline:
+            return [dict(span.attributes) for span in spans]
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])  # of prefill; decode's is 16

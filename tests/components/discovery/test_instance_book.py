@@ -5,10 +5,11 @@ from tests.components.discovery.records import record
 
 def listened() -> tuple[InstanceBook, list[tuple[str | None, str | None]]]:
     """A book, and (epoch before, epoch after) of every change it tells."""
-    book, heard = InstanceBook(), []
+    book = InstanceBook()
+    heard: list[tuple[str | None, str | None]] = []
 
     def listen(was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-        heard.append((was and was.epoch, now and now.epoch))
+        heard.append((was.epoch if was else None, now.epoch if now else None))
 
     book.subscribe(listen)
     return book, heard

@@ -176,8 +176,8 @@ async def test_etcd_may_be_away_at_the_start_and_restart_later(
         joined = asyncio.create_task(_join(server.url, namespace))
         await until(lambda: "etcd cannot be reached, trying again" in caplog.messages, "it says so")
         [said] = [r for r in caplog.records if r.levelno == logging.ERROR]
-        assert f"etcd at {server.url} cannot be reached" in said.reason  # type: ignore[attr-defined]
-        assert "`make up` starts one" in said.reason  # type: ignore[attr-defined]
+        assert f"etcd at {server.url} cannot be reached" in vars(said)["reason"]
+        assert "`make up` starts one" in vars(said)["reason"]
         assert not joined.done()
         await server.restart()
         context, registry = await joined
@@ -235,7 +235,7 @@ async def _refreshed(monkeypatch: pytest.MonkeyPatch, answers: list[float | None
 
     monkeypatch.setattr("components.discovery.registry.time.monotonic", lambda: clock[0])
     registry = Registry("http://e", "ns", ttl_s)
-    registry._refresh_until_lost(Client(), lease, ttl_s, Stop())  # type: ignore[arg-type]
+    registry._refresh_until_lost(Client(), lease, ttl_s, Stop())
     return lease
 
 

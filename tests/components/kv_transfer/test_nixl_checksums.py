@@ -59,7 +59,7 @@ async def _send(transfer: NixlTransfer, pages: Pages, peer: Peer, room: str, *, 
     ours = list(range(pages.layout.pages_for(NUM_TOKENS)))[::-1]
     slot = int(peer.say(f"receive {room} {NUM_TOKENS} {pages.layout.page_size} {' '.join(map(str, theirs))}"))
     through = Damaging(transfer, pages) if damaged else transfer
-    sender = Sender(through, room, NUM_TOKENS, checksums=PageChecksums(pages))  # type: ignore[arg-type]
+    sender = Sender(through, room, NUM_TOKENS, checksums=PageChecksums(pages))
     sender.offered(_offer(room, theirs, slot), endpoint, 1)
     sending = asyncio.create_task(sender.run())
     sender.computed(ours, 170)

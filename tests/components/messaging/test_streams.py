@@ -101,7 +101,7 @@ async def test_frames_of_another_instance_and_of_closed_streams_are_ignored() ->
     ends = Ends()
     await ends.inbox.receive(frame(ends.sender.tokens([1]), instance_id="stranger"))
     await ends.inbox.receive(frame(OutStream("x", 999).tokens([1])))
-    await ends.inbox.receive(Message(b"garbage"))  # type: ignore[arg-type]
+    await ends.inbox.receive(Message(b"garbage"))
     again = OutStream(ends.inbox.subject, ends.reader.stream_id)
     await ends.inbox.receive(frame(again.tokens([2])))
     assert await ends.read() == [2]
@@ -129,7 +129,7 @@ async def test_a_lost_instance_ends_its_streams_alone_and_whoever_waits_for_some
 @pytest.fixture
 async def outbox() -> AsyncIterator[tuple[StreamOutbox, FakeBus]]:
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as opened:  # type: ignore[arg-type]
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as opened:
         yield opened, bus
 
 
@@ -170,14 +170,14 @@ async def test_a_frame_that_cannot_leave_is_seen_as_a_gap_and_the_outbox_lives(
     bus.broken = None
     box.put(stream, stream.tokens([2]))
     await box.flushed()
-    await inbox.receive(Message(bus.frames[0][1]))  # type: ignore[arg-type]
+    await inbox.receive(Message(bus.frames[0][1]))
     with pytest.raises(DecodeLost, match="items 0 to 0"):
         await reader.next()
 
 
 async def test_closing_an_outbox_sends_what_is_queued() -> None:
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:  # type: ignore[arg-type]
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
         stream = OutStream("front", 1)
         box.put(stream, stream.tokens([1], "stop"))
     assert len(bus.frames) == 1

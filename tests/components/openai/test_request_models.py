@@ -219,7 +219,7 @@ def test_what_the_openai_client_sends_out_of_habit_is_accepted() -> None:
 
 
 def test_an_answer_can_be_sent_back_with_all_its_fields() -> None:
-    answer = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None}
+    answer: dict[str, Any] = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None}
     answer |= {"function_call": None, "tool_calls": None}
     chat(messages=[*user("q"), answer, *user("r")])
 

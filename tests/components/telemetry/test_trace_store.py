@@ -100,7 +100,7 @@ def test_only_the_newest_traces_are_kept(tmp_path: Path) -> None:
         span = tracer.start_span(f"n{start}", start_time=start + 1)
         span.end(start + 2)
         spans.append(span)
-    exporter.export(spans)  # type: ignore[arg-type]
+    exporter.export(spans)
     for _ in range(TRIM_EVERY):
         exporter.export([])
     exporter.shutdown()

@@ -17,7 +17,8 @@ def ids_of(text: str) -> list[int]:
 @settings(deadline=None)  # the machine may be busy
 @given(PRINTABLE, st.lists(st.integers(1, 5), min_size=1))
 def test_the_pieces_are_the_decoded_whole_and_none_has_a_broken_character(text: str, sizes: list[int]) -> None:
-    ids, detokenizer, pieces = ids_of(text), Detokenizer(TOKENIZER), []
+    ids, detokenizer = ids_of(text), Detokenizer(TOKENIZER)
+    pieces: list[str] = []
     while ids:
         size = sizes[len(pieces) % len(sizes)]
         pieces.append(detokenizer.feed(ids[:size]))

@@ -65,4 +65,4 @@ def test_on_a_cuda_device_it_is_triton_where_that_can_run(
     monkeypatch.setattr(choose, "find_c_compiler", lambda: compiler)
     with caplog.at_level(logging.WARNING):
         assert choose._automatic(SimpleNamespace(type="cuda"), CASE.layout) == kind
-    assert [record.missing for record in caplog.records] == missing
+    assert [vars(record)["missing"] for record in caplog.records] == missing

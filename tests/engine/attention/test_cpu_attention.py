@@ -124,7 +124,7 @@ def test_what_others_left_in_a_page_is_not_seen(dtype: torch.dtype, context: int
         pages[..., context:, :] = torch.nan
         if window and length == 1:
             pages[..., : max(0, context - window), :] = torch.nan
-        case.pool[case.tables[0]] = pages.unflatten(3, (-1, 16)).permute(3, 0, 1, 2, 4, 5)
+        case.pool[case.tables[0]] = pages.reshape(2, 3, 2, -1, 16, 32).permute(3, 0, 1, 2, 4, 5)
         step = CpuAttention(case.pool, case.layout).plan(case.step())
         assert step.attend(1, case.query, case.key, case.value, Scoring(0.1, window)).isfinite().all()
 
@@ -149,9 +149,9 @@ def test_a_request_gives_the_same_bits_in_any_batch_and_with_any_number_of_threa
         together = step.attend(0, case.query, case.key, case.value, Scoring(0.3))
         first = 0
         for length, context, table in zip(case.lens, case.contexts, case.tables, strict=True):
-            mine = [tensor[:, :, first : first + length] for tensor in (case.query, case.key, case.value)]
+            query, key, value = (x[:, :, first : first + length] for x in (case.query, case.key, case.value))
             alone = CpuAttention(case.pool, case.layout).plan(StepShape([length], [context], [table]))
-            assert torch.equal(alone.attend(0, *mine, Scoring(0.3)), together[:, first : first + length])
+            assert torch.equal(alone.attend(0, query, key, value, Scoring(0.3)), together[:, first : first + length])
             first += length
     finally:
         torch.set_num_threads(before)

@@ -21,6 +21,7 @@ class Wrapper:
     """What both wrappers have: a plan, then runs over it."""
 
     plans = 0
+    query_starts: torch.Tensor
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, use_tensor_cores: bool = False) -> None:
         assert kv_layout == "HND"
@@ -46,7 +47,17 @@ class Wrapper:
 
 
 class Decode(Wrapper):
-    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options):
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        **options: Any,
+    ) -> None:
         self.query_starts = torch.arange(len(last_page_len) + 1)
         self._note(indptr, indices, last_page_len, page_size, options)
 
@@ -54,24 +65,34 @@ class Decode(Wrapper):
 class Prefill(Wrapper):
     def plan(
         self,
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        page_size,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
         *,
-        causal,
-        **options,
-    ):
+        causal: bool,
+        **options: Any,
+    ) -> None:
         assert causal
         self.query_starts = qo_indptr
         self._note(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, options)
 
 
-def append(key, value, batch_indices, positions, kv, kv_indices, kv_indptr, kv_last_page_len, kv_layout):
+def append(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str,
+) -> None:
     assert kv_layout == "HND"
     page_size = kv[0].shape[2]
     pages = kv_indices[kv_indptr[batch_indices] + positions // page_size]
@@ -82,9 +103,12 @@ def append(key, value, batch_indices, positions, kv, kv_indices, kv_indptr, kv_l
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AttentionBackend]]:
     stand_in = ModuleType("flashinfer")
-    stand_in.BatchDecodeWithPagedKVCacheWrapper = Decode
-    stand_in.BatchPrefillWithPagedKVCacheWrapper = Prefill
-    stand_in.append_paged_kv_cache = append
+    for public, part in {
+        "BatchDecodeWithPagedKVCacheWrapper": Decode,
+        "BatchPrefillWithPagedKVCacheWrapper": Prefill,
+        "append_paged_kv_cache": append,
+    }.items():
+        setattr(stand_in, public, part)
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
     name = "engine.attention.flashinfer_backend"
     yield importlib.import_module(name).FlashInferAttention

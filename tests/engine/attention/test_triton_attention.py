@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_engine import greedy, make_engine, prompt, run
 
 from bench.attention_case import LAYER, AttentionCase, Outcome
 from engine.attention.backend import Scoring, StepShape
@@ -15,6 +14,7 @@ from engine.attention.step_tables import StepLimits
 from engine.attention.triton_backend import Tiles, TritonAttention
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
+from tests.engine.tiny_engine import greedy, make_engine, prompt, run
 
 SPLITTING = partial(TritonAttention, programs=256)
 WINDOWED, CAPPED, BOTH = Scoring(0.3, window=7), Scoring(0.3, softcap=2.0), Scoring(0.2, window=20, softcap=5.0)
@@ -79,6 +79,7 @@ def test_chunks_longer_than_a_block_of_queries() -> None:
 
 def test_a_few_decodes_are_split_to_fill_the_device_and_many_are_not() -> None:
     outcome = Outcome(DECODES, partial(TritonAttention, programs=528))
+    assert isinstance(outcome.backend, TritonAttention)
     splits = [
         outcome.backend._splits(rows, context) for rows, context in ((1, 200), (1, 40000), (16, 40000), (300, 40000))
     ]
@@ -93,9 +94,11 @@ def test_rows_without_a_request_write_nothing_and_come_out_as_zeros() -> None:
     backend, pool = outcome.backend, outcome.pool
     backend.plan(StepShape([1] * 8, [1] * 8, [[page] for page in range(8)]))
     backend.plan(StepShape(DECODES.query_lens, DECODES.context_lens, outcome.tables))
-    padded = [torch.cat([x, torch.randn(1, x.shape[1], 5, 16)], 2) for x in (outcome.query, outcome.key, outcome.value)]
+    new = (outcome.query, outcome.key, outcome.value)
+    query, key, value = (torch.cat([x, torch.randn(1, x.shape[1], 5, 16)], 2) for x in new)
     before = pool.clone()
-    out = backend.recorded(8).attend(LAYER, *padded, DECODES.scoring)
+    assert isinstance(backend, TritonAttention)
+    out = backend.recorded(8).attend(LAYER, query, key, value, DECODES.scoring)
     assert torch.equal(pool, before)
     assert torch.allclose(out[:, :3], outcome.out, atol=1e-6)
     assert out[:, 3:].eq(0).all()
@@ -103,6 +106,7 @@ def test_rows_without_a_request_write_nothing_and_come_out_as_zeros() -> None:
 
 def test_a_recorded_step_reads_the_tables_of_whichever_step_was_planned_last() -> None:
     outcome = Outcome(replace(DECODES, context_lens=(20, 30, 40)), TritonAttention)
+    assert isinstance(outcome.backend, TritonAttention)
     recorded = outcome.backend.recorded(3)
     new = (outcome.query, outcome.key, outcome.value)
     first = recorded.attend(LAYER, *new, Scoring(0.3))

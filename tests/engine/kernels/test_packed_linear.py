@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import greedy, make_engine, prompt, run, save_tiny, small
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -14,6 +13,7 @@ from engine.kernels.linear import PackedGate, PackedLinear, can_pack, pack, pack
 from engine.model.load import load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest
+from tests.engine.tiny_engine import greedy, make_engine, prompt, run, save_tiny, small
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,8 @@ def test_siblings_are_packed_together_and_what_cannot_be_packed_stays() -> None:
     assert pack_linears(block) == 4
     for name in names:
         torch.testing.assert_close(getattr(block, name)(x), expected[name], atol=1e-2, rtol=1e-2)
-    assert block.q_proj.packed is block.k_proj.packed is block.v_proj.packed
+    q_packed, k_packed, v_packed = (getattr(block, name).packed for name in names[:3])
+    assert q_packed is k_packed is v_packed
     assert type(block.odd) is type(block.wide) is torch.nn.Linear
     assert not any(isinstance(module, SharedLinear) for module in block.modules())
     assert pack_linears(block) == share_linears(block) == 0
@@ -97,7 +98,7 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lm_head = torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
+        self.lm_head: torch.nn.Module = torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
 
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.lm_head

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mock_engine import make_mock
-from tiny_engine import greedy, prompt, run
 
 from components.routing.block_hash import block_hashes, seed_hash
 from engine.core import EngineCore
 from engine.ports import BlockRemoved, BlockStored, EngineRequest, Phase, StepOutput
+from tests.engine.mock_engine import make_mock
+from tests.engine.tiny_engine import greedy, prompt, run
 
 PROMPTS = [prompt(n, start=s) + prompt(m, start=9) for n, s, m in [(16, 0, 0), (40, 0, 5), (40, 0, 30), (70, 1, 0)]]
 

@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
-from lora_files import save_adapter
-from tiny_engine import load_tiny
 
 from engine.model.load import LoadedModel
+from tests.engine.lora.lora_files import save_adapter
+from tests.engine.tiny_engine import load_tiny
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lora_files import merge, save_adapter
 from safetensors.torch import load_file, save_file
-from tiny_engine import (
+
+from components.errors import UnknownModel
+from engine.attention.backend import StepShape
+from engine.attention.plain import PlainAttention
+from engine.compilation.forward import EagerForward
+from engine.core import EngineCore
+from engine.kv.storage import allocate_storage
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest, Phase
+from tests.engine.lora.lora_files import merge, save_adapter
+from tests.engine.tiny_engine import (
     Seen,
     alone,
     greedy,
@@ -24,15 +33,6 @@ from tiny_engine import (
     write_page,
 )
 
-from components.errors import UnknownModel
-from engine.attention.backend import StepShape
-from engine.attention.plain import PlainAttention
-from engine.compilation.forward import EagerForward
-from engine.core import EngineCore
-from engine.kv.storage import allocate_storage
-from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase
-
 pytestmark = pytest.mark.usefixtures("pipeline")
 
 NAMES = ("", "plain", "few", "patterned")
@@ -41,7 +41,9 @@ Alone = Callable[[str, int, int, int], list[int]]  # (adapter, length and start 
 
 
 @pytest.fixture(scope="module")
-def merged(tiny: LoadedModel, tiny_dir: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
+def merged(
+    tiny: LoadedModel, tiny_dir: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, LoadedModel]:
     """The model by adapter, with its weights merged; none of these engines knows an adapter."""
     home = tmp_path_factory.mktemp("merged")
     made = {name: load_tiny(merge(tiny_dir, directory, home / name)) for name, directory in adapter_dirs.items()}

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from lora_files import save_adapter
 from safetensors.torch import load_file, save_file
-from tiny_engine import load_tiny, save_tiny
 
 from engine.lora.config import read_adapter_config
 from engine.lora.identity import adapter_identity
 from engine.model.errors import ModelUnavailable, UnsupportedModel
+from tests.engine.lora.lora_files import save_adapter
+from tests.engine.tiny_engine import load_tiny, save_tiny
 
 
 def written(directory: Path, **changes: Any) -> Path:

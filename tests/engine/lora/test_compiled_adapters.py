@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_engine import greedy, make_engine, prompt, run, small
 
 from engine.build import assemble
 from engine.compilation import packages
@@ -14,17 +13,18 @@ from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.model.load import LoadedModel
 from engine.model.progress import silent
 from engine.ports import EngineRequest
+from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 
 
 @pytest.mark.model
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_compiled_model_with_adapters_gives_the_ids_of_the_eager_one(
-    adapted_tiny: LoadedModel, adapter_dirs: dict[str, Path], tiny_dir: Path, tmp_path: Path
+    adapted_tiny: LoadedModel, adapter_dirs: dict[str, Path], tiny_dir: Path, compile_home: Path
 ) -> None:
     lora = {name: str(directory) for name, directory in adapter_dirs.items()}
     config = small(compile="wait", lora=lora)
-    forward = choose_forward(str(tiny_dir), adapted_tiny, config, tmp_path, silent)
+    forward = choose_forward(str(tiny_dir), adapted_tiny, config, compile_home, silent)
     compiled = assemble(adapted_tiny, config, forward)
     eager = make_engine(adapted_tiny)
     for count in (1, 8):  # alone, a decode step has one token and is padded to two

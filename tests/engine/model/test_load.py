@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, WINDOW, reference, reference_greedy, save_model
 from safetensors.torch import load_file, save_file
-from tiny_engine import EOS, greedy, load_tiny, make_engine, prompt, run, save_tiny, small, tiny_config
 from transformers import (
     BartConfig,
     BloomConfig,
@@ -34,6 +32,8 @@ from engine.model.errors import ModelUnavailable, UnsupportedModel
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest
+from tests.engine.model.families import FAMILIES, WINDOW, reference, reference_greedy, save_model
+from tests.engine.tiny_engine import EOS, greedy, load_tiny, make_engine, prompt, run, save_tiny, small, tiny_config
 
 REPO = Path(__file__).resolve().parents[3]
 ATTENTION = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}

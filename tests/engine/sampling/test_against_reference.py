@@ -4,13 +4,13 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from reference import adjusted, inverse_cdf, make_row, probabilities, sample
 
 from engine.ports import SamplingParams
 from engine.sampling.adjust import adjust
 from engine.sampling.cuts import cut
 from engine.sampling.row import Row
 from engine.sampling.seeds import uniform
+from tests.engine.sampling.reference import adjusted, inverse_cdf, make_row, probabilities, sample
 
 VOCAB = 24
 EOS = frozenset({3})

@@ -2,13 +2,21 @@ import math
 from typing import Any
 
 import pytest
-from tiny_engine import VOCAB, check_pages, prompt
 
 from components.errors import Rejected
 from engine.core import EngineCore
 from engine.ports import EngineRequest, Phase, SamplingParams
 from engine.sampling.check import check_sampling
+from tests.engine.tiny_engine import VOCAB, check_pages, prompt
 
+OUTSIDE: dict[str, list[float]] = {
+    "temperature": [-0.1, 101],
+    "top_p": [0, 1.1, -1],
+    "min_p": [-0.1, 1.1],
+    "presence_penalty": [-2.1, 2.1],
+    "frequency_penalty": [-2.1, 2.1],
+    "repetition_penalty": [0, -1, 11],
+}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
@@ -33,14 +41,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": (1,) * 129}, "stop_token_ids"),
     *(
         ({name: value}, name)
-        for name, outside in {
-            "temperature": [-0.1, 101],
-            "top_p": [0, 1.1, -1],
-            "min_p": [-0.1, 1.1],
-            "presence_penalty": [-2.1, 2.1],
-            "frequency_penalty": [-2.1, 2.1],
-            "repetition_penalty": [0, -1, 11],
-        }.items()
+        for name, outside in OUTSIDE.items()
         for value in [*outside, math.nan, math.inf, -math.inf]
     ),
 ]

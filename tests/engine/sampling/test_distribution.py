@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from reference import adjusted, make_row, probabilities, sample
-from tiny_engine import make_engine, prompt, run
 
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, SamplingParams
+from tests.engine.sampling.reference import adjusted, make_row, probabilities, sample
+from tests.engine.tiny_engine import make_engine, prompt, run
 
 VOCAB = 40
 DRAWS = 20_000

@@ -8,14 +8,25 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from reference import make_row, sample
-from tiny_engine import EOS, VOCAB, alone, greedy, make_engine, prefilled, prompt, read_page, run, write_page
 
 from engine.attention.backend import Scoring
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, SamplingParams, TokenMask
 from engine.sampling.seen import seen_by
+from tests.engine.sampling.reference import make_row, sample
+from tests.engine.tiny_engine import (
+    EOS,
+    VOCAB,
+    alone,
+    greedy,
+    make_engine,
+    prefilled,
+    prompt,
+    read_page,
+    run,
+    write_page,
+)
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

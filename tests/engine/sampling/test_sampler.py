@@ -1,13 +1,13 @@
 import pytest
 import torch
-from reference import make_row, sample
-from tiny_engine import alone, make_engine, prompt, run
 
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, SamplingParams
 from engine.sampling.branches import branch_seed
 from engine.sampling.row import Row
 from engine.sampling.seeds import uniform
+from tests.engine.sampling.reference import make_row, sample
+from tests.engine.tiny_engine import alone, make_engine, prompt, run
 
 VOCAB = 50
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mock_engine import make_mock
-from tiny_engine import greedy, prompt
 
 from engine.ports import EngineRequest
+from tests.engine.mock_engine import make_mock
+from tests.engine.tiny_engine import greedy, prompt
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from mock_engine import make_mock
-from tiny_engine import Seen, check_pages, greedy, prompt, run
 
 from engine.core import EngineCore
 from engine.ports import EngineRequest, SamplingParams
 from engine.scheduler.scheduler import OVERTAKERS
+from tests.engine.mock_engine import make_mock
+from tests.engine.tiny_engine import Seen, check_pages, greedy, prompt, run
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 

@@ -1,11 +1,11 @@
 """Admission, budget, retraction: with the tiny model, so that every finished request can be compared with itself."""
 
 import pytest
-from tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle
 
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, SamplingParams
+from tests.engine.tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle
 
 
 def endless(max_tokens: int) -> SamplingParams:
@@ -89,7 +89,7 @@ def test_the_youngest_is_retracted_and_the_oldest_never(tiny: LoadedModel, caplo
     engine = make_engine(tiny, num_pages=10, reserve_tokens=0)
     with caplog.at_level("INFO", logger="engine.scheduler.scheduler"):
         run(engine, [EngineRequest(f"r{i}", prompt(17, start=i), endless(60)) for i in range(5)])
-    retracted = [record.request_id for record in caplog.records if record.msg == "request retracted"]
+    retracted = [vars(record)["request_id"] for record in caplog.records if record.msg == "request retracted"]
     assert retracted[0] == "r4"
     assert "r0" not in retracted
 

@@ -30,7 +30,7 @@ class Replica:
             "ns",
             Registration("boot"),
             self.registry,
-            self.metrics,  # type: ignore[arg-type]
+            self.metrics,
         )
         self.service = service
 

@@ -104,12 +104,12 @@ class Decode:
             self.registration,
             self.registry,
             self.transfer,
-            30.0,  # type: ignore[arg-type]
+            30.0,
         )
         self.metrics = WorkerMetrics()
         self.service = DecodeService(
             self.registration,
-            self.engine,  # type: ignore[arg-type]
+            self.engine,
             self.remote,
             self.prefills,
             self.active,
@@ -177,7 +177,7 @@ class Decode:
 
     def beat(self, queued_tokens: int, prompt_tokens_per_s: float) -> None:
         load = {"queued_tokens": queued_tokens, "prompt_tokens_per_s": prompt_tokens_per_s}
-        self.prefills.heard(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))  # type: ignore[arg-type]
+        self.prefills.heard(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))
 
     @property
     def recomputes(self) -> float | None:
@@ -201,7 +201,7 @@ class Decode:
 @pytest.fixture
 async def decode() -> AsyncIterator[Decode]:
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:  # type: ignore[arg-type]
+    async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
         yield Decode(outbox, bus)
 
 
@@ -321,7 +321,7 @@ async def test_a_prefill_with_another_transfer_backend_is_passed_over_with_both_
     await decode.ask()
     assert not decode.prefill.asked
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
-    [said] = [r.cause for r in caplog.records if r.message == "prefill instance not used"]
+    [said] = [vars(r)["cause"] for r in caplog.records if r.message == "prefill instance not used"]
     assert said == "prefill and decode must move KV the same way (--kv-transfer: fake here, nixl/UCX there)"
     await decode.finish()
     decode.assert_nothing_is_kept()
@@ -348,7 +348,7 @@ async def test_a_prefill_whose_page_size_does_not_fit_is_passed_over_with_both_s
     decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=other))
     await decode.ask()
     assert not decode.prefill.asked
-    assert "(page_size: 4 here, 6 there)" in caplog.records[-1].cause
+    assert "(page_size: 4 here, 6 there)" in vars(caplog.records[-1])["cause"]
 
 
 async def test_an_adapter_goes_to_the_engine_and_to_a_prefill_that_has_its_very_weights(decode: Decode) -> None:
@@ -379,7 +379,7 @@ async def test_no_prefill_with_the_adapters_weights_means_computing_here(
         submitted = decode.engine.engine.submitted[f"r.{stream_id}"]
         assert (submitted.adapter, submitted.phase) == ("legal", Phase.FULL)
     assert not decode.prefill.asked
-    said = [r.cause for r in caplog.records if r.message == "prefill instance not used"]
+    said = [vars(r)["cause"] for r in caplog.records if r.message == "prefill instance not used"]
     if "legal" in adapters:
         assert said == ["prefill and decode must load the same weights as adapter 'legal' (w1 here, other there)"], (
             "once, and both identities"
@@ -633,7 +633,7 @@ async def test_without_room_or_pages_in_time_the_prompt_is_computed_here_and_pre
     await turns()
     assert [q.request_id for q in decode.prefill.called_off] == [ID]
     assert decode.engine.did("release") == [ID]
-    causes = [r.cause for r in caplog.records if r.message == "computing the prompt here"]
+    causes = [vars(r)["cause"] for r in caplog.records if r.message == "computing the prompt here"]
     assert causes == ["no room with pages for prefill p in 0.05 s"]
     await decode.finish()
     decode.assert_nothing_is_kept()
@@ -686,7 +686,7 @@ async def test_where_pages_are_verified_prefill_is_asked_for_checksums_and_must_
     decode.registry.book.put("p", record("p", "2", role="prefill", model="m", kv=kv))
     await decode.ask(2)
     assert len(decode.prefill.asked) == 1
-    assert "are on xpu:0" in caplog.records[-1].cause
+    assert "are on xpu:0" in vars(caplog.records[-1])["cause"]
     for engine_id in (ID, "r.2"):
         await decode.finish(engine_id)
     decode.assert_nothing_is_kept()

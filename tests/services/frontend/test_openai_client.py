@@ -1,5 +1,7 @@
 """The openai package, unmodified, against a real server."""
 
+from typing import Any
+
 import openai as package
 import pytest
 from openai import AsyncOpenAI
@@ -113,10 +115,10 @@ async def test_a_stop_string_across_tokens_ends_the_answer_and_the_work(
 ) -> None:
     mesh.tokens_per_delta = tokens_per_delta
     mesh.answer = "one two three four five " * 4
-    request = {"model": MODEL, "prompt": "a", "stop": ["e t", "never"]}
+    request: dict[str, Any] = {"model": MODEL, "prompt": "a", "stop": ["e t", "never"]}
     if stream:
-        options = {"include_usage": True}
-        chunks = [c async for c in await openai.completions.create(**request, stream=True, stream_options=options)]
+        request |= {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [c async for c in await openai.completions.create(**request)]
         shown = "".join(c.choices[0].text for c in chunks if c.choices)
         finish, usage = chunks[-2].choices[0].finish_reason, chunks[-1].usage
     else:

@@ -72,7 +72,7 @@ class Decode:
 
     def send(self, *items: Any) -> None:
         frame = Message(pack_frame(TokenFrame(self.name, "1", 1, list(items))))
-        self.mesh.tasks.append(asyncio.ensure_future(self.mesh.inbox.receive(frame)))  # type: ignore[arg-type]
+        self.mesh.tasks.append(asyncio.ensure_future(self.mesh.inbox.receive(frame)))
 
     def lose(self) -> None:
         self.mesh.book.remove(self.name)
@@ -82,7 +82,7 @@ class Mesh:
     def __init__(self) -> None:
         self.bus, self.book, self.inbox = FakeBus(), InstanceBook(), StreamInbox("ns.frontend.f.tokens")
         self.decodes = Liveness(self.book, "decode")
-        self.client = MeshClient(self.bus, self.inbox, self.decodes, "m")  # type: ignore[arg-type]
+        self.client = MeshClient(self.bus, self.inbox, self.decodes, "m")
         self.tasks: list[asyncio.Future[None]] = []
 
     async def ask(self, life_ms: int = 60_000, **changes: Any) -> list[TokenDelta]:

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,11 @@ def mesh(run_service: RunService, tmp_path: Path, port: int) -> Iterator[Callabl
     yield start
     for process in started:
         process.kill()
-        eventually(lambda process=process: not alive(process), f"left behind: {alive(process)}\n{process.logged()}")
+        eventually(partial(gone, process), f"left behind: {alive(process)}\n{process.logged()}")
+
+
+def gone(mesh: ServiceProcess) -> bool:
+    return not alive(mesh)
 
 
 def alive(mesh: ServiceProcess) -> set[int]:
