@@ -29,6 +29,12 @@ class EngineConfig:
     ] = "auto"
     max_running: Annotated[int, Field(description="requests with a place in the batch, reserved ones included")] = 64
     max_step_tokens: Annotated[int, Field(description="token budget of a step, hence the longest prompt chunk")] = 512
+    pack_tokens: Annotated[
+        int | None,
+        Field(
+            description="prompts share a step until they have so many tokens together; default: 128 on a CPU, else the budget"
+        ),
+    ] = None
     reserve_tokens: Annotated[
         int, Field(description="tokens to be generated for which admission keeps pages free, at most, per request")
     ] = 512
@@ -72,6 +78,7 @@ class EngineConfig:
             "kv_memory_gb",
             "max_running",
             "max_step_tokens",
+            "pack_tokens",
             "threads",
             "max_context",
             "compile_timeout_s",

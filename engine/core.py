@@ -63,7 +63,9 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         adapters: Mapping[str, str] = MappingProxyType({}),
+        pack_tokens: int | None = None,
     ) -> None:
+        """`pack_tokens`: where the configuration has none."""
         self._runner = runner
         self._region = region
         self._adapters = adapters
@@ -71,7 +73,9 @@ class EngineCore:
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and region.device != "cpu")
         self._events = CacheEvents(config.page_size) if config.kv_events else None
         self._memory = RequestMemory(region.num_pages, config.page_size, config.reserve_tokens, self._events)
-        self._scheduler = Scheduler(self._memory, config.max_running, config.max_step_tokens)
+        self._scheduler = Scheduler(
+            self._memory, config.max_running, config.max_step_tokens, config.pack_tokens or pack_tokens
+        )
         self._requests = Requests(self._scheduler, self._memory)
         self._flight: Flight | None = None  # the step that was launched and has not landed
         self._arrivals = count()

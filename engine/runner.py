@@ -57,9 +57,7 @@ class TorchRunner:
         ordered = [chunks[i] for i in order]
         wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
-        if self._cores is not None:
-            torch.set_num_threads(self._cores.take(prompts=any(chunk.length > 1 for chunk in chunks)))
-        with self.failing(len(chunks)), marked:
+        with self._threads(chunks), self.failing(len(chunks)), marked:
             return TorchStep(self, ordered, order, wanted, self._logits(ordered, wanted))
 
     def copy_page(self, source: int, target: int) -> None:
@@ -80,6 +78,16 @@ class TorchRunner:
         assert self._profile is not None, "no profile was started"
         stopping, self._profile = self._profile, None
         return stopping.stop()
+
+    @contextmanager
+    def _threads(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """As many as this machine has for a step of `chunks`."""
+        if self._cores is None:
+            yield
+            return
+        with self._cores.step(prompts=any(chunk.length > 1 for chunk in chunks)) as threads:
+            torch.set_num_threads(threads)
+            yield
 
     def drawn(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
         """What the latest step draws for its requests: int64 [number of requests], on the device."""

@@ -60,7 +60,10 @@ class Plan:
 class Scheduler:
     """Those who wait, in order of their turn, those who run or are reserved, in order of rank; who moves between them."""
 
-    def __init__(self, memory: RequestMemory, max_running: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int | None = None
+    ) -> None:
+        """`pack_tokens`: a step takes no further prompt when it has so many prompt tokens; None: when it is full."""
         self.memory = memory
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -68,6 +71,7 @@ class Scheduler:
         self.retractions = 0
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
+        self._pack_tokens = pack_tokens or max_step_tokens
 
     def add(self, request: Request) -> None:
         """Queue a WAITING request."""
@@ -123,13 +127,14 @@ class Scheduler:
             if request.state is RequestState.RUNNING and self._make_room(request):
                 chunks.append(_chunk(request, 1))
                 budget -= 1
+        full = max(0, budget - self._pack_tokens)  # with so much of the budget left, no further prompt is begun
         for request in [r for r in self.running if r.pending > 1]:
-            if budget:
+            if budget > full:
                 chunks.append(_chunk(request, budget))
                 budget -= chunks[-1].length
         if self.retractions > retractions:
             return Plan(chunks, reserved)  # whoever was retracted would be the next to be admitted
-        while self._can_admit() and (budget or self.waiting[0].phase is Phase.DECODE):
+        while self._can_admit() and (budget > full or self.waiting[0].phase is Phase.DECODE):
             request = self._admit()
             if request.phase is Phase.DECODE:
                 reserved.append(request)

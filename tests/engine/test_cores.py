@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +28,9 @@ import sys, time
 from pathlib import Path
 from engine.cores import SharedCores
 shared = SharedCores(Path(sys.argv[1]), 8, 2)
-print(shared.take(prompts=True), flush=True)
-time.sleep(60)
+with shared.step(prompts=True) as threads:
+    print(threads, flush=True)
+    time.sleep(60)
 """
 
 
@@ -47,46 +49,46 @@ def working(path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def test_one_that_is_alone_has_all_cores_and_one_of_two_its_half(tmp_path: Path) -> None:
     one, two = (SharedCores(tmp_path / "cores", 8, 2) for _ in range(2))
-    assert one.take(prompts=True) == 8
-    assert two.take(prompts=True) == 4
-    assert one.take(prompts=True) == 4
+    assert threads(one, prompts=True) == 8
+    assert threads(two, prompts=True) == 4
+    assert threads(one, prompts=True) == 4
     one.rest()
-    assert two.take(prompts=True) == 8
+    assert threads(two, prompts=True) == 8
     two.close()
-    assert one.take(prompts=True) == 8
+    assert threads(one, prompts=True) == 8
     one.close()
 
 
 def test_its_own_share_is_left_to_it_however_many_work(tmp_path: Path) -> None:
     crowd = [SharedCores(tmp_path / "cores", 4, 2) for _ in range(3)]
     for each in crowd:
-        each.take(prompts=True)
-    assert [each.take(prompts=True) for each in crowd] == [2, 2, 2]
+        threads(each, prompts=True)
+    assert [threads(each, prompts=True) for each in crowd] == [2, 2, 2]
 
 
 def test_decodes_take_cores_only_of_those_who_have_rested_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = (SharedCores(tmp_path / "cores", 8, 2) for _ in range(2))
-    assert one.take(prompts=False) == 8  # the other one never had work
-    two.take(prompts=True)
+    assert threads(one, prompts=False) == 8  # the other one never had work
+    threads(two, prompts=True)
     two.rest()
-    assert one.take(prompts=False) == 4
-    assert one.take(prompts=True) == 8
+    assert threads(one, prompts=False) == 4
+    assert threads(one, prompts=True) == 8
     monkeypatch.setattr(cores, "RESTED_NS", 0)
-    assert one.take(prompts=False) == 8
+    assert threads(one, prompts=False) == 8
 
 
 def test_one_that_was_killed_at_work_gives_its_cores_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "SILENT_NS", 0)
     me = SharedCores(tmp_path / "cores", 8, 2)
     with working(tmp_path / "cores") as other:
-        assert me.take(prompts=True) == 4
+        assert threads(me, prompts=True) == 4
         other.send_signal(signal.SIGSTOP)  # silent, and yet it has its threads
-        assert me.take(prompts=True) == 4
+        assert threads(me, prompts=True) == 4
         other.kill()
         other.wait()
-    assert me.take(prompts=True) == 8
+    assert threads(me, prompts=True) == 8
 
 
 def test_a_silent_one_is_asked_after_only_when_it_was_silent_for_long(tmp_path: Path) -> None:
@@ -94,20 +96,20 @@ def test_a_silent_one_is_asked_after_only_when_it_was_silent_for_long(tmp_path: 
     with working(tmp_path / "cores") as other:
         other.kill()
         other.wait()
-        assert me.take(prompts=True) == 4
+        assert threads(me, prompts=True) == 4
         time.sleep(cores.SILENT_NS / 1e9)
-        assert me.take(prompts=True) == 8
+        assert threads(me, prompts=True) == 8
 
 
 def test_more_workers_than_slots_have_their_share(tmp_path: Path) -> None:
     crowd = [SharedCores(tmp_path / "cores", 8, 2) for _ in range(SLOTS)]
     late = SharedCores(tmp_path / "cores", 8, 2)
-    assert late.take(prompts=True) == 2
+    assert threads(late, prompts=True) == 2
     late.rest()
     for each in crowd:
         each.close()
     late.close()
-    assert SharedCores(tmp_path / "cores", 8, 2).take(prompts=True) == 8
+    assert threads(SharedCores(tmp_path / "cores", 8, 2), prompts=True) == 8
 
 
 @pytest.mark.anyio
@@ -117,33 +119,75 @@ async def test_an_engine_computes_with_what_it_is_lent_and_lends_what_it_does_no
     """The number of threads changes between steps, the tokens do not."""
     other, wanted = SharedCores(tmp_path / "cores", 3, 1), run(make_engine(tiny), [asked()]).tokens["r"]
     found: list[int] = []
-    threads: list[int] = []
+    seen: list[int] = []
 
     class Watched(EagerForward):
         def __call__(self, *step: Any) -> torch.Tensor:
-            threads.append(torch.get_num_threads())  # of the engine's thread
+            seen.append(torch.get_num_threads())  # of the engine's thread
             return super().__call__(*step)
 
     def stepped(output: StepOutput) -> None:
         found.extend(token for tokens in output.tokens for token in tokens.token_ids)
         if len(found) == 10:
-            other.take(prompts=True)
+            threads(other, prompts=True)
 
     def build() -> Engine:
         return assemble(tiny, small(), Watched(tiny.module), cores=SharedCores(tmp_path / "cores", 3, 1))
 
     async with run_engine(build) as engine, asyncio.timeout(30):
         engine.on_output(stepped)
-        assert other.take(prompts=True) == 3
+        assert threads(other, prompts=True) == 3
         other.rest()
         await engine.post(lambda engine: engine.submit(asked()))
         while len(found) < len(wanted):
             await asyncio.sleep(0.01)
-        while other.take(prompts=True) != 3:  # it says that it rests
+        while threads(other, prompts=True) != 3:  # it says that it rests
             await asyncio.sleep(0.01)
     assert found == wanted
-    assert threads[0] == 3
-    assert 1 in threads
+    assert seen[0] == 3
+    assert 1 in seen
+
+
+def test_who_has_new_work_waits_for_the_step_that_has_its_cores(tmp_path: Path) -> None:
+    one, two = (SharedCores(tmp_path / "cores", 8, 2) for _ in range(2))
+    began = time.monotonic()
+    over = threading.Event()
+
+    def borrow() -> None:
+        with one.step(prompts=True) as lent:
+            assert lent == 8
+            over.wait(0.3)
+
+    borrowing = threading.Thread(target=borrow)
+    borrowing.start()
+    while not one._used[0]:
+        time.sleep(0.001)
+    with two.step(prompts=False) as mine, one.step(prompts=True) as its:
+        assert (mine, its) == (4, 4)
+        assert 0.25 < time.monotonic() - began < 0.9
+    borrowing.join()
+
+
+def test_one_that_is_stopped_with_cores_of_others_holds_nobody_up_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "PATIENCE_NS", 10**8)
+    me = SharedCores(tmp_path / "cores", 8, 2)
+    with working(tmp_path / "cores") as other:
+        other.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert threads(me, prompts=True) == 4
+        assert time.monotonic() - began < 0.5
+        monkeypatch.setattr(cores, "PATIENCE_NS", 10**11)
+        threading.Timer(0.1, other.kill).start()
+        assert threads(me, prompts=True) == 4
+        assert time.monotonic() - began < 5
+
+
+def threads(worker: SharedCores, *, prompts: bool) -> int:
+    """Those of one step that is over at once."""
+    with worker.step(prompts=prompts) as number:
+        return number
 
 
 def asked() -> EngineRequest:

@@ -23,6 +23,13 @@ def test_running_decodes_come_first_and_prompts_share_what_is_left(tiny: LoadedM
     assert [s.decode_tokens for s in stats] == [1, 2, 2, 3, 3]
 
 
+def test_a_step_takes_no_further_prompt_when_it_has_enough_to_do(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny, pack_tokens=10)
+    for i, length in enumerate([30, 30, 4, 4, 4, 4, 60]):
+        engine.submit(EngineRequest(str(i), prompt(length, start=i), endless(1)))
+    assert [engine.step().stats.prompt_tokens for _ in range(6)] == [30, 30, 4 + 4 + 4, 4 + 44, 16, 0]
+
+
 def test_no_step_exceeds_the_budget_and_no_decode_waits_for_a_prompt(tiny: LoadedModel) -> None:
     engine = make_engine(tiny, max_step_tokens=20)
     engine.submit(EngineRequest("talks", prompt(5), endless(25)))
