@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -57,7 +57,10 @@ class Client:
         deadline = now_ms() + int(self.life_s * 1000)
         prompt = Prompt(request_id, MODEL, self.prompt, self.sampling, "", deadline)
         try:
-            async with time_limit(self.life_s, "the request took longer than"), aclosing(frontend.mesh.generate(prompt)) as deltas:
+            async with (
+                time_limit(self.life_s, "the request took longer than"),
+                frontend.mesh.generate(prompt) as (deltas,),
+            ):
                 async for delta in deltas:
                     assert self.finish is None, "tokens after the last one"
                     self.tokens += delta.token_ids
