@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
@@ -21,8 +21,7 @@ class Prompt:
     deadline_unix_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """Every token that has arrived since the last delta, so that one delta is one write to the client."""
 
     token_ids: list[int]
