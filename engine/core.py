@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 from components.errors import InvariantBroken, UnknownModel
 from components.routing.block_hash import block_hashes, seed_hash
+from components.wire.logprobs import TokenLogprobs
 from engine.config import EngineConfig
 from engine.inflight import Flight, Runner, StepFailed
 from engine.kv.events import CacheEvents
@@ -38,7 +39,6 @@ from engine.ports import (
     Reserved,
     StepOutput,
     StepStats,
-    TokenLogprobs,
     TokenOutput,
 )
 from engine.requests import Requests
@@ -134,7 +134,8 @@ class EngineCore:
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
         """A reserved request's KV has landed: its pages are its own now. Returns its first token.
 
-        Nothing, when the request is no longer reserved: it was cancelled, and its pages still wait for `release`.
+        Nothing, when the request is no longer reserved: it was cancelled, and its pages still wait for `release`. Nor
+        when branch 0 alone was.
         """
         request = self._requests.reserved(request_id)
         if request is None:
@@ -145,6 +146,9 @@ class EngineCore:
         self._memory.publish(request)
         self._scheduler.start(request)
         self._fork(request)
+        if request.branch in request.unwanted:
+            self._requests.finish(request)
+            return []
         finish = self._append(request, first_token)
         if finish is not None:
             self._requests.finish(request)
@@ -155,9 +159,16 @@ class EngineCore:
         """A DECODE request's KV will not come: queue it as FULL, in its old place; pages that it has stay exposed."""
         self._requests.recompute(request_id)
 
-    def cancel(self, request_id: str) -> None:
-        """Stop working on a request; exposed pages wait for `release`. Unknown ids are ignored: it may be over."""
-        self._requests.cancel(request_id)
+    def cancel(self, request_id: str, branch: int | None = None) -> None:
+        """Stop working on a request, or on one of its branches; exposed pages wait for `release`.
+
+        The prompt is computed as long as there is a branch that wants it: one that is cancelled before never begins.
+        Unknown ids and branches are ignored: they may be over.
+        """
+        if branch is None:
+            self._requests.cancel(request_id)
+        else:
+            self._requests.cancel_branch(request_id, branch)
 
     def release(self, request_id: str) -> None:
         """No transfer touches the exposed pages of this request any more: give them back. Unknown ids are ignored."""
@@ -271,6 +282,9 @@ class EngineCore:
             if len(request.tokens) == request.prompt_len:
                 self._fork(request)
                 prompt_logprobs = row.prompt_logprobs
+                if request.branch in request.unwanted:
+                    self._requests.finish(request)
+                    return
             finish = self._append(request, token_id)
             logprobs = None if row.logprobs is None else [row.logprobs]
             cached = request.num_cached_tokens

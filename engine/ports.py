@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from components.errors import MeshError
 from components.kv_transfer.layout import KvLayout
+from components.wire.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
     import numpy as np
@@ -79,17 +80,6 @@ class TokenMask(Protocol):
 
     def fork(self) -> "TokenMask":
         """One of its own for another branch that has got as far."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """One token's log-probability and the alternatives, natural logarithms, as OpenAI reports them.
-
-    They are the log-softmax of the model's own logits, before penalties, bias, mask, temperature and cuts.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most probable tokens, in that order
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +257,12 @@ class Engine(Protocol):
         It may be queued for pages still. Unknown ids, and requests that were delivered, are ignored.
         """
 
-    def cancel(self, request_id: str) -> None:
-        """Stop working on a request; exposed pages wait for `release`. Unknown ids are ignored: it may be over."""
+    def cancel(self, request_id: str, branch: int | None = None) -> None:
+        """Stop working on a request, or on one of its branches; exposed pages wait for `release`.
+
+        The prompt is computed as long as there is a branch that wants it: one that is cancelled before never begins.
+        Unknown ids and branches are ignored: they may be over.
+        """
 
     def release(self, request_id: str) -> None:
         """No transfer touches the exposed pages of this request any more: give them back. Unknown ids are ignored."""

@@ -55,6 +55,8 @@ class Requests:
         """
         copies = []
         for number in range(1, request.sampling.n):
+            if number in request.unwanted:
+                continue
             branch = request.forked(number)
             self._branches.setdefault(request.id, []).append(branch)
             pages = self._scheduler.fork(request, branch)
@@ -89,6 +91,20 @@ class Requests:
             self.end(request)
         for branch in list(self._branches.get(request_id, ())):
             self.finish(branch)
+
+    def cancel_branch(self, request_id: str, branch: int) -> None:
+        """End one branch; before they begin, note that nobody wants it. Without any branch the request is over."""
+        request = self._live.get(request_id)
+        if request is not None and not request.has_begun:
+            if 0 <= branch < request.sampling.n:
+                request.unwanted.add(branch)
+            if len(request.unwanted) == request.sampling.n:
+                self.end(request)
+        elif request is not None and branch == 0:
+            self.end(request)
+        else:
+            for other in [other for other in self._branches.get(request_id, ()) if other.branch == branch]:
+                self.finish(other)
 
     def release(self, request_id: str) -> None:
         """No transfer touches the exposed pages of this request any more.

@@ -16,7 +16,9 @@ FOR_THE_ENGINE: Final = {
     "components.kv_transfer.layout",
     "components.lifecycle",
     "components.routing.block_hash",
+    "components.text.byte_letters",
     "components.wire.codec",
+    "components.wire.logprobs",
     "components.wire.sampling",
     "components.wire.tokens",
 }

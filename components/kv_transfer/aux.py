@@ -1,6 +1,6 @@
 """The aux buffer: what goes from prefill to decode beside the pages, written last, so that its stamp says all has landed.
 
-A slot is a head of one cache line and, where workers said how many pages a request may have, room for a checksum a page.
+A slot is a head of whole cache lines and, where workers said how many pages a request may have, room for a checksum a page.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,9 @@ from zlib import crc32
 import numpy as np
 
 from components.errors import MalformedMessage, QueueFull
+from components.wire.logprobs import TokenLogprobs
 
+MAX_ALTERNATIVES: Final = 20  # as many as OpenAI's `top_logprobs` may ask for
 HEAD: Final = np.dtype(
     [
         ("stamp", "<u8"),  # the room's; 0 while nothing has landed
@@ -18,17 +20,22 @@ HEAD: Final = np.dtype(
         ("first_token", "<i4"),
         ("num_cached_tokens", "<u4"),  # prompt tokens that prefill found in its own cache
         ("checked", "<u4"),  # 1 + page checksums behind the head; 0: nobody asked for any
+        ("told", "<u4"),  # 1 + alternatives to the first token; 0: nobody asked for its log-probability
+        ("logprob", "<f4"),
+        ("top_ids", "<i4", (MAX_ALTERNATIVES,)),
+        ("top_logprobs", "<f4", (MAX_ALTERNATIVES,)),
         ("checksum", "<u4"),  # of the record itself, when it is checked
-        ("reserved", "V36"),  # up to one cache line
+        ("reserved", "V60"),  # up to whole cache lines
     ]
 )
 CHECKSUM: Final = np.dtype("<u4")
+CACHE_LINE: Final = 64  # bytes
 SLOTS: Final = 1024
 
 
 def slot_bytes(max_checksums: int) -> int:
     """Size of a slot that has room for so many: whole cache lines."""
-    return HEAD.itemsize + -(-max_checksums * CHECKSUM.itemsize // HEAD.itemsize) * HEAD.itemsize
+    return HEAD.itemsize + -(-max_checksums * CHECKSUM.itemsize // CACHE_LINE) * CACHE_LINE
 
 
 def room_for_checksums(num_bytes: int) -> int:
@@ -46,6 +53,7 @@ class AuxRecord:
     num_cached_tokens: int
     checksums: tuple[int, ...] | None = None  # of the pages that were sent, in order; None: nobody asked for them
     intact: bool = True  # when it has checksums: whether it is what was written
+    logprobs: TokenLogprobs | None = None  # of the first token, with at most `MAX_ALTERNATIVES`
 
 
 class AuxBuffer:
@@ -102,6 +110,7 @@ class AuxBuffer:
         head["num_pages"] = record.num_pages
         head["first_token"] = record.first_token
         head["num_cached_tokens"] = record.num_cached_tokens
+        _write_logprobs(head, record.logprobs)
         head["checked"] = head["checksum"] = 0
         if record.checksums is not None:
             head["checked"] = 1 + len(record.checksums)
@@ -119,6 +128,7 @@ class AuxBuffer:
             num_cached_tokens=int(head["num_cached_tokens"]),
             checksums=None if count < 0 else tuple(self._checksums[slot, :count].tolist()),
             intact=count < 0 or int(head["checksum"]) == self._sum(slot, count),
+            logprobs=_read_logprobs(head),
         )
 
     def raw(self, slot: int) -> bytes:
@@ -137,3 +147,20 @@ class AuxBuffer:
         """Checksum of a slot's record, which has `count` checksums of pages."""
         before = HEAD.fields["checksum"][1]  # type: ignore[index]
         return crc32(self._checksums[slot, :count].data, crc32(self._memory[slot, :before].data))
+
+
+def _write_logprobs(head: np.void, logprobs: TokenLogprobs | None) -> None:
+    head["told"] = 0
+    if logprobs is not None:
+        count = len(logprobs.top)
+        head["told"], head["logprob"] = 1 + count, logprobs.logprob
+        head["top_ids"][:count] = [token_id for token_id, _ in logprobs.top]
+        head["top_logprobs"][:count] = [logprob for _, logprob in logprobs.top]
+
+
+def _read_logprobs(head: np.void) -> TokenLogprobs | None:
+    count = int(head["told"]) - 1
+    if count < 0:
+        return None
+    top = zip(head["top_ids"][:count].tolist(), head["top_logprobs"][:count].tolist(), strict=True)
+    return TokenLogprobs(float(head["logprob"]), tuple(top))

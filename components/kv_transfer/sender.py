@@ -16,6 +16,7 @@ from components.lifecycle import Lifecycle
 from components.messaging.deadline import remaining_s
 from components.telemetry.spans import tracer
 from components.wire.instances import KvEndpoint
+from components.wire.logprobs import TokenLogprobs
 from components.wire.rooms import PagesOffered
 
 
@@ -59,7 +60,7 @@ class Sender:
         self._offer: asyncio.Future[tuple[PagesOffered, KvEndpoint, int]] = asyncio.get_running_loop().create_future()
         self._pages: list[int] = []
         self._num_computed = 0  # leading tokens whose KV stands in our pages
-        self._last: tuple[int, int] | None = None
+        self._last: tuple[int, int, TokenLogprobs | None] | None = None
         self._news = asyncio.Event()
 
     def offered(self, offer: PagesOffered, peer: KvEndpoint, stamp: int) -> None:
@@ -73,11 +74,13 @@ class Sender:
         self._num_computed = num_computed
         self._news.set()
 
-    def completed(self, pages: list[int], first_token: int, num_cached_tokens: int) -> None:
+    def completed(
+        self, pages: list[int], first_token: int, num_cached_tokens: int, logprobs: TokenLogprobs | None = None
+    ) -> None:
         """The KV of the whole prompt stands in `pages`, and its first token is drawn."""
         self._pages = pages
         self._num_computed = self._num_tokens
-        self._last = (first_token, num_cached_tokens)
+        self._last = (first_token, num_cached_tokens, logprobs)
         self._news.set()
 
     async def run(self) -> None:
@@ -163,7 +166,9 @@ class Sender:
         slot = self._transfer.aux.take()
         try:
             checksums = None if self._sums is None else tuple(self._sums.sums)
-            record = AuxRecord(stamp, peer.layout.pages_for(self._num_tokens), *self._last, checksums)
+            first_token, num_cached_tokens, logprobs = self._last
+            num_pages = peer.layout.pages_for(self._num_tokens)
+            record = AuxRecord(stamp, num_pages, first_token, num_cached_tokens, checksums, logprobs=logprobs)
             self._transfer.aux.write(slot, record)
             await self._quietly(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
         finally:

@@ -17,6 +17,7 @@ from components.aio import Failure, background
 from components.errors import DecodeLost, MalformedMessage, MeshError
 from components.messaging.bus import Bus
 from components.wire.generate import StreamItem, TokenFrame, pack_frame, unpack_frame
+from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import raised, refusal
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,27 @@ class OutStream:
         self._next_seq = 0
 
     def tokens(
-        self, token_ids: list[int], finish: str | None = None, num_cached_tokens: int = 0, sent_unix_ns: int = 0
+        self,
+        token_ids: list[int],
+        finish: str | None = None,
+        num_cached_tokens: int = 0,
+        sent_unix_ns: int = 0,
+        *,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> StreamItem:
         """The next item of this stream."""
-        return StreamItem(self.stream_id, self._seq(), token_ids, finish, None, num_cached_tokens, sent_unix_ns)
+        return StreamItem(
+            self.stream_id,
+            self._seq(),
+            token_ids,
+            finish,
+            None,
+            num_cached_tokens,
+            sent_unix_ns,
+            logprobs,
+            prompt_logprobs,
+        )
 
     def error(self, error: MeshError) -> StreamItem:
         """The last item of this stream: it ends here, and why."""
@@ -55,14 +73,17 @@ class StreamOutbox:
         self._instance_id = instance_id
         self._epoch = epoch
         self._step = step
-        self._pending: dict[str, list[StreamItem]] = {}
+        self._pending: dict[str, list[list[StreamItem]]] = {}  # of each frontend, frame by frame
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def put(self, stream: OutStream, item: StreamItem) -> None:
         """Queue an item for the next frame to its frontend."""
-        self._pending.setdefault(stream.reply_to, []).append(item)
+        frames = self._pending.setdefault(stream.reply_to, [[]])
+        frames[-1].append(item)
+        if item.prompt_logprobs is not None:  # those of two long prompts may be more than NATS carries
+            frames.append([])
         self._idle.clear()
         self._wake.set()
 
@@ -76,15 +97,19 @@ class StreamOutbox:
             await self._wake.wait()
             self._wake.clear()
             pending, self._pending = self._pending, {}
-            for reply_to, items in pending.items():
-                frame = TokenFrame(self._instance_id, self._epoch(), self._step(), items)
-                try:
-                    await self._bus.publish_bytes(reply_to, pack_frame(frame))
-                except MeshError as exc:
-                    # The frontend sees the gap, or our silence, and moves its streams.
-                    log.warning("frame lost", extra={"reason": exc.message, "items": len(items)})
+            for reply_to, frames in pending.items():
+                for items in filter(None, frames):
+                    await self._send(reply_to, items)
             if not self._pending:
                 self._idle.set()
+
+    async def _send(self, reply_to: str, items: list[StreamItem]) -> None:
+        frame = TokenFrame(self._instance_id, self._epoch(), self._step(), items)
+        try:
+            await self._bus.publish_bytes(reply_to, pack_frame(frame))
+        except MeshError as exc:
+            # The frontend sees the gap, or our silence, and moves its streams.
+            log.warning("frame lost", extra={"reason": exc.message, "items": len(items)})
 
 
 @asynccontextmanager
@@ -157,7 +182,10 @@ class StreamInbox:
         self._ids = count()
 
     def open(self, instance_id: str, epoch: str) -> InStream:
-        """A stream to read from this instance; its id goes into the request."""
+        """A stream to read from this instance; its id goes into the request.
+
+        Ids count up: those of streams that are opened one right after another follow each other.
+        """
         stream = InStream(next(self._ids), instance_id, epoch)
         self._streams[stream.stream_id] = stream
         return stream

@@ -5,7 +5,17 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
 from components.errors import Rejected
-from components.openai.fields import FinishReason, GenerationFields, Strict, TokenCount, Usage, invalid, only
+from components.openai.fields import (
+    MAX_LOGPROBS,
+    FinishReason,
+    GenerationFields,
+    Strict,
+    TokenCount,
+    Usage,
+    invalid,
+    only,
+)
+from components.openai.logprobs import ChatLogprobs
 
 
 class TextPart(Strict):
@@ -69,14 +79,14 @@ class ChatRequest(GenerationFields):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     # not honoured yet
     store: Annotated[JsonValue, only(False)] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None
-    logprobs: Annotated[JsonValue, only(False)] = None
-    top_logprobs: Annotated[JsonValue, only()] = None
     response_format: Annotated[JsonValue, only({"type": "text"})] = None
     tools: Annotated[JsonValue, only([])] = None
     tool_choice: Annotated[JsonValue, only("none", "auto")] = None
@@ -100,6 +110,19 @@ class ChatRequest(GenerationFields):
             )
         return old if new is None else new
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to tell of with each token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Raises: Rejected, when fields contradict each other."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Rejected(
+                "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", param="top_logprobs"
+            )
+
 
 class ChatMessage(BaseModel):
     """What the model said."""
@@ -114,7 +137,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 

@@ -3,10 +3,20 @@
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, JsonValue, PlainValidator
+from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
 from components.errors import Rejected
-from components.openai.fields import INT32_MAX, FinishReason, GenerationFields, Usage, invalid, only
+from components.openai.fields import (
+    INT32_MAX,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    FinishReason,
+    GenerationFields,
+    Usage,
+    invalid,
+    only,
+)
+from components.openai.logprobs import CompletionLogprobs
 
 MAX_PROMPTS: Final = 128
 
@@ -45,15 +55,35 @@ class CompletionRequest(GenerationFields):
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # not honoured yet
-    best_of: Annotated[JsonValue, only(1)] = None
-    logprobs: Annotated[JsonValue, only()] = None
     suffix: Annotated[JsonValue, only("")] = None
 
     @property
     def token_limit(self) -> int | None:
         """The most tokens to generate for each prompt."""
         return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to tell of with each token."""
+        return self.logprobs
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """The same for the prompt's tokens, when they are shown."""
+        return self.logprobs if self.echo else None
+
+    def check(self) -> None:
+        """Raises: Rejected, when fields contradict each other, or ask to choose the best of more than are shown."""
+        super().check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise Rejected(
+                "'best_of' has a value that this server does not support: send the value of 'n' or leave it out.",
+                param="best_of",
+                code="unsupported_parameter",
+            )
 
 
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -72,7 +102,7 @@ class CompletionChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason
 
 

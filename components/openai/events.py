@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Final, Self
 
+from pydantic import BaseModel
+
 from components.openai.fields import Usage
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -15,8 +17,11 @@ _LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u20
 
 def quote(text: str) -> bytes:
     """`text` as a JSON string that holds no line end of any kind."""
-    quoted = _encode(text)
-    return (quoted if quoted.isascii() else quoted.translate(_LINE_ENDS)).encode()
+    return _in_one_line(_encode(text))
+
+
+def _in_one_line(text: str) -> bytes:
+    return (text if text.isascii() else text.translate(_LINE_ENDS)).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +52,15 @@ class Events:
         """What stands before a choice's first text: its role, in a chat."""
         return b"" if self.opening is None else self._event(index, self.opening, b"null")
 
-    def text(self, index: int, text: str) -> bytes:
+    def text(self, index: int, text: str, logprobs: BaseModel | None = None) -> bytes:
         """More text of a choice."""
-        return b'%b%d%b%b%b,"logprobs":null,"finish_reason":null}]}\n\n' % (
+        return b'%b%d%b%b%b,"logprobs":%b,"finish_reason":null}]}\n\n' % (
             self.head,
             index,
             self.before_text,
             quote(text),
             self.after_text,
+            b"null" if logprobs is None else _in_one_line(logprobs.model_dump_json()),
         )
 
     def finish(self, index: int, reason: str) -> bytes:

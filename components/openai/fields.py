@@ -19,6 +19,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from components.errors import Rejected
 
+MAX_CHOICES: Final = 128  # of one prompt
+MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
 MAX_LOGIT_BIAS: Final = 1024
@@ -138,8 +140,8 @@ class GenerationFields(Strict):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     # labels: accepted, of no effect
     user: Annotated[str, Field(max_length=512)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # not honoured yet
-    n: Annotated[JsonValue, only(1)] = None
     priority: Annotated[JsonValue, only(0)] = None
     skip_special_tokens: Annotated[JsonValue, only(True)] = None
 
@@ -147,6 +149,21 @@ class GenerationFields(Strict):
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to tell of with each token; None: nothing is to be told."""
+        return None
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
+
+    def check(self) -> None:
+        """Raises: Rejected, when fields contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
 
 
 class Usage(BaseModel):
@@ -182,8 +199,8 @@ def parse_body(cls: type[R], body: bytes) -> R:
         request = cls.model_validate_json(body)
     except ValidationError as exc:
         raise _rejection(exc.errors(include_url=False, include_input=False)[0]) from None
-    if isinstance(request, GenerationFields) and request.stream_options is not None and not request.stream:
-        raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+    if isinstance(request, GenerationFields):
+        request.check()
     return request
 
 

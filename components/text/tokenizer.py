@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -12,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from components.errors import Rejected
 from components.text.detokenizer import Detokenizer
+from components.text.token_bytes import TokenBytes
 
 INLINE_CHARS: Final = 4096  # about 0.7 ms of tokenising; a hop to a thread and back costs about 0.1 ms
 CONTEXT_TOKENS: Final = 6  # of the prompt, enough for a decoder to see what its continuation follows
@@ -43,6 +45,11 @@ class TextModel:
         if isinstance(template, dict):  # several by name; the others are for tools and retrieval
             template = template.get("default")
         return cls(loaded.backend_tokenizer, template, loaded.special_tokens_map)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token stands for."""
+        return TokenBytes(self._tokenizer)
 
     @property
     def has_chat_template(self) -> bool:

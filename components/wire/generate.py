@@ -2,6 +2,7 @@
 
 `GenerateRequest` goes to `<decode subject>.generate` and is answered by `GenerateAccepted` or `Refused` at once. Tokens
 then arrive on the subject in `reply_to`: one frame per engine step and frontend, with the new tokens of all its streams.
+A request with n branches is n streams from then on, each with its own numbers, its own end and its own cancellation.
 """
 
 from dataclasses import dataclass
@@ -12,21 +13,24 @@ from pydantic import ValidationError
 
 from components.errors import MalformedMessage
 from components.wire.codec import message, unpack_plain
+from components.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
 
-FRAME_VERSION: Final = 1
+FRAME_VERSION: Final = 2
+PLAIN: Final = 7  # fields of an item
+TOLD: Final = 9  # of one with log-probabilities
 
 
-@message("generate.v2")
+@message("generate.v3")
 class GenerateRequest:
     """frontend → decode. A stream that moves to another instance is sent again with the tokens it already has."""
 
     request_id: str  # ours and random; the client's own id is a label, never a key
     epoch: str  # of the decode instance addressed
     model: str  # the name of the model itself, also with an adapter
-    stream_id: int  # unique within the frontend
+    stream_id: int  # unique within the frontend; of n branches the first one's, the others' follow it
     reply_to: str  # NATS subject of the frontend's frames
     token_ids: bytes  # int32[T]: the prompt, and after a move the tokens already generated
     deadline_unix_ms: int  # wall clock: a monotonic time means nothing in another process
@@ -68,6 +72,8 @@ class StreamItem(NamedTuple):
     error: Refused | None = None  # the stream is over, and why
     num_cached_tokens: int = 0  # meaningful in the item with the first token
     sent_unix_ns: int = 0  # set with the first token only, for the trace
+    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # from the prompt's second token on; with branch 0's first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +98,35 @@ def pack_frame(frame: TokenFrame) -> bytes:
             i.num_cached_tokens,
             i.sent_unix_ns,
         )
+        if i.logprobs is None is i.prompt_logprobs
+        else _told(i)
         for i in frame.items
     ]
     packed: bytes = msgpack.packb((FRAME_VERSION, frame.instance_id, frame.epoch, frame.step, items), use_bin_type=True)
     return packed
 
 
+def _told(item: StreamItem) -> tuple[Any, ...]:
+    """An item with log-probabilities; a prompt's say how many there are."""
+    prompt = item.prompt_logprobs
+    return (
+        item.stream_id,
+        item.seq,
+        pack_tokens(item.token_ids),
+        item.finish,
+        None,
+        item.num_cached_tokens,
+        item.sent_unix_ns,
+        None if item.logprobs is None else pack_logprobs(item.logprobs),
+        None if prompt is None else (len(prompt), pack_logprobs(prompt)),
+    )
+
+
 def unpack_frame(data: bytes) -> TokenFrame:
     """The frame in `data`. Raises: MalformedMessage."""
     value = unpack_plain(data)
     if not (isinstance(value, list) and len(value) == 5 and value[0] == FRAME_VERSION):
-        raise MalformedMessage("not a token frame of version 1")
+        raise MalformedMessage(f"not a token frame of version {FRAME_VERSION}")
     _, instance_id, epoch, step, items = value
     if not (isinstance(instance_id, str) and isinstance(epoch, str) and isinstance(step, int)):
         raise MalformedMessage("token frame: bad header")
@@ -112,14 +136,36 @@ def unpack_frame(data: bytes) -> TokenFrame:
 
 
 def _item(value: Any) -> StreamItem:
-    if not (isinstance(value, list) and len(value) == 7):
-        raise MalformedMessage("token frame: an item is an array of 7")
+    if not (isinstance(value, list) and len(value) == PLAIN):
+        return _told_item(value)
     stream_id, seq, tokens, finish, error, cached, sent = value
     # spelled out: this runs once a token, and a generator costs as much as all the rest
     numbers = isinstance(stream_id, int) and isinstance(seq, int) and isinstance(cached, int) and isinstance(sent, int)
     if not (numbers and isinstance(tokens, bytes) and (finish is None or isinstance(finish, str))):
         raise MalformedMessage("token frame: bad item")
     return StreamItem(stream_id, seq, unpack_tokens(tokens), finish, _error(error), cached, sent)
+
+
+def _told_item(value: Any) -> StreamItem:
+    """One with log-probabilities."""
+    if not (isinstance(value, list) and len(value) == TOLD):
+        raise MalformedMessage(f"token frame: an item is an array of {PLAIN} or {TOLD}")
+    item, told = _item(value[:PLAIN]), value[PLAIN]
+    if told is not None and not isinstance(told, bytes):
+        raise MalformedMessage("token frame: bad log-probabilities")
+    logprobs = None if told is None else unpack_logprobs(told, len(item.token_ids))
+    return item._replace(logprobs=logprobs, prompt_logprobs=_prompt_logprobs(value[-1]))
+
+
+def _prompt_logprobs(value: Any) -> list[TokenLogprobs] | None:
+    if value is None:
+        return None
+    if not (isinstance(value, list) and len(value) == 2):
+        raise MalformedMessage("token frame: bad log-probabilities of the prompt")
+    count, data = value
+    if not (isinstance(count, int) and count >= 0 and isinstance(data, bytes)):
+        raise MalformedMessage("token frame: bad log-probabilities of the prompt")
+    return unpack_logprobs(data, count)
 
 
 def _error(value: Any) -> Refused | None:

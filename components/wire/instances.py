@@ -27,7 +27,7 @@ class KvEndpoint:
     device: str  # "cpu" or "cuda:0"
     aux_address: int
     aux_slots: int
-    aux_slot_bytes: int = 64  # more where there is room for a checksum a page
+    aux_slot_bytes: int
     layout: KvLayout
 
 

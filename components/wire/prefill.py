@@ -5,7 +5,7 @@ from components.wire.codec import message
 from components.wire.sampling import Sampling
 
 
-@message("prefill.v2")
+@message("prefill.v3")
 class PrefillRequest:
     """decode → prefill, on `<prefill subject>.prefill`; answered by PrefillAccepted or Refused."""
 

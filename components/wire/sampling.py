@@ -27,6 +27,9 @@ class Sampling:
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: bytes = b""  # int32[S]
+    logprobs: int | None = None  # alternatives to report with each token; 0: the chosen one alone
+    prompt_logprobs: int | None = None  # likewise for the prompt, which decode then computes itself
+    n: int = 1  # branches that share the prompt, each with a seed of its own and a stream of its own
     num_generated: int = 0  # of the request's token ids, the last ones that belong to the answer: it was moved
 
 

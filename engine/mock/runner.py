@@ -1,15 +1,18 @@
 """A step without a device: marks instead of KV, tokens drawn from the marks, and the time that it would have taken."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import Final
 from zlib import crc32
 
 from components.errors import InvariantBroken, Rejected
+from components.wire.logprobs import TokenLogprobs
 from engine.mock.config import MockConfig
+from engine.mock.logprobs import leave_prompt_logprobs, made_up
 from engine.mock.memory import MarkedPages
 from engine.ports import Recording, SamplingParams
+from engine.sampling.row import Row
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
 
@@ -44,6 +47,8 @@ class MockRunner:
         """Mark the tokens of `chunks` and draw one for each that `samples`. Raises: StepFailed."""
         started_s = max(time.perf_counter(), self._busy_until_s)
         drawn: dict[Request, int] = {}
+        told: list[tuple[Row, TokenLogprobs]] = []
+        reading: list[Chunk] = []
         prompt_tokens = decodes = context_tokens = 0
         for chunk in chunks:
             request = chunk.request
@@ -52,6 +57,10 @@ class MockRunner:
             checksum = self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin)
             if chunk.samples:
                 drawn[request] = self._draw(checksum, request.sampling)
+                if (alternatives := request.sampling.logprobs) is not None:
+                    told.append((request.row, made_up(checksum, drawn[request], alternatives, self._alphabet)))
+            if request.reads_prompt:
+                reading.append(chunk)
             if chunk.length == 1:
                 decodes += 1
                 context_tokens += chunk.end
@@ -59,7 +68,8 @@ class MockRunner:
                 prompt_tokens += chunk.length
         self._drawn = drawn
         self._busy_until_s = started_s + self._config.duration_s(prompt_tokens, decodes, context_tokens)
-        return MockStep([drawn.get(chunk.request) for chunk in chunks], self._busy_until_s)
+        tokens_drawn = [drawn.get(chunk.request) for chunk in chunks]
+        return MockStep(tokens_drawn, self._busy_until_s, lambda: self._leave(told, reading))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's marks."""
@@ -76,6 +86,12 @@ class MockRunner:
         """None was started. Raises: InvariantBroken."""
         raise InvariantBroken("the mock engine records no profile")
 
+    def _leave(self, told: Sequence[tuple[Row, TokenLogprobs]], reading: Sequence[Chunk]) -> None:
+        for row, logprobs in told:
+            row.logprobs = logprobs
+        for chunk in reading:
+            leave_prompt_logprobs(chunk, self._alphabet)
+
     def _draw(self, checksum: int, sampling: SamplingParams) -> int:
         if sampling.temperature > 0:
             checksum = crc32(SEED.pack(sampling.seed % 2**64), checksum)
@@ -89,9 +105,10 @@ class MockRunner:
 class MockStep:
     """A step that is over when the device would be done with it; everything else has happened already."""
 
-    def __init__(self, token_ids: list[int | None], until_s: float) -> None:
+    def __init__(self, token_ids: list[int | None], until_s: float, leave_logprobs: Callable[[], None]) -> None:
         self._token_ids = token_ids
         self._until_s = until_s
+        self._leave_logprobs = leave_logprobs
 
     def sample(self) -> None:
         """Nothing is left to draw: no mask and no penalty changes what the mock says."""
@@ -101,4 +118,5 @@ class MockStep:
         left_s = self._until_s - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)
+        self._leave_logprobs()
         return self._token_ids

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
+from components.text.byte_letters import byte_letters
+
 MOCK: Final = "mock"
 PREFIX: Final = "mock:"  # `mock:<model>`: the tokenizer, vocabulary and KV shape of that model
 START, END = "<|im_start|>", "<|im_end|>"
@@ -50,7 +52,7 @@ def mock_dir(models: Path) -> Path:
 def _files() -> dict[str, dict[str, Any]]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    vocabulary = {char: byte for byte, char in enumerate(_byte_letters())} | SPECIAL
+    vocabulary = {char: byte for byte, char in enumerate(byte_letters())} | SPECIAL
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -64,13 +66,6 @@ def _files() -> dict[str, dict[str, Any]]:
     }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
     return {"config.json": CONFIG, "tokenizer.json": tokenizer, "tokenizer_config.json": settings}
-
-
-def _byte_letters() -> list[str]:
-    """The visible character that byte-level tokenizers write for each byte: its Latin-1 one, else the next from 256 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 def _write(path: Path, text: str) -> None:

@@ -32,10 +32,8 @@ def check_sampling(
     params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], num_generated: int = 0
 ) -> None:
     """Raises: Rejected, naming the parameter at fault and its bounds."""
-    for name, (low, high) in RANGES.items():
-        value = getattr(params, name)
-        if value is not None and not low <= value <= high:  # NaN is in no range
-            raise Rejected(f"{name} is {value}; it must be between {low} and {high}", param=name)
+    for name in RANGES:
+        _check_range(params, name)
     if not 0 < params.top_p <= 1:
         raise Rejected(f"top_p is {params.top_p}; it must be above 0 and at most 1", param="top_p")
     if params.min_tokens > params.max_tokens + num_generated:
@@ -53,6 +51,17 @@ def check_sampling(
     check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     if params.min_tokens and len(eos_token_ids.union(params.stop_token_ids)) >= vocab_size:
         raise Rejected("min_tokens leaves no token to draw: each would end the text", param="min_tokens")
+
+
+def check_branches(params: SamplingParams) -> None:
+    """For who makes something for each branch, before the engine has looked at them. Raises: Rejected."""
+    _check_range(params, "n")
+
+
+def _check_range(params: SamplingParams, name: str) -> None:
+    value, (low, high) = getattr(params, name), RANGES[name]
+    if value is not None and not low <= value <= high:  # NaN is in no range
+        raise Rejected(f"{name} is {value}; it must be between {low} and {high}", param=name)
 
 
 def _check_bias(params: SamplingParams, vocab_size: int) -> None:

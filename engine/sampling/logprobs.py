@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from components.wire.logprobs import TokenLogprobs
 from engine.device_copy import to_device, to_host
-from engine.ports import TokenLogprobs
 from engine.sampling.check import MAX_LOGPROBS
 from engine.sampling.row import Row
 

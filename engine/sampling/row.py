@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.ports import SamplingParams, TokenLogprobs, TokenMask
+from components.wire.logprobs import TokenLogprobs
+from engine.ports import SamplingParams, TokenMask
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
     from engine.sampling.seen import SeenTokens

@@ -21,4 +21,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=tuple(unpack_bias(sampling)),
         min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        n=sampling.n,
     )

@@ -54,6 +54,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     mask: TokenMask | None = None
     branch: int = 0  # which of n
+    unwanted: set[int] = field(default_factory=set)  # branches that were cancelled before there were any
     priority: int = 0  # lower goes first
     adapter: str = ""  # LoRA adapter, by name; "": the model as it is
     in_flight: "Chunk | None" = None  # what the latest step that was launched computes of it, until that step lands
@@ -95,6 +96,11 @@ class Request:
         return self.state is S.RESERVED or (self.state is S.RUNNING and self.phase is Phase.PREFILL)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has its first token, and with it all its branches."""
+        return len(self.tokens) > self.prompt_len
+
+    @property
     def reads_prompt(self) -> bool:
         """Whether logits of the prompt's tokens are still to be looked at: then none of them may come from a cache."""
         told = self.row.prompt_logprobs
@@ -113,6 +119,7 @@ class Request:
             num_published=0,
             mask=None if self.mask is None else self.mask.fork(),
             branch=branch,
+            unwanted=set(),
         )
 
     def advance(self, to: RequestState) -> None:

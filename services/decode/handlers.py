@@ -36,6 +36,7 @@ from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
 from engine.ports import EngineRequest, Phase, StepOutput
+from engine.sampling.check import check_branches
 from engine.sampling.wire import sampling_params
 from services.decode.config import OnTransferFailure
 from services.decode.remote_prefill import Fetch, RemotePrefill
@@ -103,12 +104,14 @@ class DecodeService:
         engine_id = f"{request.request_id}.{request.stream_id}"
         if self._active.find(engine_id) is not None:
             raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
+        sampling = sampling_params(request.sampling)
+        check_branches(sampling)
         active = ActiveRequest(
             engine_id=engine_id,
             request=request,
             token_ids=unpack_tokens(request.token_ids),
-            sampling=sampling_params(request.sampling),
-            stream=OutStream(request.reply_to, request.stream_id),
+            sampling=sampling,
+            streams={i: OutStream(request.reply_to, request.stream_id + i) for i in range(sampling.n)},
             span=tracer.start_span("decode.request", kind=trace.SpanKind.SERVER),
         )
         active.span.set_attribute("kvmesh.decode.instance", self._registration.instance_id)
@@ -121,10 +124,13 @@ class DecodeService:
 
     async def cancel(self, request: CancelStreams) -> StreamsCancelled:
         """Nobody reads these streams any more."""
-        found = [a for i in request.stream_ids if (a := self._active.of_stream(request.reply_to, i)) is not None]
-        for active in found:
-            self._stop(active, Cancelled("the client has gone"))
-        return StreamsCancelled(count=len(found))
+        count = 0
+        for stream_id in request.stream_ids:
+            found = self._active.of_stream(request.reply_to, stream_id)
+            if found is not None:
+                self._stop_branch(*found)
+                count += 1
+        return StreamsCancelled(count=count)
 
     async def room_failed(self, failed: RoomFailed) -> RoomOk:
         """The bootstrap service knows that a transfer will not complete."""
@@ -171,6 +177,9 @@ class DecodeService:
             hit = self._engine.engine.peek_prefix(active.token_ids, request.cache_salt, request.adapter)
             span.set_attribute("kvmesh.cached_tokens", hit)
         with tracer.start_as_current_span("decode.choose_prefill") as span:
+            if active.sampling.prompt_logprobs is not None:
+                span.set_attribute("kvmesh.prefill.why_local", "the prompt's log-probabilities are asked for")
+                return None
             remaining = len(active.token_ids) - hit
             if remaining <= self._max_local_prefill:
                 span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
@@ -232,7 +241,9 @@ class DecodeService:
         try:
             record = await self._remote.run(fetch, active.request)
             active.wait("decode.first_token")
-            outputs = await self._engine.post(lambda engine: engine.deliver(active.engine_id, record.first_token))
+            outputs = await self._engine.post(
+                lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs)
+            )
         except MeshError as exc:
             self._settle_later(fetch)
             self._go_on_without_kv(active, exc)
@@ -279,6 +290,14 @@ class DecodeService:
                 self._stop(active, failed)
 
         self._engine.post(lambda engine: engine.submit(prompt)).add_done_callback(submitted)
+
+    def _stop_branch(self, active: ActiveRequest, branch: int) -> None:
+        """Nobody reads this branch any more."""
+        if len(active.streams) == 1:
+            self._stop(active, Cancelled("the client has gone"))
+            return
+        self._engine.post(lambda engine: engine.cancel(active.engine_id, branch))
+        self._active.drop(active, branch)
 
     def _stop(self, active: ActiveRequest, error: MeshError) -> None:
         """No more work on this request, from now on."""

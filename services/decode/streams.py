@@ -1,4 +1,4 @@
-"""The requests that decode is answering: each engine request is one stream to one frontend."""
+"""The requests that decode is answering: each branch of an engine request is one stream to one frontend."""
 
 import asyncio
 import time
@@ -43,18 +43,18 @@ NEXT: Final = {
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """One stream, from its acceptance to its last token."""
+    """One request, from its acceptance to the last token of its last branch."""
 
     engine_id: str  # unique in the whole mesh: request id and stream
     request: GenerateRequest
     token_ids: list[int]
     sampling: SamplingParams
-    stream: OutStream
+    streams: dict[int, OutStream]  # of the branches that are not over
     span: Span  # decode.request: from acceptance to the last token
     waiting_since_ns: int = 0  # when the last wait began whose end is the first token
     waiting_span: str = SPAN_LOCAL_PREFILL
     first_token_ns: int = 0
-    num_generated: int = 0
+    num_generated: int = 0  # over all branches
     expiry: asyncio.TimerHandle | None = None  # ends it at its deadline
     lifecycle: Lifecycle[DecodeState] = field(init=False)  # from `ActiveRequests.add` on
 
@@ -69,13 +69,13 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """All of them, found by engine id or by stream."""
+    """All of them, found by engine id or by a branch's stream."""
 
     def __init__(self, outbox: StreamOutbox) -> None:
         self.tally = Tally(NEXT)
         self._outbox = outbox
         self._by_engine_id: dict[str, ActiveRequest] = {}
-        self._by_stream: dict[tuple[str, int], ActiveRequest] = {}
+        self._by_stream: dict[tuple[str, int], tuple[ActiveRequest, int]] = {}
         self._none = asyncio.Event()
         self._none.set()
 
@@ -87,14 +87,15 @@ class ActiveRequests:
         active.lifecycle = Lifecycle(f"decode {active.engine_id}", NEXT, S.ACCEPTED, self.tally)
         self._none.clear()
         self._by_engine_id[active.engine_id] = active
-        self._by_stream[active.stream.reply_to, active.stream.stream_id] = active
+        for branch, stream in active.streams.items():
+            self._by_stream[stream.reply_to, stream.stream_id] = active, branch
 
     def find(self, engine_id: str) -> ActiveRequest | None:
         """By engine id."""
         return self._by_engine_id.get(engine_id)
 
-    def of_stream(self, reply_to: str, stream_id: int) -> ActiveRequest | None:
-        """By stream."""
+    def of_stream(self, reply_to: str, stream_id: int) -> tuple[ActiveRequest, int] | None:
+        """The request of a stream that is not over, and which of its branches that is."""
         return self._by_stream.get((reply_to, stream_id))
 
     def everyone(self) -> list[ActiveRequest]:
@@ -106,17 +107,30 @@ class ActiveRequests:
         await self._none.wait()
 
     def emit(self, output: TokenOutput) -> None:
-        """Send what a step made for one request; its last tokens end it."""
+        """Send what a step made for one branch; its last tokens end it, and with the last branch the request."""
         active = self._by_engine_id.get(output.request_id)
-        if active is None:
+        if active is None or (stream := active.streams.get(output.branch)) is None:
             return
         sent_ns = self._first_token(active) if not active.first_token_ns else 0
         finish = None if output.finish is None else str(output.finish)
         active.num_generated += len(output.token_ids)
-        self._outbox.put(
-            active.stream, active.stream.tokens(output.token_ids, finish, output.num_cached_tokens, sent_ns)
+        item = stream.tokens(
+            output.token_ids,
+            finish,
+            output.num_cached_tokens,
+            sent_ns,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
         )
+        self._outbox.put(stream, item)
         if finish is not None:
+            self.drop(active, output.branch)
+
+    def drop(self, active: ActiveRequest, branch: int) -> None:
+        """One branch is over, the others go on; without any the request is over too."""
+        stream = active.streams.pop(branch)
+        del self._by_stream[stream.reply_to, stream.stream_id]
+        if not active.streams:
             active.enter(S.DONE)
             self._end(active)
 
@@ -125,13 +139,14 @@ class ActiveRequests:
         if self._by_engine_id.get(active.engine_id) is not active:
             return
         active.span.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
-        self._outbox.put(active.stream, active.stream.error(error))
+        for stream in active.streams.values():
+            self._outbox.put(stream, stream.error(error))
+            del self._by_stream[stream.reply_to, stream.stream_id]
         active.enter(S.FAILED)
         self._end(active)
 
     def _end(self, active: ActiveRequest) -> None:
         del self._by_engine_id[active.engine_id]
-        del self._by_stream[active.stream.reply_to, active.stream.stream_id]
         if active.expiry is not None:
             active.expiry.cancel()
         if not self._by_engine_id:

@@ -1,17 +1,26 @@
 """What differs between the routes that generate: how a body becomes prompts, and how text becomes an answer."""
 
 from collections.abc import Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+from pydantic import BaseModel
 
 from components.openai.chat import ChatChoice, ChatCompletion, ChatMessage, ChatRequest
 from components.openai.completions import Completion, CompletionChoice, CompletionRequest, check_vocabulary
 from components.openai.events import Events
 from components.openai.fields import FinishReason, GenerationFields, Usage
+from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, ShownToken
 from components.text.tokenizer import TextModel
 
 R_contra = TypeVar("R_contra", bound=GenerationFields, contravariant=True)
 
-TextAndReason = tuple[str, FinishReason]
+
+class Answer(NamedTuple):
+    """What one choice has become."""
+
+    text: str
+    finish: FinishReason
+    tokens: list[ShownToken] | None = None  # when log-probabilities are asked for
 
 
 class Dialect(Protocol[R_contra]):
@@ -27,18 +36,19 @@ class Dialect(Protocol[R_contra]):
         """The most tokens to generate for each choice. Raises: Rejected."""
 
     async def encode(self, text: TextModel, request: R_contra) -> list[list[int]]:
-        """The prompts of the request, one for each choice. Raises: Rejected."""
+        """The prompts of the request. Raises: Rejected."""
 
     def echoes(self, text: TextModel, request: R_contra, prompts: Sequence[list[int]]) -> list[str]:
-        """Text to show before each choice's own."""
+        """For each prompt, text to show before the choices' own."""
 
     def events(self, response_id: str, created: int, request: R_contra) -> Events:
         """The bytes of a stream."""
 
-    def answer(
-        self, response_id: str, created: int, model: str, choices: Sequence[TextAndReason], usage: Usage
-    ) -> bytes:
+    def answer(self, response_id: str, created: int, model: str, choices: Sequence[Answer], usage: Usage) -> bytes:
         """The JSON of an answer in one piece."""
+
+    def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
+        """What is told of tokens."""
 
 
 class ChatDialect:
@@ -66,16 +76,18 @@ class ChatDialect:
         """Chunks with a role and deltas."""
         return Events.chat(response_id, created, request.model, usage_follows=request.include_usage)
 
-    def answer(
-        self, response_id: str, created: int, model: str, choices: Sequence[TextAndReason], usage: Usage
-    ) -> bytes:
+    def answer(self, response_id: str, created: int, model: str, choices: Sequence[Answer], usage: Usage) -> bytes:
         """A chat completion."""
         made = [
-            ChatChoice(index=i, message=ChatMessage(content=text), finish_reason=reason)
-            for i, (text, reason) in enumerate(choices)
+            ChatChoice(index=i, message=ChatMessage(content=text), logprobs=self.logprobs(tokens), finish_reason=finish)
+            for i, (text, finish, tokens) in enumerate(choices)
         ]
         completion = ChatCompletion(id=response_id, created=created, model=model, choices=made, usage=usage)
         return completion.model_dump_json().encode()
+
+    def logprobs(self, tokens: Sequence[ShownToken] | None) -> ChatLogprobs | None:
+        """A list of tokens."""
+        return None if tokens is None else ChatLogprobs.of(tokens)
 
 
 class CompletionDialect:
@@ -112,13 +124,18 @@ class CompletionDialect:
         """Chunks with text."""
         return Events.completion(response_id, created, request.model, usage_follows=request.include_usage)
 
-    def answer(
-        self, response_id: str, created: int, model: str, choices: Sequence[TextAndReason], usage: Usage
-    ) -> bytes:
+    def answer(self, response_id: str, created: int, model: str, choices: Sequence[Answer], usage: Usage) -> bytes:
         """A text completion."""
-        made = [CompletionChoice(index=i, text=text, finish_reason=reason) for i, (text, reason) in enumerate(choices)]
+        made = [
+            CompletionChoice(index=i, text=text, logprobs=self.logprobs(tokens), finish_reason=finish)
+            for i, (text, finish, tokens) in enumerate(choices)
+        ]
         completion = Completion(id=response_id, created=created, model=model, choices=made, usage=usage)
         return completion.model_dump_json().encode()
+
+    def logprobs(self, tokens: Sequence[ShownToken] | None) -> CompletionLogprobs | None:
+        """Parallel lists."""
+        return None if tokens is None else CompletionLogprobs.of(tokens)
 
 
 CHAT: Final = ChatDialect()

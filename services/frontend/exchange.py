@@ -18,14 +18,15 @@ from components.aio import time_limit
 from components.errors import InvariantBroken, MeshError
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import FinishReason, GenerationFields, parse_body
+from components.openai.logprobs import ShownToken
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from services.frontend import tracing
 from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.disconnect import cancelled_on_disconnect
-from services.frontend.endpoints import Dialect
-from services.frontend.generation import ChoiceSpec, Generation, Piece
+from services.frontend.endpoints import Answer, Dialect
+from services.frontend.generation import Generation, Piece, PromptSpec
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import check_token_fields, find_model, make_prompt, token_budget
@@ -111,7 +112,7 @@ class Exchange(Response, Generic[R]):
             echoes = dialect.echoes(frontend.text, request, encoded)
         names = [self._request_id] if len(encoded) == 1 else [f"{self._request_id}-{i}" for i in range(len(encoded))]
         specs = [
-            ChoiceSpec(
+            PromptSpec(
                 make_prompt(name, request, ids, max_tokens=budget, deadline=deadline, defaults=frontend.defaults),
                 request.stop,
                 echo,
@@ -127,8 +128,8 @@ class Exchange(Response, Generic[R]):
         events = self._dialect.events(self._response_id, int(time.time()), request)
         opened: set[int] = set()
         unfinished = len(generation.choices)
-        async for index, text, finish in pieces:
-            data = events.text(index, text) if text else b""
+        async for index, text, finish, tokens in pieces:
+            data = events.text(index, text, self._dialect.logprobs(tokens)) if text or tokens else b""
             if index not in opened:
                 opened.add(index)
                 data = events.open(index) + data
@@ -149,15 +150,18 @@ class Exchange(Response, Generic[R]):
         self, reply: Reply, request: R, generation: Generation, pieces: AsyncGenerator[Piece, None]
     ) -> None:
         texts: list[list[str]] = [[] for _ in generation.choices]
-        async for index, text, _ in pieces:
+        tokens: list[list[ShownToken]] = [[] for _ in generation.choices]
+        async for index, text, _, shown in pieces:
             if self._awaits_first_token:
                 with self._first_token(generation):
                     texts[index].append(text)
             else:
                 texts[index].append(text)
+            tokens[index] += shown or ()
+        told = request.alternatives is not None
         choices = [
-            ("".join(parts), cast("FinishReason", choice.finish))
-            for parts, choice in zip(texts, generation.choices, strict=True)
+            Answer("".join(texts[i]), cast("FinishReason", choice.finish), tokens[i] if told else None)
+            for i, choice in enumerate(generation.choices)
         ]
         usage = generation.usage()
         await reply.json(self._dialect.answer(self._response_id, int(time.time()), request.model, choices, usage))

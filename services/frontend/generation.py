@@ -9,10 +9,13 @@ from typing import NamedTuple
 
 from components.errors import InvariantBroken
 from components.openai.fields import Usage
+from components.openai.logprobs import ShownToken
 from components.text.stop import StopStrings
 from components.text.tokenizer import TextModel
+from services.frontend.merge import merged
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Mesh, Prompt, TokenDelta
+from services.frontend.shown import shown_prompt, shown_token
 
 
 class Piece(NamedTuple):
@@ -21,11 +24,12 @@ class Piece(NamedTuple):
     choice: int  # its index
     text: str
     finish: str | None
+    tokens: list[ShownToken] | None = None  # that came with it, when log-probabilities are asked for
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceSpec:
-    """What one choice is made from."""
+class PromptSpec:
+    """What the choices of one prompt are made from."""
 
     prompt: Prompt
     stops: Sequence[str] = ()
@@ -36,15 +40,30 @@ class ChoiceSpec:
 class Choice:
     """One generated text in the making."""
 
-    __slots__ = ("_detokenizer", "_echo", "_stops", "cached_tokens", "finish", "generated_tokens", "index", "prompt")
+    __slots__ = (
+        "_detokenizer",
+        "_echo",
+        "_length",
+        "_stops",
+        "_text",
+        "cached_tokens",
+        "finish",
+        "generated_tokens",
+        "index",
+        "prompt",
+        "prompt_tokens",
+    )
 
-    def __init__(self, index: int, spec: ChoiceSpec, text: TextModel) -> None:
+    def __init__(self, index: int, spec: PromptSpec, text: TextModel) -> None:
         self.index = index
         self.prompt = spec.prompt
         self.finish: str | None = None
         self.generated_tokens = 0
         self.cached_tokens = 0
+        self.prompt_tokens: list[ShownToken] = []  # to tell of before the first token, by then
         self._echo = spec.echo
+        self._text = text
+        self._length = len(spec.echo)  # of the text so far, what a stop string may take away included
         self._detokenizer = text.detokenizer(spec.prompt.token_ids if spec.continues else ())
         self._stops = StopStrings(spec.stops) if spec.stops else None
 
@@ -53,95 +72,112 @@ class Choice:
         if self.generated_tokens == 0:
             self.cached_tokens = delta.num_cached_tokens
         self.finish = delta.finish
-        if self._stops is None:
+        tokens: list[ShownToken] | None = None
+        if self._stops is None and delta.logprobs is None:
             self.generated_tokens += len(delta.token_ids)
             text = self._detokenizer.feed(delta.token_ids)
             if delta.finish is not None:
                 text += self._detokenizer.flush()
         else:
-            text = self._until_stop(self._stops, delta)
+            text, tokens = self._one_by_one(self._stops or StopStrings(()), delta)
         if self._echo:
             text, self._echo = self._echo + text, ""
-        return Piece(self.index, text, self.finish)
+        if self.prompt_tokens and tokens is not None:
+            tokens, self.prompt_tokens = self.prompt_tokens + tokens, []
+        return Piece(self.index, text, self.finish, tokens)
 
-    def _until_stop(self, stops: StopStrings, delta: TokenDelta) -> str:
-        shown = ""
-        for token_id in delta.token_ids:  # one by one: tokens after the match do not count
+    def _one_by_one(self, stops: StopStrings, delta: TokenDelta) -> tuple[str, list[ShownToken] | None]:
+        """The text, and the tokens that count: none behind a stop string."""
+        told, shown = delta.logprobs, ""
+        tokens: list[ShownToken] | None = None if told is None else []
+        for i, token_id in enumerate(delta.token_ids):
             self.generated_tokens += 1
-            text, matched = stops.feed(self._detokenizer.feed([token_id]))
+            if told is not None and tokens is not None:
+                tokens.append(shown_token(self._text.token_bytes, token_id, told[i], self._length))
+            new = self._detokenizer.feed([token_id])
+            self._length += len(new)
+            text, matched = stops.feed(new)
             shown += text
             if matched:
                 self.finish = "stop"
-                return shown
+                return shown, tokens
         if delta.finish is None:
-            return shown
+            return shown, tokens
         text, matched = stops.feed(self._detokenizer.flush())
         if matched:
             self.finish = "stop"
-        return shown + text + ("" if matched else stops.flush())
+        return shown + text + ("" if matched else stops.flush()), tokens
+
+
+class Branches:
+    """One prompt and its choices."""
+
+    def __init__(self, first: int, spec: PromptSpec, text: TextModel) -> None:
+        self.prompt = spec.prompt
+        self.choices = [Choice(first + i, spec, text) for i in range(spec.prompt.sampling.n)]
+        self._text = text
+        self._told = asyncio.Event()
+        self._tokens: list[ShownToken] = []
+
+    async def tell(self, choice: Choice, delta: TokenDelta) -> None:
+        """Have `choice`, of which `delta` is the first, tell of the prompt's tokens: they come with branch 0's alone."""
+        if self.prompt.sampling.prompt_logprobs is None:
+            return
+        if delta.prompt_logprobs is not None:
+            self._tokens = shown_prompt(self._text, self.prompt.token_ids, delta.prompt_logprobs)
+            self._told.set()
+        await self._told.wait()
+        choice.prompt_tokens = self._tokens
 
 
 class Generation:
     """All choices of one request, generated side by side."""
 
-    def __init__(self, mesh: Mesh, text: TextModel, specs: Sequence[ChoiceSpec], gaps: GapCounts) -> None:
-        self.choices = [Choice(i, spec, text) for i, spec in enumerate(specs)]
+    def __init__(self, mesh: Mesh, text: TextModel, specs: Sequence[PromptSpec], gaps: GapCounts) -> None:
+        self._prompts: list[Branches] = []
+        self.choices: list[Choice] = []  # prompt by prompt
+        for spec in specs:
+            branches = Branches(len(self.choices), spec, text)
+            self._prompts.append(branches)
+            self.choices += branches.choices
         self.first_unix_ns = 0  # when the first delta arrived
         self._mesh = mesh
         self._gaps = gaps
 
     def usage(self) -> Usage:
-        """Tokens so far, over all choices."""
+        """Tokens so far, over all choices; a prompt counts once, whatever the number of its choices."""
         return Usage.of(
-            sum(len(choice.prompt.token_ids) for choice in self.choices),
+            sum(len(branches.prompt.token_ids) for branches in self._prompts),
             sum(choice.generated_tokens for choice in self.choices),
-            sum(choice.cached_tokens for choice in self.choices),
+            sum(branches.choices[0].cached_tokens for branches in self._prompts),
         )
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
         """Text as it arrives; closing the generator cancels what still runs. Raises: MeshError."""
-        if len(self.choices) == 1:
-            return self._pieces_of(self.choices[0])
-        return self._merged()
+        return merged([self._pieces_of(branches) for branches in self._prompts])
 
-    async def _pieces_of(self, choice: Choice) -> AsyncGenerator[Piece, None]:
+    async def _pieces_of(self, branches: Branches) -> AsyncGenerator[Piece, None]:
+        async with self._mesh.generate(branches.prompt) as streams:
+            pairs = zip(branches.choices, streams, strict=True)
+            async with aclosing(merged([self._follow(branches, *pair) for pair in pairs])) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _follow(
+        self, branches: Branches, choice: Choice, stream: AsyncGenerator[TokenDelta, None]
+    ) -> AsyncGenerator[Piece, None]:
         last: float | None = None
-        async with aclosing(self._mesh.generate(choice.prompt)) as deltas:
+        async with aclosing(stream) as deltas:
             async for delta in deltas:
                 now = time.perf_counter()
                 if last is not None:
                     self._gaps.observe(now - last)
-                elif not self.first_unix_ns:
-                    self.first_unix_ns = time.time_ns()
+                else:
+                    self.first_unix_ns = self.first_unix_ns or time.time_ns()
+                    await branches.tell(choice, delta)
                 last = now
                 yield choice.take(delta)
                 if choice.finish is not None and delta.finish is None:
                     return  # a stop string: closing the deltas cancels the work
         if choice.finish is None:
             raise InvariantBroken("tokens ended without a finish reason", request_id=choice.prompt.request_id)
-
-    async def _merged(self) -> AsyncGenerator[Piece, None]:
-        # unbounded: what it can hold is bounded by max_tokens of each prompt
-        queue: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
-
-        async def pump(choice: Choice) -> None:
-            async with aclosing(self._pieces_of(choice)) as pieces:
-                async for piece in pieces:
-                    queue.put_nowait(piece)
-
-        tasks = [asyncio.create_task(pump(choice)) for choice in self.choices]
-        for task in tasks:
-            task.add_done_callback(queue.put_nowait)
-        try:
-            running = len(tasks)
-            while running:
-                item = await queue.get()
-                if isinstance(item, Piece):
-                    yield item
-                else:
-                    running -= 1
-                    item.result()  # raises what ended it
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,15 +1,17 @@
 """What the HTTP side needs of the mesh."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One generation to do. `request_id` is ours and random."""
+    """One prompt to generate from, `sampling.n` times. `request_id` is ours and random."""
 
     request_id: str
     model: str  # one of `Mesh.models`
@@ -19,13 +21,14 @@ class Prompt:
     deadline_unix_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """Every token that has arrived since the last delta, so that one delta is one write to the client."""
 
     token_ids: list[int]
     finish: str | None  # "stop" or "length", with the last tokens
-    num_cached_tokens: int  # of the prompt; meaningful in the first delta
+    num_cached_tokens: int  # of the prompt; meaningful in branch 0's first delta
+    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # from its second token on; in branch 0's first delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,9 @@ class Mesh(Protocol):
     def models(self) -> list[ServedModel]:
         """What can be asked for now; a look into memory."""
 
-    def generate(self, prompt: Prompt) -> AsyncGenerator[TokenDelta, None]:
-        """The tokens of `prompt`; closing the generator cancels the work.
+    def generate(self, prompt: Prompt) -> AbstractAsyncContextManager[Sequence[AsyncGenerator[TokenDelta, None]]]:
+        """The tokens of each branch of `prompt`, while inside.
 
-        Raises: MeshError, before the first delta or between two.
+        Closing a generator cancels the work on its branch, leaving the context that on all of them.
+        Raises: MeshError, on entering, before a branch's first delta or between two.
         """

@@ -6,6 +6,8 @@ from components.errors import NoDecodeInstance, PromptTooLong, Rejected, Unknown
 from components.openai.completions import check_vocabulary
 from components.openai.fields import GenerationFields
 from components.text.sampling_defaults import SamplingDefaults
+from components.wire.codec import MAX_MESSAGE_BYTES
+from components.wire.logprobs import packed_bytes
 from components.wire.sampling import Sampling, pack_bias
 from components.wire.tokens import pack_tokens
 from services.frontend.ports import Mesh, Prompt, ServedModel
@@ -55,7 +57,8 @@ def make_prompt(
     deadline: int,
     defaults: SamplingDefaults,
 ) -> Prompt:
-    """One generation, every default filled in; `deadline` is unix time in ms."""
+    """One prompt, every default filled in; `deadline` is unix time in ms. Raises: Rejected."""
+    _check_logprobs(request, len(token_ids))
     return Prompt(
         request_id=request_id,
         model=request.model,
@@ -64,6 +67,18 @@ def make_prompt(
         cache_salt=request.cache_salt or "",
         deadline_unix_ms=deadline,
     )
+
+
+def _check_logprobs(request: GenerationFields, num_tokens: int) -> None:
+    """Raises: Rejected, when what is to be told of a prompt is more than a message of the mesh holds."""
+    alternatives = request.prompt_alternatives
+    if alternatives is not None and packed_bytes(num_tokens, alternatives) > MAX_MESSAGE_BYTES // 2:
+        raise Rejected(
+            f"With 'echo', {alternatives} 'logprobs' of a prompt of {num_tokens} tokens are more than can be told. "
+            "Please ask for fewer, or shorten the prompt.",
+            param="logprobs",
+            code="invalid_value",
+        )
 
 
 def _sampling(request: GenerationFields, max_tokens: int, defaults: SamplingDefaults) -> Sampling:
@@ -91,6 +106,9 @@ def _sampling(request: GenerationFields, max_tokens: int, defaults: SamplingDefa
         seed=random.getrandbits(63) if request.seed is None else request.seed,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=pack_tokens(request.stop_token_ids or ()),
+        logprobs=request.alternatives,
+        prompt_logprobs=request.prompt_alternatives,
+        n=request.n or 1,
     )
 
 

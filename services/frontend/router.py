@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
@@ -28,6 +29,7 @@ from components.telemetry.spans import record_span, tracer
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
 from components.wire.tokens import pack_tokens
+from engine.sampling.branches import branch_seed
 from services.frontend.ports import Prompt, ServedModel, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,16 @@ log = logging.getLogger(__name__)
 DISPATCH_TIMEOUT_S = 10.0
 WAIT_FOR_DECODE_S = 30.0  # for a stream that has begun: a decode instance that died may be restarting
 MOVES = 5
+MOVING = (PeerLost, Overloaded, BackendUnavailable, DeadlineExceeded)  # with these a stream tries another instance
+
+
+@dataclass(slots=True)
+class Stream:
+    """One branch's tokens, from one instance."""
+
+    record: InstanceRecord
+    inner: InStream
+    over: bool = False  # read to its end, or cancelled
 
 
 class MeshClient:
@@ -58,43 +70,84 @@ class MeshClient:
         mine = _served(self._model, usable)
         return [mine, *(_served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters)]
 
-    async def generate(self, prompt: Prompt) -> AsyncGenerator[TokenDelta, None]:
-        """The tokens of `prompt`. A stream whose instance is lost goes on elsewhere, from the tokens it has.
+    @asynccontextmanager
+    async def generate(self, prompt: Prompt) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
+        """The tokens of each branch of `prompt`. One whose instance is lost goes on elsewhere, from the tokens it has.
 
-        Draws depend on (seed, position) alone, so the tokens that follow are those the lost instance would have made.
+        The branches begin together, on an instance that computes the prompt once for them. From then on each goes its own
+        way, and one that moves does so alone, as a request with the seed of its branch: draws depend on (seed, position)
+        alone, so the tokens that follow are those the lost instance would have made.
         """
-        generated: list[int] = []
         tried: list[str] = []
+        streams = await self._dispatch(prompt, tried)
+        branches = [self._follow(_of_branch(prompt, i), stream, list(tried)) for i, stream in enumerate(streams)]
+        try:
+            yield branches
+        finally:
+            for branch, stream in zip(branches, streams, strict=True):
+                await branch.aclose()
+                self._close(stream)  # it may not have begun to follow
+
+    async def _follow(self, prompt: Prompt, stream: Stream, tried: list[str]) -> AsyncGenerator[TokenDelta, None]:
+        """The tokens of one branch, whose request is on its way already."""
+        generated: list[int] = []
         while True:
-            record = await self._choose(prompt, tried, started=bool(generated))
-            stream = self._inbox.open(record.instance_id, record.epoch)
-            over = False
             try:
-                await self._dispatch(prompt, generated, record, stream)
-                while not over:
-                    delta = self._delta(await stream.next(), first=not generated)
-                    over = delta.finish is not None
+                while not stream.over:
+                    delta = _delta(await stream.inner.next(), first=not generated)
+                    stream.over = delta.finish is not None
                     generated += delta.token_ids
                     yield delta
-            except (PeerLost, Overloaded, BackendUnavailable, DeadlineExceeded) as exc:
-                tried.append(record.instance_id)
-                if len(tried) > MOVES:
-                    raise
-                remaining_s(prompt.deadline_unix_ms)
-                log.warning("stream moves", extra={"request": prompt.request_id, "cause": exc.message})
-                trace.get_current_span().add_event("moved", {"from": record.instance_id, "cause": exc.message})
+            except MOVING as exc:
+                self._note_move(prompt, stream.record, exc, tried)
             else:
                 return
             finally:
-                self._inbox.close(stream)
-                if not over:
-                    self._cancel_later(record, stream)
+                self._close(stream)
+            (stream,) = await self._dispatch(_rest_of(prompt, generated), tried)
 
-    async def _choose(self, prompt: Prompt, tried: list[str], *, started: bool) -> InstanceRecord:
+    async def _dispatch(self, prompt: Prompt, tried: list[str]) -> list[Stream]:
+        """A stream for each branch, from an instance that has accepted the request; `tried` grows by those that did not."""
+        while True:
+            record = await self._choose(prompt, tried)
+            streams = [
+                Stream(record, self._inbox.open(record.instance_id, record.epoch)) for _ in range(prompt.sampling.n)
+            ]
+            accepted = False
+            try:
+                await self._send(prompt, record, streams[0].inner)
+                accepted = True
+            except MOVING as exc:
+                self._note_move(prompt, record, exc, tried)
+            else:
+                return streams
+            finally:
+                if not accepted:
+                    for stream in streams:
+                        self._close(stream)
+
+    def _note_move(self, prompt: Prompt, record: InstanceRecord, why: MeshError, tried: list[str]) -> None:
+        """Raises: `why`, when the request has moved too often; DeadlineExceeded."""
+        tried.append(record.instance_id)
+        if len(tried) > MOVES:
+            raise why
+        remaining_s(prompt.deadline_unix_ms)
+        log.warning("stream moves", extra={"request": prompt.request_id, "cause": why.message})
+        trace.get_current_span().add_event("moved", {"from": record.instance_id, "cause": why.message})
+
+    def _close(self, stream: Stream) -> None:
+        """Nobody reads it any more, whatever has become of it."""
+        self._inbox.close(stream.inner)
+        if not stream.over:
+            stream.over = True
+            self._cancel_later(stream)
+
+    async def _choose(self, prompt: Prompt, tried: list[str]) -> InstanceRecord:
         """An instance not tried yet, else one tried before; a stream that has begun waits for one to come back.
 
         Raises: NoDecodeInstance.
         """
+        started = prompt.sampling.num_generated > 0
         until = time.monotonic() + (min(WAIT_FOR_DECODE_S, remaining_s(prompt.deadline_unix_ms)) if started else 0.0)
         with tracer.start_as_current_span("frontend.route") as span:
             while True:
@@ -110,18 +163,17 @@ class MeshClient:
                     )
                 await asyncio.sleep(0.1)
 
-    async def _dispatch(self, prompt: Prompt, generated: list[int], record: InstanceRecord, stream: InStream) -> None:
+    async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> None:
+        """Have `record` take the request, whose first stream this is."""
         request = GenerateRequest(
             request_id=prompt.request_id,
             epoch=record.epoch,
             model=self._model,
             stream_id=stream.stream_id,
             reply_to=self._inbox.subject,
-            token_ids=pack_tokens([*prompt.token_ids, *generated]),
+            token_ids=pack_tokens(prompt.token_ids),
             deadline_unix_ms=prompt.deadline_unix_ms,
-            sampling=replace(
-                prompt.sampling, max_tokens=prompt.sampling.max_tokens - len(generated), num_generated=len(generated)
-            ),
+            sampling=prompt.sampling,
             cache_salt=prompt.cache_salt,
             adapter=self._adapter(prompt),
         )
@@ -134,19 +186,13 @@ class MeshClient:
         """Any name but the model's own is one of an adapter, as in vLLM."""
         return "" if prompt.model == self._model else prompt.model
 
-    def _delta(self, items: list[StreamItem], *, first: bool) -> TokenDelta:
-        if first and items[0].sent_unix_ns:
-            record_span("frontend.receive", items[0].sent_unix_ns)
-        token_ids = [token for item in items for token in item.token_ids]
-        return TokenDelta(token_ids, items[-1].finish, items[0].num_cached_tokens)
-
-    def _cancel_later(self, record: InstanceRecord, stream: InStream) -> None:
+    def _cancel_later(self, stream: Stream) -> None:
         """Tell decode that nobody reads; a reader that is being closed cannot wait for that itself."""
 
         async def cancel() -> None:
             with contextlib.suppress(MeshError):  # a lost instance needs no telling
-                cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.stream_id])
-                await self._bus.publish(f"{record.subject}.cancel", cancelling)
+                cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.inner.stream_id])
+                await self._bus.publish(f"{stream.record.subject}.cancel", cancelling)
 
         task = asyncio.create_task(cancel())
         self._cancels.add(task)
@@ -160,3 +206,36 @@ def _served(name: str, records: Sequence[InstanceRecord], parent: str | None = N
     """What all of `records` can do under that name."""
     context = min(r.max_context or 0 for r in records)
     return ServedModel(name, context, min(r.started_unix_ms for r in records) // 1000, parent)
+
+
+def _of_branch(prompt: Prompt, branch: int) -> Prompt:
+    """What one branch alone asks for."""
+    sampling = prompt.sampling
+    seed = branch_seed(sampling.seed, branch)
+    prompt_logprobs = None if branch else sampling.prompt_logprobs
+    return replace(prompt, sampling=replace(sampling, n=1, seed=seed, prompt_logprobs=prompt_logprobs))
+
+
+def _rest_of(prompt: Prompt, generated: list[int]) -> Prompt:
+    """What a branch with these tokens still asks for."""
+    if not generated:
+        return prompt
+    sampling = replace(
+        prompt.sampling,
+        max_tokens=prompt.sampling.max_tokens - len(generated),
+        num_generated=len(generated),
+        prompt_logprobs=None,
+    )
+    return replace(prompt, token_ids=[*prompt.token_ids, *generated], sampling=sampling)
+
+
+def _delta(items: list[StreamItem], *, first: bool) -> TokenDelta:
+    head, last = items[0], items[-1]
+    if first and head.sent_unix_ns:
+        record_span("frontend.receive", head.sent_unix_ns)
+    if len(items) == 1:  # as good as always
+        told = head.logprobs
+        return TokenDelta(head.token_ids, head.finish, head.num_cached_tokens, told, head.prompt_logprobs)
+    token_ids = [token for item in items for token in item.token_ids]
+    told = None if head.logprobs is None else [entry for item in items for entry in item.logprobs or ()]
+    return TokenDelta(token_ids, last.finish, head.num_cached_tokens, told, head.prompt_logprobs)

@@ -51,6 +51,7 @@ def describe_request(span: Span, operation: str, request: GenerationFields, max_
         "gen_ai.request.max_tokens": max_tokens,
         "gen_ai.request.temperature": request.temperature,
         "gen_ai.request.top_p": request.top_p,
+        "gen_ai.request.choice.count": request.n,
         "gen_ai.request.seed": request.seed,
         "gen_ai.request.stop_sequences": request.stop or None,
     }

@@ -102,7 +102,7 @@ class PrefillJob:
             parent=parent,
             attributes={"kvmesh.prompt_tokens": event.num_computed, "kvmesh.cached_tokens": event.num_cached_tokens},
         )
-        self.sender.completed(event.pages, event.first_token, event.num_cached_tokens)
+        self.sender.completed(event.pages, event.first_token, event.num_cached_tokens, event.logprobs)
 
     async def run(self, close_room: Callable[[MeshError | None], Awaitable[None]]) -> bool:
         """Send until done; the room hears how it ended. Returns, when no write is in flight, whether all was sent."""

@@ -22,6 +22,7 @@ from tests.engine.tiny_engine import (
     prompt,
     read_page,
     run,
+    run_until_idle,
     write_page,
 )
 
@@ -181,3 +182,84 @@ def test_logprobs_of_the_prompt_come_with_the_first_branch(tiny: LoadedModel, en
     told = [output for output in outputs if output.prompt_logprobs is not None]
     assert [output.branch for output in told] == [0]
     assert len(told[0].prompt_logprobs or []) == 39
+
+
+@pytest.mark.parametrize("gone", [[0], [2], [0, 1], [3, 0, 1]])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
+def test_a_branch_that_is_cancelled_ends_alone(tiny: LoadedModel, steps: int, gone: list[int]) -> None:
+    """Before the prompt is computed, while it is, and while they generate."""
+    params = sampled(12, n=4)
+    engine = make_engine(tiny, max_step_tokens=24)
+    engine.submit(EngineRequest("r", prompt(40), params))
+    seen = Seen()
+    for _ in range(steps):
+        seen.take(engine.step())
+    for branch in gone:
+        engine.cancel("r", branch)
+        check_pages(engine)
+
+    def told(branch: int) -> list[int]:
+        return list(seen.branches.get(("r", branch), []) if branch else seen.tokens.get("r", []))
+
+    before = {branch: told(branch) for branch in gone}
+    run_until_idle(engine, seen)
+    alone_would_say = separately(tiny, prompt(40), params)
+    for branch in range(4):
+        assert told(branch) == (before[branch] if branch in gone else alone_would_say[branch])
+    assert engine.step().stats.held_pages == 0
+    engine.submit(EngineRequest("r", prompt(5), sampled(4)))  # the id is free again
+
+
+def test_the_prompts_shared_pages_come_back_with_the_last_branch(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny)
+    engine.submit(EngineRequest("r", prompt(33), sampled(40, n=3)))
+    while not engine._requests._branches:
+        engine.step()
+    for left, branch in ((2, 1), (1, 0)):
+        engine.cancel("r", branch)
+        run_some(engine, 2)
+        assert engine._memory.pool.num_held >= 2 + left
+        shared = next(iter(engine._requests)).pages[:2]
+        assert all(engine._memory.pool._holders[page] == left for page in shared)
+    with pytest.raises(Rejected, match="in use"):
+        engine.submit(EngineRequest("r", prompt(33), sampled(4)))
+    engine.cancel("r", 2)
+    run_some(engine, 2)
+    assert engine._memory.pool.num_held == 0
+
+
+def test_a_request_without_any_branch_left_is_over_before_it_began(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny, max_step_tokens=20)
+    engine.submit(EngineRequest("r", prompt(60), sampled(40, n=2)))
+    engine.step()
+    for branch in (1, 1, 7, -1):
+        engine.cancel("r", branch)
+    engine.cancel("nobody", 0)
+    assert "r" in engine._requests
+    engine.cancel("r", 0)
+    assert not run(engine, []).tokens
+    assert engine.step().stats.held_pages == 0
+
+
+def test_a_delivered_first_token_that_nobody_wants_is_not_told(tiny: LoadedModel) -> None:
+    params = sampled(10, n=3)
+    prefill, decode = make_engine(tiny), make_engine(tiny)
+    computed = prefilled(prefill, "r", prompt(20), params)
+    decode.submit(EngineRequest("r", prompt(20), params, Phase.DECODE))
+    reserved = decode.step().reserved[0]
+    for source, target in zip(computed.pages, reserved.pages, strict=True):
+        write_page(decode, target, read_page(prefill, source))
+    decode.cancel("r", 0)
+    decode.cancel("r", 2)
+    assert computed.first_token is not None
+    assert decode.deliver("r", computed.first_token) == []
+    seen = run(decode, [])
+    assert seen.branches == {("r", 1): separately(tiny, prompt(20), params)[1]}
+    assert not seen.tokens
+    assert decode.step().stats.held_pages == 0
+
+
+def run_some(engine: EngineCore, steps: int) -> None:
+    for _ in range(steps):
+        engine.step()
+        check_pages(engine)

@@ -77,6 +77,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
             self.over: set[str] = set()  # cancelled before it ended
             self.cancelled: set[str] = set()  # branches may have been cut off, even when the first had ended
             self.first: dict[str, list[int]] = {}  # tokens that `deliver` returned
+            self.dropped: dict[tuple[str, int], int] = {}  # branches cancelled alone: how many tokens each had
 
         @initialize(page_size=st.sampled_from(sorted(PAGES_OF)))
         def start(self, page_size: int) -> None:
@@ -137,6 +138,16 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
             if self.asked[name][2] is Phase.PREFILL:  # its pages may be exposed although no chunk was told yet
                 self.prefills.add(name)
 
+        @precondition(lambda self: self._branched())
+        @rule(data=st.data(), branch=st.integers(0, 2))
+        def cancel_branch(self, data: st.DataObject, branch: int) -> None:
+            name = data.draw(st.sampled_from(self._branched()))
+            n = SAMPLINGS[self.asked[name][1]].n
+            others = [i for i in range(n) if i != branch and (name, i) not in self.dropped]
+            if others:  # else it is `cancel`
+                self.engine.cancel(name, branch)
+                self.dropped.setdefault((name, branch), len(self._made(name, branch)))
+
         @precondition(lambda self: self.exposed)
         @rule(data=st.data())
         def write_late(self, data: st.DataObject) -> None:
@@ -163,7 +174,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
         @invariant()
         def tokens_are_right_so_far(self) -> None:
             for name, (which, how, _) in self.asked.items():
-                made = self.first.get(name, []) + self.seen.tokens.get(name, [])
+                made = self._made(name)
                 wanted = expected(which, how)
                 assert made == wanted[: len(made)]
                 for branch in range(1, SAMPLINGS[how].n):
@@ -171,6 +182,8 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
                     assert told == expected(which, how, branch)[: len(told)]
                 if name in self.seen.finish:
                     assert made == wanted
+            for (name, branch), count in self.dropped.items():
+                assert len(self._made(name, branch)) == count, "a branch that was cancelled went on"
 
         def teardown(self) -> None:
             for name in list(self.reserved):
@@ -190,9 +203,21 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
             self.tokens_are_right_so_far()
             for name, (which, how, phase) in self.asked.items():
                 if phase is not Phase.PREFILL:
-                    assert name in self.over or name in self.seen.finish, f"{name} never ended"
-                    for branch in range(1, 1 if name in self.cancelled else SAMPLINGS[how].n):
+                    over = name in self.over or name in self.seen.finish or (name, 0) in self.dropped
+                    assert over, f"{name} never ended"
+                    wanted = range(1, 1 if name in self.cancelled else SAMPLINGS[how].n)
+                    for branch in (b for b in wanted if (name, b) not in self.dropped):
                         assert self.seen.branches[name, branch] == expected(which, how, branch)
+
+        def _branched(self) -> list[str]:
+            return sorted(
+                n for n, (_, how, phase) in self.asked.items() if SAMPLINGS[how].n > 1 and phase is not Phase.PREFILL
+            )
+
+        def _made(self, name: str, branch: int = 0) -> list[int]:
+            if branch:
+                return self.seen.branches.get((name, branch), [])
+            return self.first.get(name, []) + self.seen.tokens.get(name, [])
 
         def _step(self) -> None:
             output = self.engine.step()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from components.wire.logprobs import TokenLogprobs
 from engine.build import assemble
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -24,7 +25,6 @@ from engine.ports import (
     SamplingParams,
     StepOutput,
     StepStats,
-    TokenLogprobs,
 )
 from engine.scheduler.request import RequestState
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -59,7 +59,7 @@ class Client:
         try:
             async with (
                 time_limit(self.life_s, "the request took longer than"),
-                aclosing(frontend.mesh.generate(prompt)) as deltas,
+                frontend.mesh.generate(prompt) as (deltas,),
             ):
                 async for delta in deltas:
                     assert self.finish is None, "tokens after the last one"

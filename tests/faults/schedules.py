@@ -8,7 +8,7 @@ from typing import Final
 from tests.faults.faults import OF_MESSAGES, OF_WRITES, Do, Fault
 from tests.faults.mesh_run import ROLES
 
-REQUEST: Final = ("generate.v2", "prefill.v2", "room-open.v1", "room-offer.v1", "room-pages.v1")
+REQUEST: Final = ("generate.v3", "prefill.v3", "room-open.v1", "room-offer.v1", "room-pages.v1")
 ANSWER: Final = ("generate-accepted.v1", "prefill-accepted.v1", "room-opened.v1", "room-ok.v1")
 TOLD: Final = ("room-close.v1", "frame")
 AFTER_FAILURE: Final = ("room-failed.v1", "quiesce.v1", "quiet.v1")  # only after a transfer has failed
@@ -16,8 +16,8 @@ AFTER_CLIENT: Final = ("cancel.v1", "quiesce.v1", "quiet.v1")  # only after a cl
 MESSAGES: Final = (*REQUEST, *ANSWER, *TOLD)
 ERRORS: Final = ("Overloaded", "PeerLost", "DeadlineExceeded", "InvariantBroken", "Rejected")
 FIELDS: Final = {
-    "generate.v2": ("epoch", "model", "deadline_unix_ms"),
-    "prefill.v2": ("epoch", "decode_epoch", "decode_id", "deadline_unix_ms"),
+    "generate.v3": ("epoch", "model", "deadline_unix_ms"),
+    "prefill.v3": ("epoch", "decode_epoch", "decode_id", "deadline_unix_ms"),
     "prefill-accepted.v1": ("room", "stamp"),
     "room-open.v1": ("prefill_epoch", "decode_epoch", "deadline_unix_ms"),
     "room-opened.v1": ("room", "stamp"),
@@ -27,7 +27,7 @@ FIELDS: Final = {
     "heartbeat.v1": ("epoch",),
 }
 STATES: Final = (  # the first of each lifecycle by what leads to it: nothing moves there
-    "message generate.v2",  # decode accepted
+    "message generate.v3",  # decode accepted
     "decode prealloc",
     "decode transfer",
     "decode running",

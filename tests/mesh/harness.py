@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,9 @@ from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.streams import open_inbox
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
+from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
-from services.frontend.ports import Prompt
+from services.frontend.ports import Prompt, TokenDelta
 from services.frontend.router import MeshClient
 
 REPO: Final = Path(__file__).resolve().parents[2]
@@ -141,6 +142,15 @@ class MeshProcesses:
 
 
 @dataclass(slots=True)
+class Answer:
+    """What one branch has become."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass(slots=True)
 class Client:
     """The mesh as a frontend sees it."""
 
@@ -162,15 +172,31 @@ class Client:
         **sampling: Any,
     ) -> list[int]:
         """The ids that the mesh generates; end-of-text does not stop it."""
-        prompt = Prompt(
-            request_id=uuid4().hex,
-            model=model,
-            token_ids=list(token_ids),
-            sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True, **sampling),
-            cache_salt=salt,
-            deadline_unix_ms=now_ms() + 120_000,
-        )
-        return [token async for delta in self.mesh.generate(prompt) for token in delta.token_ids]
+        how = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True, **sampling)
+        [answer] = await self.branches(token_ids, how, model=model, salt=salt)
+        return answer.token_ids
+
+    async def branches(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        model: str,
+        salt: str = "",
+    ) -> list["Answer"]:
+        """What each branch becomes."""
+        prompt = Prompt(uuid4().hex, model, list(token_ids), sampling, salt, now_ms() + 120_000)
+
+        async def read(deltas: AsyncGenerator[TokenDelta, None]) -> Answer:
+            answer = Answer()
+            async for delta in deltas:
+                answer.token_ids += delta.token_ids
+                answer.logprobs += delta.logprobs or ()
+                answer.finish = delta.finish
+            return answer
+
+        async with self.mesh.generate(prompt) as streams:
+            return list(await asyncio.gather(*map(read, streams)))
 
     async def until_usable(self, role: Role, count: int = 1, timeout_s: float = 20.0) -> list[InstanceRecord]:
         """Wait until that many instances of a role can be used."""

@@ -1,14 +1,15 @@
 """What tests over mock engines share: a shape and settings, prompts, and the tokens that are right."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from engine.config import EngineConfig
 from engine.mock.build import build_engine
 from engine.mock.config import MockConfig
-from engine.ports import EngineRequest, SamplingParams
-from tests.mesh.harness import Client
+from engine.ports import Engine, EngineRequest, SamplingParams
+from tests.mesh.harness import Answer, Client
 
 MODEL: Final = "mock"
 MAX_TOKENS: Final = 24
@@ -35,17 +36,35 @@ def random_prompts(count: int) -> list[list[int]]:
     return prompts
 
 
+def mock_engine(home: Path) -> Engine:
+    """One that computes at once, in this process."""
+    shape = {name.lower(): int(value) for name, value in SHAPE.items()}
+    return build_engine(MODEL, EngineConfig(num_pages=4096, mock=MockConfig(speedup=float("inf"), **shape)), home)
+
+
 def one_engine(home: Path, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
     """What one engine in this process makes of the prompts."""
-    shape = {name.lower(): int(value) for name, value in SHAPE.items()}
-    engine = build_engine(MODEL, EngineConfig(num_pages=4096, mock=MockConfig(speedup=float("inf"), **shape)), home)
-    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    for i, prompt in enumerate(prompts):
+    engine = mock_engine(home)
+    return [answer.token_ids for [answer] in aggregated(engine, [(prompt, sampling) for prompt in prompts])]
+
+
+def branches_of_one_engine(home: Path, prompts: list[list[int]], sampling: SamplingParams) -> list[list[Answer]]:
+    """The same, of each branch, with its log-probabilities."""
+    return aggregated(mock_engine(home), [(prompt, sampling) for prompt in prompts])
+
+
+def aggregated(engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[list[Answer]]:
+    """What each branch of each request becomes on `engine`, which has nothing else to do."""
+    answers = [[Answer() for _ in range(sampling.n)] for _, sampling in asked]
+    for i, (prompt, sampling) in enumerate(asked):
         engine.submit(EngineRequest(str(i), prompt, sampling))
     while engine.has_work():
         for tokens in engine.step().tokens:
-            answers[tokens.request_id] += tokens.token_ids
-    return list(answers.values())
+            answer = answers[int(tokens.request_id)][tokens.branch]
+            answer.token_ids += tokens.token_ids
+            answer.logprobs += tokens.logprobs or ()
+            answer.finish = None if tokens.finish is None else str(tokens.finish)
+    return answers
 
 
 async def no_page_is_lost(client: Client) -> None:

@@ -11,9 +11,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from components.wire.sampling import Sampling
 from engine.ports import SamplingParams
 from tests.mesh.harness import Client, MeshProcesses, open_client
-from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
+from tests.mesh.mocks import (
+    MAX_TOKENS,
+    MODEL,
+    branches_of_one_engine,
+    no_page_is_lost,
+    one_engine,
+    random_prompts,
+)
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -116,10 +124,14 @@ def _computed(url: str | None) -> float:
 
 
 def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: MeshProcesses) -> None:
-    """Of three decode instances one is killed, then another, with 24 streams under way; greedy and drawn ones."""
-    prompts = random_prompts(24)
-    drawn = SamplingParams(400, temperature=0.7, seed=11, ignore_eos=True)
-    expected = one_engine(mock_mesh.home, prompts, drawn)
+    """Of three decode instances one is killed, then another, with 24 streams of 8 requests under way.
+
+    Each branch moves alone and goes on with its own seed; its log-probabilities go on too.
+    """
+    prompts = random_prompts(8)
+    drawn = SamplingParams(400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
+    expected = branches_of_one_engine(mock_mesh.home, prompts, drawn)
+    sampling = Sampling(max_tokens=400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
     pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.004"}
     costless = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 
@@ -127,9 +139,7 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
         async with open_client(mock_mesh, MODEL) as client:
             await client.until_usable("prefill")
             await client.until_usable("decode", 3)
-            streams = [
-                asyncio.create_task(client.generate(p, 400, model=MODEL, seed=11, temperature=0.7)) for p in prompts
-            ]
+            streams = [asyncio.create_task(client.branches(p, sampling, model=MODEL)) for p in prompts]
             for victim in [w for w in mock_mesh.workers if w.role == "decode"][:2]:
                 await asyncio.sleep(0.5)
                 assert not any(stream.done() for stream in streams)
@@ -139,6 +149,11 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
 
     mock_mesh.start("bootstrap", "prefill", "decode", "decode", "decode", **pace, **costless)
     asyncio.run(run())
+
+
+def _generated(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith("generation_tokens_total ")))
 
 
 def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: MeshProcesses) -> None:
@@ -166,14 +181,42 @@ def test_a_worker_is_there_at_once_and_has_loaded_no_torch(mock_mesh: MeshProces
     assert took_s < 20, "a bound for a busy machine; it is about two seconds"
 
 
-def test_the_frontend_speaks_the_mocks_bytes(mock_mesh: MeshProcesses) -> None:
-    *_, frontend = mock_mesh.start("bootstrap", "prefill", "decode", "frontend")
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20, "ignore_eos": True}
+def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_alone(mock_mesh: MeshProcesses) -> None:
+    """Each token is a letter, and its log-probability the one that a single engine tells."""
+    prompt, count = [*b"Once upon a time, there was "], 200
+    drawn = SamplingParams(count, temperature=1.0, seed=3, ignore_eos=True, n=3, logprobs=2)
+    [whole] = branches_of_one_engine(mock_mesh.home, [prompt], drawn)
+    texts = [bytes(answer.token_ids).decode() for answer in whole]
+    stop = next(
+        s for i in range(10, 60) if all((s := texts[1][i : i + 3]) not in text for text in (texts[0], texts[2]))
+    )
+    shown = texts[1].partition(stop)[0]
+    pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
+    *_, frontend = mock_mesh.start("bootstrap", "prefill", "decode", "frontend", **pace)
     deadline = time.monotonic() + 20
     while not httpx.get(f"{frontend.url}/v1/models").json()["data"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    answer = httpx.post(f"{frontend.url}/v1/chat/completions", json=body).json()
-    text = answer["choices"][0]["message"]["content"]
-    assert len(text) == answer["usage"]["completion_tokens"] == 20
-    assert text.strip().replace(" ", "").isalpha()
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    body |= {"n": 3, "logprobs": 2, "stop": stop}
+    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).json()
+    assert [choice["text"] for choice in answer["choices"]] == [texts[0], shown, texts[2]]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "stop", "length"]
+    counted = len(shown) + len(stop)
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (
+        len(prompt),
+        2 * count + counted,
+    )
+    for choice, right, length in zip(answer["choices"], whole, (count, counted, count), strict=True):
+        assert choice["logprobs"]["token_logprobs"] == [told.logprob for told in right.logprobs[:length]]
+        assert "".join(choice["logprobs"]["tokens"]) == bytes(right.token_ids[:length]).decode()
+
+    async def check() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill")
+            [decode] = client.decodes.usable()
+            assert decode.http is not None
+            await no_page_is_lost(client)
+            assert await asyncio.to_thread(_generated, decode.http) < 2 * count + counted + 50, "it went on for nobody"
+
+    asyncio.run(check())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from components.errors import MeshError
-from components.kv_transfer.aux import AuxBuffer, AuxRecord
+from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
 from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.layout import KvLayout, check_compatible
 from components.kv_transfer.pieces import Pieces
@@ -26,6 +26,7 @@ def endpoint(
         device="cpu",
         aux_address=0,
         aux_slots=aux_slots,
+        aux_slot_bytes=slot_bytes(0),
         layout=layout,
     )
 

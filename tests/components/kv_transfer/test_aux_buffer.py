@@ -1,12 +1,15 @@
 import pytest
 
 from components.errors import QueueFull
-from components.kv_transfer.aux import HEAD, AuxBuffer, AuxRecord
+from components.kv_transfer.aux import CACHE_LINE, HEAD, MAX_ALTERNATIVES, AuxBuffer, AuxRecord
+from components.wire.logprobs import TokenLogprobs
 
 
-def test_a_slot_is_one_cache_line() -> None:
-    assert HEAD.itemsize == 64
-    assert AuxBuffer(8).num_bytes == 8 * 64
+def test_a_slot_is_whole_cache_lines() -> None:
+    assert HEAD.itemsize % CACHE_LINE == 0
+    assert AuxBuffer(8).num_bytes == 8 * HEAD.itemsize
+    for checksums, lines in ((1, 1), (16, 1), (17, 2), (512, 32)):
+        assert AuxBuffer(1, checksums).slot_bytes == HEAD.itemsize + lines * CACHE_LINE
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -15,6 +18,32 @@ def test_a_record_is_read_as_it_was_written() -> None:
     slot = aux.take()
     aux.write(slot, record)
     assert aux.read(slot) == record
+
+
+TOP = tuple((token_id, -token_id / 4) for token_id in range(MAX_ALTERNATIVES))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, MAX_ALTERNATIVES])
+@pytest.mark.parametrize("checksums", [None, (1, 2**32 - 1)])
+def test_the_first_tokens_logprobs_go_along(count: int, checksums: tuple[int, ...] | None) -> None:
+    sends, receives = AuxBuffer(2, 4), AuxBuffer(2, 4)
+    record = AuxRecord(1, 2, 3, 4, checksums, logprobs=TokenLogprobs(-0.125, TOP[:count]))
+    sends.write(1, record)
+    receives.put(receives.take(), sends.raw(1))
+    assert receives.read(0) == record
+    sends.write(1, AuxRecord(1, 2, 3, 4, checksums))
+    assert sends.read(1).logprobs is None, "of the record before it"
+
+
+@pytest.mark.parametrize("field", [name for name in HEAD.names or () if name != "reserved"])
+def test_the_records_checksum_covers_every_field(field: str) -> None:
+    aux = AuxBuffer(1, 4)
+    aux.write(0, AuxRecord(1, 2, 3, 4, (5, 6), logprobs=TokenLogprobs(-0.125, TOP)))
+    assert aux.read(0).intact
+    assert HEAD.fields is not None
+    kind, offset = HEAD.fields[field][:2]
+    aux._memory[0, offset + kind.itemsize - 1] ^= 1
+    assert not aux.read(0).intact
 
 
 def test_a_slot_taken_again_says_that_nothing_has_landed() -> None:

@@ -7,7 +7,7 @@ from zlib import crc32
 import pytest
 
 from components.errors import KvCorrupt, TransferFailed
-from components.kv_transfer.aux import AuxBuffer, AuxRecord
+from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
 from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.nixl_transfer import open_nixl
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 ROOM, STAMP = "boot/1", 77
 OURS, THEIRS = [10, 11, 12, 13, 14], [90, 80, 70, 60, 50]
-SLOT_BYTES = 128  # of a buffer with room for 16 checksums
+SLOT_BYTES = slot_bytes(16)
 
 
 class Copying(FakeTransfer):
@@ -131,7 +131,7 @@ async def test_a_prefill_that_sends_no_checksums_is_not_believed_where_they_are_
 
 
 async def test_without_room_for_the_checksums_nothing_is_sent() -> None:
-    pair = Pair(aux_slot_bytes=64)
+    pair = Pair(aux_slot_bytes=slot_bytes(0))
     pair.sender.completed(OURS, 42, 0)
     with pytest.raises(TransferFailed, match="it has 5 checksums, but aux slots hold 0"):
         await pair.sender.run()

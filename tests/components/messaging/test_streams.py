@@ -9,6 +9,7 @@ from components.errors import BackendUnavailable, DecodeLost, InvariantBroken, M
 from components.messaging.bus import connect_bus
 from components.messaging.streams import InStream, OutStream, StreamInbox, StreamOutbox, open_inbox, open_outbox
 from components.wire.generate import TokenFrame, pack_frame, unpack_frame
+from components.wire.logprobs import TokenLogprobs
 from tests.components.messaging.fake_bus import FakeBus
 
 pytestmark = pytest.mark.anyio
@@ -208,3 +209,15 @@ async def test_streams_cross_nats_in_order_side_by_side(nats_url: str, namespace
 
         async with asyncio.timeout(10):
             assert await asyncio.gather(*map(read, readers)) == [list(range(30))] * 20
+
+
+async def test_the_logprobs_of_two_prompts_do_not_share_a_frame() -> None:
+    """Each may be megabytes, and NATS takes eight: a frame that it refuses is lost with all that is in it."""
+    bus, told = FakeBus(), [TokenLogprobs(-1.0)]
+    async with open_outbox(bus, "d", lambda: "e", lambda: 1) as outbox:
+        streams = [OutStream("front", i) for i in range(5)]
+        for i, stream in enumerate(streams):
+            outbox.put(stream, stream.tokens([i], prompt_logprobs=told if i in (1, 2) else None))
+        await outbox.flushed()
+    frames = [[item.stream_id for item in unpack_frame(data).items] for _, data in bus.frames]
+    assert frames == [[0, 1], [2], [3, 4]]

@@ -94,6 +94,9 @@ def test_every_parameter_of_the_message_reaches_the_engine() -> None:
         seed=-3,
         ignore_eos=True,
         stop_token_ids=b"\5\0\0\0",
+        logprobs=3,
+        prompt_logprobs=0,
+        n=5,
     )
     assert sampling_params(sampling) == SamplingParams(
         max_tokens=9,
@@ -109,6 +112,9 @@ def test_every_parameter_of_the_message_reaches_the_engine() -> None:
         repetition_penalty=1.25,
         logit_bias=((7, 1.5), (3, -2.0)),
         min_tokens=2,
+        logprobs=3,
+        prompt_logprobs=0,
+        n=5,
     )
     neutral = Sampling(max_tokens=9)
     assert sampling_params(neutral) == SamplingParams(9)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from components.errors import MalformedMessage
 from components.wire.generate import StreamItem, TokenFrame, pack_frame, unpack_frame
+from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import Refused
 from components.wire.tokens import pack_tokens, unpack_tokens
 
@@ -24,8 +25,29 @@ items = st.builds(
     error=st.none() | st.builds(Refused, error=st.text(), message=st.text(), fields=facts),
     num_cached_tokens=int64,
     sent_unix_ns=int64,
+    logprobs=st.none(),
+    prompt_logprobs=st.none(),
 )
-frames = st.builds(TokenFrame, instance_id=st.text(), epoch=st.text(), step=int64, items=st.lists(items, max_size=4))
+float32 = st.floats(width=32, allow_nan=False)
+
+
+@st.composite
+def logprobs(draw: st.DrawFn, count: int) -> list[TokenLogprobs]:
+    width = draw(st.integers(0, 3))
+    alternatives = st.lists(st.tuples(int32, float32), min_size=width, max_size=width).map(tuple)
+    return draw(st.lists(st.builds(TokenLogprobs, float32, alternatives), min_size=count, max_size=count))
+
+
+@st.composite
+def told(draw: st.DrawFn) -> StreamItem:
+    item = draw(items)._replace(error=None)
+    own = draw(st.none() | logprobs(len(item.token_ids)))
+    return item._replace(logprobs=own, prompt_logprobs=draw(st.none() | st.integers(0, 4).flatmap(logprobs)))
+
+
+frames = st.builds(
+    TokenFrame, instance_id=st.text(), epoch=st.text(), step=int64, items=st.lists(items | told(), max_size=4)
+)
 
 
 @given(frames)
@@ -33,7 +55,7 @@ def test_a_frame_comes_out_as_it_went_in_errors_too(frame: TokenFrame) -> None:
     assert unpack_frame(pack_frame(frame)) == frame
 
 
-@given(st.binary() | st.binary().map(lambda b: b"\x95\x01" + b))
+@given(st.binary() | st.binary().map(lambda b: b"\x95\x02" + b))
 def test_garbage_is_no_frame(data: bytes) -> None:
     with pytest.raises(MalformedMessage):
         unpack_frame(data)
@@ -58,22 +80,28 @@ def test_a_bad_error_in_an_item_is_a_malformed_frame(error: object) -> None:
     """The error's fields are checked by a schema, whose own exception once went through to the subscription."""
     item = [0, 0, b"", None, error, 0, 0]
     with pytest.raises(MalformedMessage):
-        unpack_frame(msgpack.packb([1, "i", "e", 0, [item]]))
+        unpack_frame(msgpack.packb([2, "i", "e", 0, [item]]))
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        [2, "i", "e", 0, []],  # another version
-        [1, "i", "e", 0],
-        [1, 0, "e", 0, []],
-        [1, "i", "e", "0", []],
-        [1, "i", "e", 0, {}],
-        [1, "i", "e", 0, [[0, 0, b"", None, None, 0]]],
-        [1, "i", "e", 0, [["0", 0, b"", None, None, 0, 0]]],
-        [1, "i", "e", 0, [[0, 0, "", None, None, 0, 0]]],
-        [1, "i", "e", 0, [[0, 0, b"123", None, None, 0, 0]]],
-        [1, "i", "e", 0, [[0, 0, b"", 7, None, 0, 0]]],
+        [1, "i", "e", 0, []],  # another version
+        [2, "i", "e", 0],
+        [2, 0, "e", 0, []],
+        [2, "i", "e", "0", []],
+        [2, "i", "e", 0, {}],
+        [2, "i", "e", 0, [[0, 0, b"", None, None, 0]]],
+        [2, "i", "e", 0, [["0", 0, b"", None, None, 0, 0]]],
+        [2, "i", "e", 0, [[0, 0, "", None, None, 0, 0]]],
+        [2, "i", "e", 0, [[0, 0, b"123", None, None, 0, 0]]],
+        [2, "i", "e", 0, [[0, 0, b"", 7, None, 0, 0]]],
+        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, None]]],
+        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, "", None]]],
+        [2, "i", "e", 0, [[0, 0, b"1234", None, None, 0, 0, b"\0\0\0\0", None]]],  # one token, none told of
+        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, None, b"\0\0\0\0"]]],
+        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, None, [2**40, b"\0\0\0\0"]]]],
+        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, None, [-1, b"\xff\xff\xff\xff"]]]],
     ],
 )
 def test_a_frame_of_the_wrong_shape_is_refused(value: object) -> None:

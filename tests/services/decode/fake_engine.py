@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from components.discovery.book import InstanceBook
+from components.wire.logprobs import TokenLogprobs
 from engine.ports import EngineRequest, KvRegion, StepOutput, StepStats, TokenOutput
 from tests.components.kv_transfer.fake_transfer import LAYOUT
 
@@ -33,17 +34,18 @@ class FakeEngine:
         self.did.append(("submit", request.request_id, request.phase))
         self.submitted[request.request_id] = request
 
-    def deliver(self, request_id: str, first_token: int) -> list[TokenOutput]:
+    def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
         self.did.append(("deliver", request_id, first_token))
         if isinstance(self.delivered, Exception):
             raise self.delivered
-        return self.delivered or [TokenOutput(request_id, [first_token])]
+        told = None if logprobs is None else [logprobs]
+        return self.delivered or [TokenOutput(request_id, [first_token], logprobs=told)]
 
     def recompute(self, request_id: str) -> None:
         self.did.append(("recompute", request_id))
 
-    def cancel(self, request_id: str) -> None:
-        self.did.append(("cancel", request_id))
+    def cancel(self, request_id: str, branch: int | None = None) -> None:
+        self.did.append(("cancel", request_id, *(() if branch is None else (branch,))))
 
     def release(self, request_id: str) -> None:
         self.did.append(("release", request_id))

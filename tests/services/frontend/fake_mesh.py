@@ -1,13 +1,15 @@
 """A mesh that answers from memory, at a pace, and fails on request."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from opentelemetry import trace
 
 from components.errors import MeshError
 from components.text.tokenizer import TextModel
+from components.wire.logprobs import TokenLogprobs
 from services.frontend.ports import Prompt, ServedModel, TokenDelta
 
 MODEL = "tiny"
@@ -17,6 +19,7 @@ CONTEXT = 512
 @dataclass(slots=True)
 class FakeMesh:
     text: TextModel
+    answers: Sequence[str] = ()  # of the branches, in place of `answer`
     answer: str = "The capital of France is Paris."
     pace_s: float = 0.0
     gate: asyncio.Semaphore | None = None  # if set, each delta takes one permit
@@ -33,12 +36,21 @@ class FakeMesh:
     def models(self) -> list[ServedModel]:
         return self.served
 
-    async def generate(self, prompt: Prompt) -> AsyncGenerator[TokenDelta, None]:
+    @asynccontextmanager
+    async def generate(self, prompt: Prompt) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
         self.prompts.append(prompt)
         self.spans.append(trace.get_current_span().get_span_context())
+        branches = [self._branch(prompt, i) for i in range(prompt.sampling.n)]
+        try:
+            yield branches
+        finally:
+            for branch in branches:
+                await branch.aclose()
+
+    async def _branch(self, prompt: Prompt, branch: int) -> AsyncGenerator[TokenDelta, None]:
         self.running += 1
         try:
-            async for delta in self._deltas(prompt):
+            async for delta in self._deltas(prompt, branch):
                 yield delta
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled += 1
@@ -46,9 +58,11 @@ class FakeMesh:
         finally:
             self.running -= 1
 
-    async def _deltas(self, prompt: Prompt) -> AsyncGenerator[TokenDelta, None]:
-        whole = self.text._encode(self.answer, add_special_tokens=False)
-        ids = whole[: prompt.sampling.max_tokens]
+    async def _deltas(self, prompt: Prompt, branch: int) -> AsyncGenerator[TokenDelta, None]:
+        answer = self.answers[branch % len(self.answers)] if self.answers else self.answer
+        whole = self.text._encode(answer, add_special_tokens=False)
+        sampling = prompt.sampling
+        ids = whole[: sampling.max_tokens]
         for number, start in enumerate(range(0, len(ids), self.tokens_per_delta)):
             if number == self.fail_at:
                 raise self.failure
@@ -59,9 +73,19 @@ class FakeMesh:
             chunk = ids[start : start + self.tokens_per_delta]
             last = start + self.tokens_per_delta >= len(ids)
             self.deltas += 1
-            yield TokenDelta(chunk, ("stop" if len(ids) == len(whole) else "length") if last else None, 2)
+            finish = ("stop" if len(ids) == len(whole) else "length") if last else None
+            told = None if sampling.logprobs is None else [logprobs_of(t, sampling.logprobs) for t in chunk]
+            asked = sampling.prompt_logprobs if branch == 0 and number == 0 else None
+            of_prompt = None if asked is None else [logprobs_of(t, asked) for t in prompt.token_ids[1:]]
+            yield TokenDelta(chunk, finish, 2, told, of_prompt)
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(5):
             while self.running:
                 await asyncio.sleep(0.001)
+
+
+def logprobs_of(token_id: int, alternatives: int) -> TokenLogprobs:
+    """A token is as probable as its id is low, and its neighbours are less so."""
+    top = tuple((token_id + i, -token_id / 64 - i) for i in range(alternatives))
+    return TokenLogprobs(-token_id / 64, top)

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -91,3 +93,9 @@ async def test_the_api_description_holds_the_bodies_it_takes(http: httpx.AsyncCl
         assert "model" in described["components"]["schemas"][name]["required"]
     references = re.findall(r"#/components/schemas/([^\"']+)", str(described))
     assert set(references) <= set(described["components"]["schemas"])
+
+
+def test_a_frontend_loads_no_torch() -> None:
+    """It derives the seeds of branches as the engine does, from a module that has nothing else in it."""
+    program = "import sys, services.frontend.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

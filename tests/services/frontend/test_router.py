@@ -1,6 +1,5 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,10 @@ from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream, StreamInbox
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, TokenFrame, pack_frame
 from components.wire.heartbeat import Heartbeat
+from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
+from engine.sampling.branches import branch_seed
 from services.frontend.ports import Prompt, TokenDelta
 from services.frontend.router import MOVES, MeshClient
 from tests.components.discovery.records import record
@@ -87,8 +88,8 @@ class Mesh:
 
     async def ask(self, life_ms: int = 60_000, **changes: Any) -> list[TokenDelta]:
         prompt = replace(PROMPT, deadline_unix_ms=now_ms() + life_ms, **changes)
-        async with asyncio.timeout(10):
-            return [delta async for delta in self.client.generate(prompt)]
+        async with asyncio.timeout(10), self.client.generate(prompt) as (deltas,):
+            return [delta async for delta in deltas]
 
     def cancelled(self) -> list[tuple[str, list[int]]]:
         return [(subject, m.stream_ids) for subject, m in self.bus.sent if isinstance(m, CancelStreams)]
@@ -244,7 +245,7 @@ async def test_a_stream_that_waits_gives_up_at_its_deadline(mesh: Mesh) -> None:
 async def test_a_reader_that_leaves_cancels_the_stream(mesh: Mesh) -> None:
     Decode(mesh, "a", lambda decode, stream, _: decode.send(stream.tokens([103])))
     prompt = replace(PROMPT, deadline_unix_ms=now_ms() + 60_000)
-    async with aclosing(mesh.client.generate(prompt)) as deltas:
+    async with mesh.client.generate(prompt) as (deltas,):
         assert (await anext(deltas)).token_ids == [103]
         assert not mesh.cancelled()
     await asyncio.sleep(0)
@@ -326,3 +327,105 @@ async def test_adapters_are_listed_after_their_model_with_what_those_that_have_t
     with_adapters(mesh, "b", {"legal": "w1", "medical": "w2"}, started_unix_ms=9000)
     listed = [(m.name, m.max_context, m.created_unix_s, m.parent) for m in mesh.client.models()]
     assert listed == [("m", 80, 5, None), ("legal", 80, 5, "m"), ("medical", 100, 9, "m")]
+
+
+def three(**changes: Any) -> Sampling:
+    return replace(PROMPT.sampling, n=3, **changes)
+
+
+async def ask_all(mesh: Mesh, sampling: Sampling) -> list[list[TokenDelta]]:
+    prompt = replace(PROMPT, deadline_unix_ms=now_ms() + 60_000, sampling=sampling)
+
+    async def read(deltas: AsyncGenerator[TokenDelta, None]) -> list[TokenDelta]:
+        return [delta async for delta in deltas]
+
+    async with asyncio.timeout(10), mesh.client.generate(prompt) as branches:
+        return list(await asyncio.gather(*map(read, branches)))
+
+
+def branches_of(request: GenerateRequest) -> list[OutStream]:
+    return [OutStream(request.reply_to, request.stream_id + i) for i in range(request.sampling.n)]
+
+
+def all_answer(decode: Decode, _: OutStream, request: GenerateRequest) -> None:
+    for stream in branches_of(request):
+        answers(decode, stream, request)
+
+
+async def test_branches_are_one_request_with_consecutive_streams(mesh: Mesh) -> None:
+    decode = Decode(mesh, "a", all_answer)
+    assert [tokens(branch) for branch in await ask_all(mesh, three())] == [WHOLE] * 3
+    [request] = decode.requests
+    assert request.sampling == three()
+    assert not mesh.cancelled()
+
+
+async def test_each_unfinished_branch_moves_by_itself_with_its_own_seed(mesh: Mesh) -> None:
+    def script(decode: Decode, _: OutStream, request: GenerateRequest) -> None:
+        for count, stream in enumerate(branches_of(request)):
+            for number in range(count):
+                decode.send(stream.tokens([103 + number], logprobs=[TOLD]))
+        first = branches_of(request)[0]
+        decode.send(*(first.tokens([t], "length" if t == WHOLE[-1] else None) for t in WHOLE))
+        asyncio.get_running_loop().call_later(0.01, decode.lose)
+
+    Decode(mesh, "a", script)
+    second = Decode(mesh, "b", answers)
+    found = await ask_all(mesh, three(logprobs=1, prompt_logprobs=0))
+    assert [tokens(branch) for branch in found] == [WHOLE] * 3
+    assert found[2][0].logprobs == [TOLD] * 2
+    moved = sorted(second.requests, key=lambda request: request.sampling.num_generated)
+    for branch, request in zip((1, 2), moved, strict=True):
+        assert unpack_tokens(request.token_ids) == [1, 2, 3, *WHOLE[:branch]]
+        assert request.sampling == replace(
+            PROMPT.sampling,
+            seed=branch_seed(PROMPT.sampling.seed, branch),
+            max_tokens=6 - branch,
+            num_generated=branch,
+            logprobs=1,
+            prompt_logprobs=None,
+        )
+
+
+async def test_a_branch_that_moves_before_it_began_still_asks_for_the_prompts_logprobs(mesh: Mesh) -> None:
+    Decode(mesh, "a", dies_after(0))
+    second = Decode(mesh, "b", answers)
+    await ask_all(mesh, three(prompt_logprobs=2))
+    assert sorted(str(request.sampling.prompt_logprobs) for request in second.requests) == ["2", "None", "None"]
+
+
+async def test_a_request_that_is_refused_moves_with_all_its_branches(mesh: Mesh) -> None:
+    first, second = Decode(mesh, "a", all_answer), Decode(mesh, "b", all_answer)
+    first.refusal = Overloaded("leaving")
+    assert [tokens(branch) for branch in await ask_all(mesh, three())] == [WHOLE] * 3
+    assert [request.sampling.n for request in second.requests] == [3]
+
+
+async def test_closing_one_branch_cancels_it_alone_and_leaving_all(mesh: Mesh) -> None:
+    Decode(mesh, "a", lambda decode, _, request: decode.send(*(s.tokens([103]) for s in branches_of(request))))
+    prompt = replace(PROMPT, deadline_unix_ms=now_ms() + 60_000, sampling=three())
+    async with mesh.client.generate(prompt) as branches:
+        for branch in branches[:2]:  # the third has not begun to be read
+            assert (await anext(branch)).token_ids == [103]
+        await branches[1].aclose()
+        await asyncio.sleep(0)
+        assert mesh.cancelled() == [("ns.decode.a.cancel", [1])]
+    await asyncio.sleep(0)
+    assert mesh.cancelled()[1:] == [("ns.decode.a.cancel", [0]), ("ns.decode.a.cancel", [2])]
+
+
+async def test_logprobs_of_items_that_are_read_together_stay_in_order(mesh: Mesh) -> None:
+    told = [TokenLogprobs(-float(i), ((i, -1.0),)) for i in range(6)]
+
+    def script(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
+        made = [
+            stream.tokens([103 + i], logprobs=[told[i]], prompt_logprobs=[TOLD] if i == 0 else None) for i in range(5)
+        ]
+        decode.send(*made, stream.tokens([108], "length", logprobs=[told[5]]))
+
+    Decode(mesh, "a", script)
+    [delta] = await mesh.ask()
+    assert delta == TokenDelta(WHOLE, "length", 0, told, [TOLD])
+
+
+TOLD = TokenLogprobs(-0.5, ((42, -0.5),))

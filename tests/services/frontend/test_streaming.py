@@ -134,8 +134,8 @@ async def test_a_failure_after_the_last_token_changes_nothing(http: httpx.AsyncC
     mesh.answer = "a"
 
     class FailsLate(FakeMesh):
-        async def generate(self, prompt: Any) -> Any:
-            async for delta in super().generate(prompt):
+        async def _deltas(self, prompt: Any, branch: int) -> Any:
+            async for delta in super()._deltas(prompt, branch):
                 yield delta
             raise DecodeLost("gone after all was said")
 

@@ -22,6 +22,7 @@ from components.kv_transfer.aux import AuxBuffer
 from components.messaging.deadline import now_ms
 from components.messaging.service import Endpoint
 from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import CloseRoom, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomOpened
 from components.wire.sampling import Sampling
@@ -545,3 +546,14 @@ async def test_a_leaving_instance_waits_for_a_room_that_is_being_opened(prefill:
     prefill.computed()
     await asyncio.wait_for(draining, 1)
     assert prefill.ends == [None]
+
+
+async def test_the_first_tokens_logprobs_go_beside_the_pages(prefill: Prefill) -> None:
+    told = TokenLogprobs(-0.5, ((42, -0.5), (7, -1.25)))
+    await prefill.ask(sampling=Sampling(max_tokens=5, logprobs=2, n=3))
+    await prefill.offer()
+    landed = prefill.decode.expect("boot/1")
+    prefill.engine.step(computed=[Computed("r", PAGES, 10, 0, 42, logprobs=told)])
+    await asyncio.wait_for(landed, 5)
+    assert prefill.decode.aux.read(2).logprobs == told
+    await prefill.service.drained()

@@ -1,0 +1,92 @@
+"""Log-probabilities in an answer: a chat's list of tokens, and the parallel lists of completions.
+
+There is one entry for each token that `usage` counts: one that ends the text, and those of a stop string, which the text
+does not show, have theirs too, as in vLLM.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Self
+
+from pydantic import BaseModel
+
+LEAST: Final = -9999.0  # OpenAI's way to say "very improbable"; JSON has no infinity
+
+
+class ShownToken(NamedTuple):
+    """One token with what is to be told of it."""
+
+    token: bytes  # maybe part of a character
+    logprob: float | None  # None for a prompt's first token: nothing comes before it
+    top: list[tuple[bytes, float]]  # the most probable tokens in its place, in that order
+    offset: int  # of its first character in the choice's text
+
+
+class TopLogprob(BaseModel):
+    """A token that could have stood in its place; `bytes` of what may be part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of a chat's choice, or of what one chunk adds to it."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+    @classmethod
+    def of(cls, tokens: Sequence[ShownToken]) -> Self:
+        """Of these tokens."""
+        return cls(content=[_token(token) for token in tokens])
+
+
+def _token(shown: ShownToken) -> TokenLogprob:
+    top = [TopLogprob(token=_text(t), logprob=max(logprob, LEAST), bytes=list(t)) for t, logprob in shown.top]
+    logprob = LEAST if shown.logprob is None else max(shown.logprob, LEAST)
+    return TokenLogprob(token=_text(shown.token), logprob=logprob, bytes=list(shown.token), top_logprobs=top)
+
+
+class CompletionLogprobs(BaseModel):
+    """Of a completion's choice, or of what one chunk adds to it: lists with one entry a token.
+
+    `top_logprobs` also tells of the token itself, when it is none of the most probable ones.
+    """
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+    @classmethod
+    def of(cls, tokens: Sequence[ShownToken]) -> Self:
+        """Of these tokens."""
+        return cls(
+            text_offset=[shown.offset for shown in tokens],
+            token_logprobs=[None if shown.logprob is None else max(shown.logprob, LEAST) for shown in tokens],
+            tokens=[_text(shown.token, "bytes:") for shown in tokens],
+            top_logprobs=[_top(shown) for shown in tokens],
+        )
+
+
+def _top(shown: ShownToken) -> dict[str, float] | None:
+    if shown.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for token, logprob in [*shown.top, (shown.token, shown.logprob)]:
+        found.setdefault(_text(token, "bytes:"), max(logprob, LEAST))
+    return found
+
+
+def _text(token: bytes, prefix: str = "") -> str:
+    r"""The token's text; one that is only part of a character as `\xf0\x9f`, behind `prefix`, as OpenAI writes it."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in token)

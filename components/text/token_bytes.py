@@ -1,0 +1,60 @@
+"""The bytes that each token stands for: a token may be part of a character, so its text alone does not tell."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from components.text.byte_letters import byte_letters
+
+BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
+WORD_BEGINS: Final = "\u2581"  # SentencePiece's space
+
+
+class TokenBytes:
+    """By token id. Special tokens have the bytes of their names."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._read = _reader(tokenizer)
+
+    def of(self, token_id: int) -> bytes:
+        """None, where the model has more ids than its tokenizer has tokens."""
+        if (name := self._added.get(token_id)) is not None:
+            return name.encode()
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        return b"" if piece is None else self._read(piece)
+
+
+def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
+    """How to read this tokenizer's pieces, by how it decodes them."""
+    kinds = set(_kinds(tokenizer.decoder))
+    if "ByteLevel" in kinds:
+        return _read_byte_level
+    if kinds & {"ByteFallback", "Metaspace", "Replace"}:
+        return _read_sentence_piece
+    return lambda piece: str(tokenizer.decoder.decode([piece])).encode() if tokenizer.decoder else piece.encode()
+
+
+def _kinds(decoder: Any) -> Iterator[str]:
+    """Types of a decoder and of those it is made of; what it is made of, only its pickle tells."""
+    if decoder is not None:
+        state = json.loads(decoder.__getstate__())
+        for part in (state, *state.get("decoders", ())):
+            yield part["type"]
+
+
+def _read_byte_level(piece: str) -> bytes:
+    return b"".join(bytes([_BYTES[letter]]) if letter in _BYTES else letter.encode() for letter in piece)
+
+
+def _read_sentence_piece(piece: str) -> bytes:
+    if (match := BYTE_TOKEN.fullmatch(piece)) is not None:
+        return bytes.fromhex(match[1])
+    return piece.replace(WORD_BEGINS, " ").encode()
+
+
+_BYTES: Final = {letter: byte for byte, letter in enumerate(byte_letters())}

@@ -1,0 +1,65 @@
+"""Log-probabilities on the wire: arrays of numbers, never an object for each of them."""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from components.errors import MalformedMessage
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log-probability and the alternatives, natural logarithms, as OpenAI reports them.
+
+    They are the log-softmax of the model's own logits, before penalties, bias, mask, temperature and cuts.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most probable tokens, in that order
+
+
+def packed_bytes(num_tokens: int, alternatives: int) -> int:
+    """Size of what `pack_logprobs` makes of so many tokens with so many alternatives each."""
+    return 4 + num_tokens * (4 + 8 * alternatives)
+
+
+def pack_logprobs(told: Sequence[TokenLogprobs]) -> bytes:
+    """int32 K, float32[T] of the tokens, int32[T, K] ids and float32[T, K] of their K alternatives; little-endian.
+
+    Each of the T tokens has as many alternatives: they are one request's.
+    """
+    count = len(told[0].top) if told else 0
+    ids = array("i", [token_id for token in told for token_id, _ in token.top])
+    if len(ids) != len(told) * count:
+        raise ValueError("tokens of one request have equally many alternatives")
+    values = array("f", [logprob for token in told for _, logprob in token.top])
+    chosen = array("f", [token.logprob for token in told])
+    return b"".join([_bytes(array("i", [count])), _bytes(chosen), _bytes(ids), _bytes(values)])
+
+
+def unpack_logprobs(data: bytes, num_tokens: int) -> list[TokenLogprobs]:
+    """The log-probabilities of `num_tokens` tokens. Raises: MalformedMessage, when `data` are not those of as many."""
+    count = int.from_bytes(data[:4], "little", signed=True)
+    if count < 0 or len(data) != packed_bytes(num_tokens, count):
+        raise MalformedMessage(f"{len(data)} bytes are not log-probabilities of {num_tokens} tokens")
+    ids_at, values_at = 4 + 4 * num_tokens, 4 + 4 * num_tokens * (1 + count)
+    chosen = _array("f", data[4:ids_at])
+    if not count:
+        return [TokenLogprobs(logprob) for logprob in chosen]
+    tops = tuple(zip(_array("i", data[ids_at:values_at]), _array("f", data[values_at:]), strict=True))
+    return [TokenLogprobs(logprob, tops[i * count : (i + 1) * count]) for i, logprob in enumerate(chosen)]
+
+
+def _bytes(values: "array[Any]") -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _array(kind: str, data: bytes) -> "array[Any]":
+    values: array[Any] = array(kind, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,30 @@
+"""Log-probabilities that no model computed: a function of what was drawn, so they are the same wherever it is drawn."""
+
+from collections.abc import Sequence
+from typing import Final
+from zlib import crc32
+
+from components.wire.logprobs import TokenLogprobs
+from components.wire.tokens import pack_tokens
+from engine.scheduler.scheduler import Chunk
+
+STEPS: Final = 1024  # in a unit: so few that float32 has them all
+
+
+def made_up(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[int]) -> TokenLogprobs:
+    """Of a token that `checksum` made: the most probable one, and each alternative is one less so."""
+    logprob = -(checksum % STEPS) / STEPS
+    others = [other for other in alphabet[:alternatives] if other != token_id]
+    top = [(other, logprob - i) for i, other in enumerate([token_id, *others][:alternatives])]
+    return TokenLogprobs(logprob, tuple(top))
+
+
+def leave_prompt_logprobs(chunk: Chunk, alphabet: Sequence[int]) -> None:
+    """Leave with a request those of its prompt's tokens behind the ones of `chunk`, as far as they are not noted."""
+    request = chunk.request
+    told, alternatives = request.row.prompt_logprobs, request.sampling.prompt_logprobs
+    if told is None or alternatives is None:
+        return
+    for position in range(len(told) + 1, min(chunk.end + 1, request.prompt_len)):
+        checksum = crc32(pack_tokens([position, request.tokens[position]]))
+        told.append(made_up(checksum, request.tokens[position], alternatives, alphabet))

@@ -1,0 +1,106 @@
+"""A mesh gives what one engine gives that does both phases: tokens, branches and log-probabilities, prompt by prompt."""
+
+import asyncio
+import random
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from components.wire.logprobs import TokenLogprobs
+from components.wire.sampling import Sampling
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.sampling.wire import sampling_params
+from tests.mesh.harness import MeshProcesses, open_client
+from tests.mesh.mocks import aggregated, no_page_is_lost
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+
+MODEL: Final = "tiny"
+PAGE_SIZE: Final = 16
+COUNT: Final = 200
+TOLERANCE: Final = 1e-5  # float32, of logits near 6: chunks and batches are others, so sums are made in another order
+EDGES: Final = (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 127, 128, 129, 200, 256, 300)  # around pages and chunks of 128
+HOW: Final[tuple[dict[str, Any], ...]] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 5},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 0},
+    {"temperature": 1.0, "n": 3},
+    {"temperature": 0.7, "top_k": 40, "frequency_penalty": 0.5, "logprobs": 20},
+    {"temperature": 1.2, "n": 2, "logprobs": 2, "presence_penalty": 0.3},
+    {"temperature": 0.0, "n": 2, "logprobs": 1, "repetition_penalty": 1.3},
+)
+
+
+def questions() -> list[tuple[list[int], Sampling]]:
+    """Prompts of all lengths; every third begins like the one before it. Each has a seed of its own."""
+    draw, lengths, how = random.Random(8), cycle(EDGES), cycle(HOW)
+    asked: list[tuple[list[int], Sampling]] = []
+    for i in range(COUNT):
+        shared = asked[-1][0][: draw.randrange(len(asked[-1][0]) + 1)] if i % 3 == 2 else []
+        prompt = shared + [draw.randrange(3, 512) for _ in range(next(lengths))]
+        asked.append((prompt, Sampling(max_tokens=6, seed=i, ignore_eos=True, **next(how))))
+    return asked
+
+
+def distance(mine: TokenLogprobs, theirs: TokenLogprobs) -> float:
+    """The largest difference; an alternative that only one of them has may be as improbable as the other's last."""
+    assert len(mine.top) == len(theirs.top)
+    there = dict(theirs.top)
+    last = theirs.top[-1][1] if theirs.top else 0.0
+    apart = [abs(logprob - there.get(token_id, last)) for token_id, logprob in mine.top]
+    return max([abs(mine.logprob - theirs.logprob), *apart])
+
+
+def test_200_prompts_give_what_one_engine_gives(tiny_mesh: MeshProcesses, tiny_model: Path) -> None:
+    tiny_mesh.start("bootstrap", "prefill", "decode")
+    asked = questions()
+    config = EngineConfig(dtype="float32", num_pages=2048, max_step_tokens=128, threads=1, compile="off")
+    expected = aggregated(
+        build_engine(str(tiny_model), config, tiny_mesh.home), [(p, sampling_params(s)) for p, s in asked]
+    )
+
+    async def run() -> None:
+        async with open_client(tiny_mesh, MODEL) as client:
+            [prefill] = await client.until_usable("prefill")
+            [decode] = client.decodes.usable()
+            places = asyncio.Semaphore(24)
+
+            async def ask(prompt: list[int], sampling: Sampling) -> Any:
+                async with places:
+                    return await client.branches(prompt, sampling, model=MODEL)
+
+            found = await asyncio.gather(*(ask(*question) for question in asked))
+            worst = 0.0
+            for i, (answers, right) in enumerate(zip(found, expected, strict=True)):
+                assert [a.token_ids for a in answers] == [a.token_ids for a in right], f"prompt {i}"
+                assert [a.finish for a in answers] == ["length"] * len(right)
+                told = asked[i][1].logprobs is not None
+                assert all(len(a.logprobs) == (len(a.token_ids) if told else 0) for a in answers)
+                for mine, theirs in zip(answers, right, strict=True):
+                    worst = max([worst, *map(distance, mine.logprobs, theirs.logprobs)])
+            assert worst <= TOLERANCE
+            await no_page_is_lost(client)
+            assert prefill.http is not None
+            assert decode.http is not None
+            assert decode.kv is not None
+            moved, kept = (
+                await asyncio.to_thread(_metrics, prefill.http),
+                await asyncio.to_thread(_metrics, decode.http),
+            )
+            fresh = sum(-(-len(prompt) // PAGE_SIZE) for i, (prompt, _) in enumerate(asked) if i % 3 != 2)
+            assert moved["kv_transfer_seconds_count"] == COUNT, "every prompt was computed by prefill"
+            assert moved["kv_transfer_bytes_total"] >= fresh * decode.kv.layout.page_bytes, "as NIXL counts them"
+            assert kept["prompt_recomputes_total"] == 0
+            again = sum(sampling.n - 1 for _, sampling in asked)
+            assert kept["prompt_tokens_total"] == again, "decode computes no prompt, but its last token for each branch"
+
+    asyncio.run(run())
+
+
+def _metrics(url: str) -> dict[str, float]:
+    lines = (line.split() for line in httpx.get(f"{url}/metrics").text.splitlines())
+    return {line[0]: float(line[1]) for line in lines if len(line) == 2}

@@ -1,0 +1,179 @@
+"""Several choices and log-probabilities, as the openai package reads them."""
+
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from components.text.tokenizer import TextModel
+from tests.services.frontend.fake_mesh import MODEL, FakeMesh, logprobs_of
+
+pytestmark = pytest.mark.anyio
+HELLO = [{"role": "user", "content": "Hello"}]
+ANSWERS = ["Paris, of course.", "It is 東京.", "one two"]
+
+
+async def test_a_chat_has_n_choices_of_one_prompt(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
+    mesh.answers = ANSWERS
+    answer = await openai.chat.completions.create(model=MODEL, messages=HELLO, n=3)
+    assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [
+        (i, text, "stop") for i, text in enumerate(ANSWERS)
+    ]
+    [prompt] = mesh.prompts
+    assert prompt.sampling.n == 3
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt.token_ids), "once, not for each choice"
+    assert answer.usage.completion_tokens == mesh.deltas
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+
+
+async def test_n_choices_are_streamed_side_by_side(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
+    mesh.answers, mesh.pace_s = ANSWERS, 0.001
+    options = {"include_usage": True}
+    stream = await openai.chat.completions.create(model=MODEL, messages=HELLO, n=3, stream=True, stream_options=options)
+    chunks = [chunk async for chunk in stream]
+    for i, text in enumerate(ANSWERS):
+        mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == i]
+        assert mine[0].delta.role == "assistant"
+        assert "".join(c.delta.content or "" for c in mine) == text
+        assert [c.finish_reason for c in mine if c.finish_reason] == ["stop"]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens == len(mesh.prompts[0].token_ids)
+    order = [c.choices[0].index for c in chunks if c.choices]
+    assert order.index(2) < len(order) - order[::-1].index(0), "not one after the other"
+
+
+async def test_prompts_times_n_choices_are_in_order(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
+    mesh.answers = ANSWERS[:2]
+    answer = await openai.completions.create(model=MODEL, prompt=["a", "bb"], n=2, echo=True)
+    assert [(c.index, c.text) for c in answer.choices] == [
+        (prompt * 2 + branch, ["a", "bb"][prompt] + ANSWERS[branch]) for prompt in range(2) for branch in range(2)
+    ]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(len(p.token_ids) for p in mesh.prompts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_one_choice_and_the_others_go_on(
+    openai: AsyncOpenAI, mesh: FakeMesh, stream: bool
+) -> None:
+    mesh.answers, mesh.pace_s = ["one STOP two three four", "five six seven"], 0.001
+    request = {"model": MODEL, "messages": HELLO, "n": 2, "stop": "STOP"}
+    shown, ends = ["", ""], ["", ""]
+    if stream:
+        async for chunk in await openai.chat.completions.create(**request, stream=True):
+            choice = chunk.choices[0]
+            shown[choice.index] += choice.delta.content or ""
+            ends[choice.index] += choice.finish_reason or ""
+    else:
+        choices = (await openai.chat.completions.create(**request)).choices
+        shown, ends = [c.message.content for c in choices], [c.finish_reason for c in choices]
+    assert shown == ["one ", "five six seven"]
+    assert ends == ["stop", "stop"]
+    await mesh.until_idle()
+    assert mesh.cancelled == 1
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 3])
+async def test_a_chats_logprobs_are_those_of_its_tokens(
+    openai: AsyncOpenAI, mesh: FakeMesh, text: TextModel, tokens_per_delta: int
+) -> None:
+    mesh.answers, mesh.tokens_per_delta = ANSWERS, tokens_per_delta
+    request = {"model": MODEL, "messages": HELLO, "n": 3, "logprobs": True, "top_logprobs": 2}
+    answer = await openai.chat.completions.create(**request)
+    whole = [choice.logprobs.content for choice in answer.choices]
+    for told, content in zip(whole, ANSWERS, strict=True):
+        assert b"".join(bytes(token.bytes) for token in told).decode() == content
+        for token, token_id in zip(told, text._encode(content, add_special_tokens=False), strict=True):
+            expected = logprobs_of(token_id, 2)
+            assert token.logprob == expected.logprob
+            assert [(bytes(top.bytes), top.logprob) for top in token.top_logprobs] == [
+                (text.token_bytes.of(other), logprob) for other, logprob in expected.top
+            ]
+    streamed: list[list[object]] = [[], [], []]
+    async for chunk in await openai.chat.completions.create(**request, stream=True):
+        if (logprobs := chunk.choices[0].logprobs) is not None:
+            streamed[chunk.choices[0].index] += logprobs.content
+    assert streamed == whole
+
+
+async def test_without_asking_nothing_is_told(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
+    answer = await openai.chat.completions.create(model=MODEL, messages=HELLO)
+    assert answer.choices[0].logprobs is None
+    assert mesh.prompts[0].sampling.logprobs is None
+
+
+async def test_a_chat_may_ask_for_the_tokens_alone(openai: AsyncOpenAI) -> None:
+    answer = await openai.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True)
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.content
+    assert all(token.top_logprobs == [] for token in told.content)
+
+
+@pytest.mark.parametrize("prompt", ["Hello, 世界", [70, 71, 72]])
+async def test_a_completion_tells_of_the_echoed_prompt_too(
+    openai: AsyncOpenAI, mesh: FakeMesh, text: TextModel, prompt: str | list[int]
+) -> None:
+    mesh.answers = ANSWERS[:2]
+    request = {"model": MODEL, "prompt": prompt, "n": 2, "echo": True, "logprobs": 3}
+    answer = await openai.completions.create(**request)
+    ids = mesh.prompts[0].token_ids
+    assert mesh.prompts[0].sampling.prompt_logprobs == 3
+    for choice, content in zip(answer.choices, ANSWERS, strict=False):
+        own = text._encode(content, add_special_tokens=False)
+        told = choice.logprobs
+        assert told is not None
+        assert told.token_logprobs == [None, *(logprobs_of(i, 0).logprob for i in [*ids[1:], *own])]
+        assert told.top_logprobs[0] is None
+        assert all(len(top) == 3 for top in told.top_logprobs[1:])
+        assert len(told.tokens) == len(told.text_offset) == len(ids) + len(own)
+        whole = [(t, o) for t, o in zip(told.tokens, told.text_offset, strict=True) if not t.startswith("bytes:")]
+        assert all(choice.text[offset : offset + len(token)] == token for token, offset in whole)
+    streamed: list[list[tuple[Any, ...]]] = [[], []]
+    async for chunk in await openai.completions.create(**request, stream=True):
+        if (logprobs := chunk.choices[0].logprobs) is not None:
+            streamed[chunk.choices[0].index] += zip(
+                logprobs.tokens, logprobs.token_logprobs, logprobs.text_offset, strict=True
+            )
+    for choice, found in zip(answer.choices, streamed, strict=True):
+        told = choice.logprobs
+        assert told is not None
+        assert found == list(zip(told.tokens, told.token_logprobs, told.text_offset, strict=True))
+
+
+async def test_tokens_behind_a_stop_string_are_not_told_of(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
+    mesh.answer, mesh.tokens_per_delta = "one two three four", 100
+    answer = await openai.completions.create(model=MODEL, prompt="a", stop="wo", logprobs=0)
+    told = answer.choices[0].logprobs
+    assert answer.usage is not None
+    assert told is not None
+    assert len(told.tokens) == answer.usage.completion_tokens
+    assert "".join(told.tokens) == "one two"
+    assert all(
+        list(top.values()) == [logprob] for top, logprob in zip(told.top_logprobs, told.token_logprobs, strict=True)
+    )
+
+
+async def test_more_of_a_prompt_than_the_mesh_carries_is_refused(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.frontend.prompts.MAX_MESSAGE_BYTES", 1000)
+    body = {"model": MODEL, "prompt": "a" * 40, "echo": True, "logprobs": 20}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logprobs"
+    assert (await http.post("/v1/completions", json={**body, "logprobs": 0})).status_code == 200
+
+
+async def test_contradictions_are_refused_in_openais_words(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "top_logprobs": 2})
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.",
+        "type": "invalid_request_error",
+        "param": "top_logprobs",
+        "code": None,
+    }
