@@ -21,6 +21,7 @@ from tests.faults.memory_transfer import WriteFault
 from tests.faults.virtual_loop import Process
 
 LIFECYCLES: Final = logging.getLogger("components.lifecycle")
+DECODE: Final = logging.getLogger("services.decode.handlers")
 
 
 class Do(StrEnum):
@@ -38,6 +39,7 @@ class Do(StrEnum):
     WRITE_LATE = auto()  # by `amount` seconds
     WRITE_SILENT = auto()  # its notification is lost
     WRITE_STAMP = auto()  # the aux slot carries another stamp
+    WRITE_CORRUPT = auto()  # a bit of it lands as another
     KILL = auto()  # for good; another instance starts later
     STOP = auto()  # SIGSTOP, and SIGCONT after `amount` seconds
     LEASE = auto()  # etcd drops its lease
@@ -45,10 +47,11 @@ class Do(StrEnum):
     NATS_AWAY = auto()  # for `amount` seconds
     ETCD_AWAY = auto()  # for `amount` seconds
     CLIENT_GONE = auto()  # client number `which` of those that are there
+    CLIENT_STALLS = auto()  # it reads nothing for `amount` seconds
 
 
 OF_MESSAGES: Final = (Do.DROP, Do.DELAY, Do.DUPLICATE, Do.GARBLE, Do.ALTER, Do.REFUSE, Do.UNSENT, Do.NOBODY)
-OF_WRITES: Final = (Do.WRITE_FAILS, Do.WRITE_LATE, Do.WRITE_SILENT, Do.WRITE_STAMP)
+OF_WRITES: Final = (Do.WRITE_FAILS, Do.WRITE_LATE, Do.WRITE_SILENT, Do.WRITE_STAMP, Do.WRITE_CORRUPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class Chaos:
                 fails=fault.do is Do.WRITE_FAILS,
                 is_silent=fault.do is Do.WRITE_SILENT,
                 stamp=int(fault.do is Do.WRITE_STAMP),
+                corrupts=fault.do is Do.WRITE_CORRUPT,
             )
         return WriteFault()
 
@@ -126,11 +130,17 @@ class Chaos:
         was = LIFECYCLES.level
         LIFECYCLES.setLevel(logging.DEBUG)
         LIFECYCLES.addFilter(self._moved)
+        DECODE.addFilter(self._told)
         try:
             yield
         finally:
+            DECODE.removeFilter(self._told)
             LIFECYCLES.removeFilter(self._moved)
             LIFECYCLES.setLevel(was)
+
+    def _told(self, record: logging.LogRecord) -> bool:
+        self.note(f"{record.getMessage()}: {getattr(record, 'cause', '')}")
+        return True
 
     def _moved(self, record: logging.LogRecord) -> bool:
         of, now = record.of, getattr(record, "is")  # type: ignore[attr-defined]
