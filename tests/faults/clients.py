@@ -44,7 +44,7 @@ class Client:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a part of its answer."""
+        """Whether it has a part of every answer."""
         return bool(self.tokens)
 
     @property

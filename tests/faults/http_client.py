@@ -33,7 +33,7 @@ class HttpClient(Client):
 
     @property
     def has_begun(self) -> bool:
-        return any(self.texts.values())
+        return all(self.texts.get(choice) for choice in range(len(self.prompts)))
 
     @property
     def lacks_kv(self) -> bool:

@@ -106,8 +106,6 @@ class _Write:
         if not self._source.process.runs and not self._source.process.is_dead:
             self._source.process.continued.append(lambda: self._later(self._each_s))
             return
-        if self._source.is_closed:
-            return
         if self._target.is_gone or self._target.endpoint.agent not in self._source.peers:
             self.done.set_exception(TransferFailed("the peer is lost"))
             return
@@ -179,6 +177,7 @@ class MemoryTransfer:
             layout=region.layout,
         )
         self._fabric = fabric
+        self._posted: set[asyncio.Future[WriteStats]] = set()
         fabric.agents[agent] = self
 
     @property
@@ -187,8 +186,10 @@ class MemoryTransfer:
         return self.is_closed or self.process.is_dead
 
     def close(self) -> None:
-        """The process leaves, its memory with it."""
+        """The process leaves, its memory with it, without waiting for what is still on its way."""
         self.is_closed = True
+        for posted in self._posted:
+            posted.set_exception(TransferFailed("the writer leaves"))
 
     async def connect(self, peer: KvEndpoint) -> None:
         check_compatible(self.endpoint.layout, peer.layout)
@@ -257,4 +258,6 @@ class MemoryTransfer:
 
     async def _write(self, agent: str, pieces: list[Piece], fault: WriteFault, notification: str = "") -> WriteStats:
         write = _Write(self._fabric, self, self._fabric.agents[agent], pieces, fault, notification)
+        self._posted.add(write.done)
+        write.done.add_done_callback(self._posted.discard)
         return await asyncio.shield(write.done)

@@ -200,7 +200,7 @@ class MeshRun:
         prompt = self._prompt()
         temperature = draw.choice((0.0, 1.0))
         sampling = Sampling(max_tokens=draw.choice((1, 2, 8, 20)), temperature=temperature, seed=draw.getrandbits(32))
-        adapter = ADAPTER if self._setup.adapters != "none" and draw.random() < 0.5 else ""
+        adapter = ADAPTER if self._setup.adapters != "none" and draw.random() < 0.4 else ""
         if not self._setup.http:
             return Client(number, [prompt], sampling, at_s, CLIENT_LIFE_S, adapter)
         prompts = [prompt, self._prompt()] if draw.random() < 0.2 else [prompt]

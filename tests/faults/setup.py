@@ -55,7 +55,7 @@ PLAIN: Final = Setup()
 def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
     """One of those in which nearly all prompts are transferred, and `schedule` can happen."""
     draw = Random(f"setup {seed}")
-    corrupts = any(fault.do is Do.WRITE_CORRUPT for fault in schedule)
+    corrupts = _corrupts(schedule)
     # of two answers to one question, the one that its request id is in use may come first: a failure, if asked for
     recomputes = any(fault.at == "decode waiting" or fault.do is Do.DUPLICATE for fault in schedule)
     sizes = EQUAL if corrupts else draw.choice((EQUAL, EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL))
@@ -68,12 +68,14 @@ def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
     )
 
 
-def any_setup(seed: int) -> Setup:
-    """Any at all."""
-    draw = Random(f"setup {seed}")
+def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
+    """Any at all in which `schedule` does no harm."""
+    draw = Random(f"wide {seed}")
+    corrupts = _corrupts(schedule)
+    sizes = draw.choice((EQUAL, EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL, (64, 16), (16, 64)))
     return Setup(
-        page_sizes=draw.choice((EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL, (64, 16), (16, 64))),
-        verify_kv=draw.random() < 0.5,
+        page_sizes=EQUAL if corrupts else sizes,
+        verify_kv=corrupts or (sizes[0] == sizes[1] and draw.random() < 0.6),
         on_transfer_failure=draw.choice(("recompute", "fail")),
         adapters=draw.choice(
             ("none", "everywhere", "on decode alone", "other weights on prefill", "on every other decode")
@@ -81,3 +83,8 @@ def any_setup(seed: int) -> Setup:
         http=draw.random() < 0.5,
         prefill_step_s=draw.choice((STEP_S, SLOW_STEP_S)),
     )
+
+
+def _corrupts(schedule: Sequence[Fault]) -> bool:
+    """Whether KV must be verified, which pages of different sizes cannot be."""
+    return any(fault.do is Do.WRITE_CORRUPT for fault in schedule)

@@ -20,7 +20,7 @@ def test_without_faults_every_token_is_right_and_nothing_is_kept(home: Path, see
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_a_seed_and_a_schedule_give_the_same_run_again(home: Path, seed: int) -> None:
-    first, again = (run_faults(home, seed, mixture(seed), setup=any_setup(seed)) for _ in range(2))
+    first, again = (run_faults(home, seed, mixture(seed), setup=any_setup(seed, mixture(seed))) for _ in range(2))
     assert first.trace == again.trace
     assert first.virtual_s == again.virtual_s
 

@@ -53,7 +53,7 @@ def test_somebody_fails_in_a_state(home: Path, schedule: list[Fault]) -> None:
 
 @pytest.mark.parametrize("seed", range(MIXTURES))
 def test_much_goes_wrong_at_once(home: Path, seed: int) -> None:
-    assert check(home, seed, mixture(seed), setup=any_setup(seed)).fired
+    assert check(home, seed, mixture(seed), setup=any_setup(seed, mixture(seed))).fired
 
 
 def test_no_state_of_a_lifecycle_is_left_out() -> None:
