@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum, auto
 from typing import Any, Final
+from unittest import mock
 
 import msgpack
 import nats.errors
 
+from components import lifecycle
 from components.errors import BY_NAME
 from components.messaging.deadline import now_ms
 from components.wire.codec import pack, unpack_plain
@@ -20,7 +22,6 @@ from tests.faults.memory_nats import Copy, Sent
 from tests.faults.memory_transfer import WriteFault
 from tests.faults.virtual_loop import Process
 
-LIFECYCLES: Final = logging.getLogger("components.lifecycle")
 DECODE: Final = logging.getLogger("services.decode.handlers")
 
 
@@ -126,28 +127,22 @@ class Chaos:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Lifecycles are seen while inside: they log every move."""
-        was = LIFECYCLES.level
-        LIFECYCLES.setLevel(logging.DEBUG)
-        LIFECYCLES.addFilter(self._moved)
+        """Lifecycles are seen while inside: they log every move. So is what decode warns of."""
         DECODE.addFilter(self._told)
         try:
-            yield
+            with mock.patch.object(lifecycle, "log", _Moves(self._moved)):
+                yield
         finally:
             DECODE.removeFilter(self._told)
-            LIFECYCLES.removeFilter(self._moved)
-            LIFECYCLES.setLevel(was)
 
     def _told(self, record: logging.LogRecord) -> bool:
         self.note(f"{record.getMessage()}: {getattr(record, 'cause', '')}")
         return True
 
-    def _moved(self, record: logging.LogRecord) -> bool:
-        of, now = record.of, getattr(record, "is")  # type: ignore[attr-defined]
+    def _moved(self, of: str, now: str) -> None:
         if not of.startswith("request "):
             self.note(f"{of} is {now}")
         self._due(f"{of.partition(' ')[0]} {now}", ())
-        return False
 
     def _due(self, event: str, kinds: tuple[Do, ...]) -> list[Fault]:
         """Faults of `kinds` for this event; others that wait for it are carried out."""
@@ -172,6 +167,16 @@ class Chaos:
     def _fire(self, fault: Fault) -> None:
         self.fired.append(fault)
         self.note(f"!! {fault}")
+
+
+class _Moves:
+    """In the place of the lifecycles' logger, which would make a record of each move."""
+
+    def __init__(self, moved: Callable[[str, str], None]) -> None:
+        self._moved = moved
+
+    def debug(self, _message: str, *, extra: dict[str, str]) -> None:
+        self._moved(extra["of"], extra["is"])
 
 
 def _meddled(fault: Fault, sent: Sent) -> list[Copy]:

@@ -13,6 +13,7 @@ from unittest import mock
 from uuid import UUID
 
 from components.wire.sampling import Sampling
+from engine.mock import build
 from services.bootstrap import rooms
 from services.decode.remote_prefill import RemotePrefill
 from services.frontend import exchange
@@ -22,7 +23,7 @@ from tests.faults.http_client import HttpClient
 from tests.faults.memory_etcd import MemoryEtcd
 from tests.faults.memory_nats import MemoryNats
 from tests.faults.memory_transfer import Fabric
-from tests.faults.nodes import CLIENT_LIFE_S, COUNTERS, LEASE_TTL_S, NODES, Cluster, Frontend, Node, Worker
+from tests.faults.nodes import CLIENT_LIFE_S, COUNTERS, LEASE_TTL_S, NODES, Cluster, Frontend, Node, Worker, found_model
 from tests.faults.reference import Reference
 from tests.faults.setup import ADAPTER, PLAIN, Setup
 from tests.faults.virtual_loop import Running, VirtualLoop, run_virtually
@@ -85,6 +86,7 @@ class MeshRun:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(rooms, "randbits", Random(self.random.random()).getrandbits))
             stack.enter_context(mock.patch.object(exchange, "uuid4", partial(_uuid, Random(self.random.random()))))
+            stack.enter_context(mock.patch.object(build, "model_dir", found_model))
             stack.enter_context(self.chaos.watching())
             await self._start()
             self.chaos.start()

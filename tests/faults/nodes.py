@@ -71,7 +71,13 @@ def make_engine(home: Path, page_size: int, adapters: dict[str, str], pool_token
 @cache
 def text_model(home: Path) -> TextModel:
     """The tokenizer of every frontend."""
-    return TextModel.load(model_dir(MODEL, home))
+    return TextModel.load(found_model(MODEL, home))
+
+
+@cache
+def found_model(model: str, home: Path, _progress: object = None) -> Path:
+    """See `engine.model.resolve.model_dir`, which would look at the files each time."""
+    return model_dir(model, home)
 
 
 class Cluster:
