@@ -49,9 +49,17 @@ def test_an_error_after_the_first_token_is_the_streams_last_event(home: Path) ->
     assert any(isinstance(c, HttpClient) and c.status == 504 for c in late), "all had begun"
 
 
-def test_whoever_reads_nothing_until_after_the_time_limit_is_given_up(home: Path) -> None:
-    schedule = [Fault(Do.CLIENT_STALLS, "decode running", amount=28.0)]
-    outcome = check(home, 2, schedule, setup=HTTP)
+def test_decode_hears_that_a_client_has_left(home: Path) -> None:
+    outcome = check(home, 1, [Fault(Do.CLIENT_GONE, "decode running", 3)], setup=HTTP)
+    assert sum("cancel.v1" in line for line in outcome.trace) == 1
+
+
+@pytest.mark.parametrize("at", ["decode running", "decode done"])
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_whoever_reads_nothing_until_after_the_time_limit_is_given_up(home: Path, at: str, seed: int) -> None:
+    """Whatever of its answer is still unread by then, also when that is the end alone."""
+    schedule = [Fault(Do.CLIENT_STALLS, at, amount=28.0)]
+    outcome = check(home, seed, schedule, setup=HTTP)
     assert outcome.fired == schedule
     assert [c.error["code"] for c in outcome.clients if c.error] == ["deadline_exceeded"]
 
