@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from tests.faults.nodes import Frontend
 PART_S: Final = 0.0005  # between two parts of the body
 DONE: Final = "[DONE]"
 BYTES: Final = 256  # the mock's other tokens show as no text
-Facts = dict[str, Any]
+Facts = MutableMapping[str, Any]
 
 
 @dataclass(eq=False)

@@ -142,7 +142,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         timer.append(super().call_at(when, due, context=context))
         return timer[0]
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         """No thread: `func` runs as a whole, a little later, in the process that asked."""
 
         async def work() -> Any:
