@@ -16,7 +16,7 @@ from tests.faults.setup import any_setup, varied
 
 SAME_MOMENT = {"receive transferring", "send done"}  # as decode transfer, as prefill done
 FAULTS = 900  # at least so many are injected here
-MIXTURES = 60
+MIXTURES = 45
 QUEUES = {"num_clients": 12, "over_s": 0.01, "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1}}
 
 
