@@ -34,7 +34,6 @@ class Reply:
     async def events(self, data: bytes, *, last: bool = False) -> None:
         """Send events; the first call sends the headers before them."""
         if not self.streaming:
-            self.streaming = True
             await self._start(
                 200,
                 [
@@ -43,28 +42,36 @@ class Reply:
                     (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
                 ],
             )
+            self.streaming = (
+                True  # only now: the server makes us wait, before it writes, for a client that does not read
+            )
         await self._body(data + DONE if last else data, more=not last)
 
     async def fail(self, error: ApiError, headers: Headers | None = None) -> None:
         """Tell the client of `error`, in whichever form is still open."""
         if self.answered:
             return
-        if not self.streaming:
-            extra = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-            await self.json(error.body(), error.status, [*extra, *(headers or [])])
-            return
-        self.status = error.status  # for our own count; the client has read 200
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await self.events(b"data: " + error.body() + b"\n\n", last=True)
+                await self._fail(error, headers or [])
         except TimeoutError:
+            self.answered = True
+        self.status = error.status  # for our own count; of a stream the client has read 200
+
+    async def _fail(self, error: ApiError, headers: Headers) -> None:
+        if self.streaming:
+            await self.events(b"data: " + error.body() + b"\n\n", last=True)
+        elif not self.status:
+            extra = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+            await self.json(error.body(), error.status, [*extra, *headers])
+        else:  # of an answer in one piece the headers are out: that it breaks off is all that can be told
             self.answered = True
 
     async def _start(self, status: int, headers: Headers) -> None:
-        self.status = status
         headers.append((b"x-request-id", self._request_id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.status = status
 
     async def _body(self, data: bytes, *, more: bool) -> None:
-        self.answered = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self.answered = not more

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum, auto
 from typing import Any, Final
+from unittest import mock
 
 import msgpack
 import nats.errors
 
+from components import lifecycle
 from components.errors import BY_NAME
 from components.messaging.deadline import now_ms
 from components.wire.codec import pack, unpack_plain
@@ -20,7 +22,7 @@ from tests.faults.memory_nats import Copy, Sent
 from tests.faults.memory_transfer import WriteFault
 from tests.faults.virtual_loop import Process
 
-LIFECYCLES: Final = logging.getLogger("components.lifecycle")
+DECODE: Final = logging.getLogger("services.decode.handlers")
 
 
 class Do(StrEnum):
@@ -38,6 +40,7 @@ class Do(StrEnum):
     WRITE_LATE = auto()  # by `amount` seconds
     WRITE_SILENT = auto()  # its notification is lost
     WRITE_STAMP = auto()  # the aux slot carries another stamp
+    WRITE_CORRUPT = auto()  # a bit of it lands as another
     KILL = auto()  # for good; another instance starts later
     STOP = auto()  # SIGSTOP, and SIGCONT after `amount` seconds
     LEASE = auto()  # etcd drops its lease
@@ -45,10 +48,11 @@ class Do(StrEnum):
     NATS_AWAY = auto()  # for `amount` seconds
     ETCD_AWAY = auto()  # for `amount` seconds
     CLIENT_GONE = auto()  # client number `which` of those that are there
+    CLIENT_STALLS = auto()  # it reads nothing for `amount` seconds
 
 
 OF_MESSAGES: Final = (Do.DROP, Do.DELAY, Do.DUPLICATE, Do.GARBLE, Do.ALTER, Do.REFUSE, Do.UNSENT, Do.NOBODY)
-OF_WRITES: Final = (Do.WRITE_FAILS, Do.WRITE_LATE, Do.WRITE_SILENT, Do.WRITE_STAMP)
+OF_WRITES: Final = (Do.WRITE_FAILS, Do.WRITE_LATE, Do.WRITE_SILENT, Do.WRITE_STAMP, Do.WRITE_CORRUPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +121,28 @@ class Chaos:
                 fails=fault.do is Do.WRITE_FAILS,
                 is_silent=fault.do is Do.WRITE_SILENT,
                 stamp=int(fault.do is Do.WRITE_STAMP),
+                corrupts=fault.do is Do.WRITE_CORRUPT,
             )
         return WriteFault()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Lifecycles are seen while inside: they log every move."""
-        was = LIFECYCLES.level
-        LIFECYCLES.setLevel(logging.DEBUG)
-        LIFECYCLES.addFilter(self._moved)
+        """Lifecycles are seen while inside: they log every move. So is what decode warns of."""
+        DECODE.addFilter(self._told)
         try:
-            yield
+            with mock.patch.object(lifecycle, "log", _Moves(self._moved)):
+                yield
         finally:
-            LIFECYCLES.removeFilter(self._moved)
-            LIFECYCLES.setLevel(was)
+            DECODE.removeFilter(self._told)
 
-    def _moved(self, record: logging.LogRecord) -> bool:
-        of, now = record.of, getattr(record, "is")  # type: ignore[attr-defined]
+    def _told(self, record: logging.LogRecord) -> bool:
+        self.note(f"{record.getMessage()}: {getattr(record, 'cause', '')}")
+        return True
+
+    def _moved(self, of: str, now: str) -> None:
         if not of.startswith("request "):
             self.note(f"{of} is {now}")
         self._due(f"{of.partition(' ')[0]} {now}", ())
-        return False
 
     def _due(self, event: str, kinds: tuple[Do, ...]) -> list[Fault]:
         """Faults of `kinds` for this event; others that wait for it are carried out."""
@@ -162,6 +167,16 @@ class Chaos:
     def _fire(self, fault: Fault) -> None:
         self.fired.append(fault)
         self.note(f"!! {fault}")
+
+
+class _Moves:
+    """In the place of the lifecycles' logger, which would make a record of each move."""
+
+    def __init__(self, moved: Callable[[str, str], None]) -> None:
+        self._moved = moved
+
+    def debug(self, _message: str, *, extra: dict[str, str]) -> None:
+        self._moved(extra["of"], extra["is"])
 
 
 def _meddled(fault: Fault, sent: Sent) -> list[Copy]:

@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 from random import Random
 from typing import Any, Final, Protocol
@@ -73,8 +74,13 @@ class Subscription:
         await self.unsubscribe()
 
     def matches(self, subject: str) -> bool:
-        mine, theirs = self.subject.split("."), subject.split(".")
-        return len(mine) == len(theirs) and all(a in ("*", b) for a, b in zip(mine, theirs, strict=True))
+        return _fits(self.subject, subject)
+
+
+@lru_cache(maxsize=1024)
+def _fits(pattern: str, subject: str) -> bool:
+    mine, theirs = pattern.split("."), subject.split(".")
+    return len(mine) == len(theirs) and all(a in ("*", b) for a, b in zip(mine, theirs, strict=True))
 
 
 class MemoryNats:

@@ -1,9 +1,9 @@
 """KV transfer inside this process: bytes copied between the pools of two engines, piece by piece, when their time comes.
 
-A piece is half a page, so that a page can be there in part. What is copied is what the source holds when the piece
-lands, not when it was posted: a source page that was given away too early shows. A stopped process writes nothing and
-goes on where it was when it continues; the last pieces of one that was killed may still land. Whatever a piece hits
-must be held for the transfer that it was posted for.
+A piece is half a page, or less between pages of different sizes, so that a page can be there in part. What is copied is
+what the source holds when the piece lands, not when it was posted: a source page that was given away too early shows. A
+stopped process writes nothing and goes on where it was when it continues; the last pieces of one that was killed may
+still land. Whatever a piece hits must be held for the transfer that it was posted for.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from components.errors import TransferFailed
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.layout import check_compatible
+from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
 from engine.ports import KvRegion
 from tests.faults.virtual_loop import Process
@@ -25,6 +26,8 @@ from tests.faults.virtual_loop import Process
 WRITE_S: Final = 0.004
 LAST_PIECES_S: Final = 3.0  # for which what a dead process posted may still land
 AUX_SLOTS: Final = 16
+MARK_BYTES: Final = 8  # of a piece: what the mock's pages say, the rest of a row says nothing
+AUX_FACTS: Final = (12, 16, 64)  # first token, number of cached tokens, checksum of the first page
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class WriteFault:
     fails: bool = False  # some of it lands
     is_silent: bool = False  # an aux slot lands, its notification does not
     stamp: int = 0  # added to the aux slot's
+    corrupts: bool = False  # one bit lands as another
 
 
 class WriteMeddler(Protocol):
@@ -87,6 +91,7 @@ class _Write:
         self._died_s: float | None = None
         lost = fabric.random.randint(1, len(pieces)) if fault.fails else 0
         self._pieces = pieces[: len(pieces) - lost]
+        self._hit = fabric.random.choice(pieces) if fault.corrupts else None
         duration_s = fault.delay_s + WRITE_S * fabric.random.random()
         self._each_s = duration_s / (len(self._pieces) + 1)
         self._later(self._each_s)
@@ -100,8 +105,6 @@ class _Write:
             return
         if not self._source.process.runs and not self._source.process.is_dead:
             self._source.process.continued.append(lambda: self._later(self._each_s))
-            return
-        if self._source.is_closed:
             return
         if self._target.is_gone or self._target.endpoint.agent not in self._source.peers:
             self.done.set_exception(TransferFailed("the peer is lost"))
@@ -119,6 +122,8 @@ class _Write:
 
     def _land(self, piece: Piece) -> None:
         ctypes.memmove(piece.target, piece.source, piece.size)
+        if piece is self._hit:
+            self._corrupt(piece)
         if piece.page is None:
             return
         holder = self._holders[piece.page]
@@ -127,6 +132,11 @@ class _Write:
                 f"{self._source.endpoint.agent} wrote into page {piece.page} of {self._target.endpoint.agent}, "
                 "which was not held for that any more"
             )
+
+    def _corrupt(self, piece: Piece) -> None:
+        draw = self._fabric.random
+        offset = draw.choice(AUX_FACTS) if piece.page is None else draw.randrange(MARK_BYTES)
+        ctypes.c_ubyte.from_address(piece.target + offset).value ^= 1 << draw.randrange(8)
 
     def _died(self) -> bool:
         """Whether the sender is dead for so long that nothing of it is on the way any more."""
@@ -143,11 +153,12 @@ class MemoryTransfer:
         self,
         fabric: Fabric,
         region: KvRegion,
+        max_request_pages: int,
         agent: str,
         process: Process,
         holder: Callable[[int], object | None],
     ) -> None:
-        self.aux = AuxBuffer(AUX_SLOTS)
+        self.aux = AuxBuffer(AUX_SLOTS, max_request_pages)
         self.holder = holder  # page → the request to whose transfer it is exposed
         self.is_closed = False
         self.process = process
@@ -166,6 +177,7 @@ class MemoryTransfer:
             layout=region.layout,
         )
         self._fabric = fabric
+        self._posted: set[asyncio.Future[WriteStats]] = set()
         fabric.agents[agent] = self
 
     @property
@@ -174,8 +186,10 @@ class MemoryTransfer:
         return self.is_closed or self.process.is_dead
 
     def close(self) -> None:
-        """The process leaves, its memory with it."""
+        """The process leaves, its memory with it, without waiting for what is still on its way."""
         self.is_closed = True
+        for posted in self._posted:
+            posted.set_exception(TransferFailed("the writer leaves"))
 
     async def connect(self, peer: KvEndpoint) -> None:
         check_compatible(self.endpoint.layout, peer.layout)
@@ -203,13 +217,26 @@ class MemoryTransfer:
         ]
         return await self._write(agent, pieces, self._fabric.meddler.write(agent, "pages"))
 
+    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+        there = self._peer(agent).endpoint
+        page_bytes = there.layout.page_bytes
+        copies = [
+            Piece(self.endpoint.base_address + source, there.base_address + target, size, target // page_bytes)
+            for source, target, size in zip(
+                pieces.source.tolist(), pieces.target.tolist(), pieces.length.tolist(), strict=True
+            )
+        ]
+        return await self._write(agent, copies, self._fabric.meddler.write(agent, "pages"))
+
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
         fault = self._fabric.meddler.write(agent, "aux")
         if fault.stamp:
             self.aux._heads[source_slot]["stamp"] += fault.stamp
-        size = self.aux.slot_bytes
-        there = self._peer(agent).aux.address
-        piece = Piece(self.aux.address + source_slot * size, there + target_slot * size, size)
+        ours, theirs = self.aux, self._peer(agent).aux
+        size = min(ours.slot_bytes, theirs.slot_bytes)  # longer ones are not filled further
+        piece = Piece(
+            ours.address + source_slot * ours.slot_bytes, theirs.address + target_slot * theirs.slot_bytes, size
+        )
         return await self._write(agent, [piece], fault, notification)
 
     def expect(self, notification: str) -> asyncio.Future[None]:
@@ -231,4 +258,6 @@ class MemoryTransfer:
 
     async def _write(self, agent: str, pieces: list[Piece], fault: WriteFault, notification: str = "") -> WriteStats:
         write = _Write(self._fabric, self, self._fabric.agents[agent], pieces, fault, notification)
+        self._posted.add(write.done)
+        write.done.add_done_callback(self._posted.discard)
         return await asyncio.shield(write.done)

@@ -1,72 +1,38 @@
 """One run: a mesh, clients, a schedule of faults; then quiet, requests that reuse the pages, and what must hold of it all."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
 from unittest import mock
-from zlib import crc32
+from uuid import UUID
 
-from components.aio import time_limit
-from components.errors import InvariantBroken, MeshError
-from components.messaging.deadline import now_ms
-from components.routing.block_hash import block_hashes
 from components.wire.sampling import Sampling
-from components.wire.tokens import pack_tokens
-from engine.mock.memory import MARK
-from engine.ports import EngineRequest
-from engine.sampling.wire import sampling_params
+from engine.mock import build
 from services.bootstrap import rooms
 from services.decode.remote_prefill import RemotePrefill
-from services.frontend.ports import Prompt
+from services.frontend import exchange
+from tests.faults.clients import Client
 from tests.faults.faults import Chaos, Do, Fault
+from tests.faults.http_client import HttpClient
 from tests.faults.memory_etcd import MemoryEtcd
 from tests.faults.memory_nats import MemoryNats
 from tests.faults.memory_transfer import Fabric
-from tests.faults.nodes import ENGINE, LEASE_TTL_S, MODEL, NODES, Cluster, Frontend, Node, Worker, make_engine
+from tests.faults.nodes import CLIENT_LIFE_S, COUNTERS, LEASE_TTL_S, NODES, Cluster, Frontend, Node, Worker, found_model
+from tests.faults.reference import Reference
+from tests.faults.setup import ADAPTER, PLAIN, Setup
 from tests.faults.virtual_loop import Running, VirtualLoop, run_virtually
 
 QUIET_WITHIN_S: Final = 90.0
 RESTART_S: Final = 1.0
 GRACE_S: Final = 1.0  # after a deadline, for the client to hear of it
+FAREWELL_S: Final = 5.0  # by HTTP: for its last words to one that does not read
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
-
-
-@dataclass
-class Client:
-    """One request and what became of it."""
-
-    number: int
-    prompt: list[int]
-    sampling: Sampling
-    at_s: float
-    life_s: float
-    frontend: Frontend | None = None
-    task: "asyncio.Task[None] | None" = None
-    tokens: list[int] = field(default_factory=list)
-    finish: str | None = None
-    error: BaseException | None = None
-    has_left: bool = False
-
-    async def run(self, frontend: Frontend) -> None:
-        """Read the stream to its end, under the same limit as the HTTP side's."""
-        request_id = f"r{self.number}"
-        deadline = now_ms() + int(self.life_s * 1000)
-        prompt = Prompt(request_id, MODEL, self.prompt, self.sampling, "", deadline)
-        try:
-            async with (
-                time_limit(self.life_s, "the request took longer than"),
-                frontend.mesh.generate(prompt) as (deltas,),
-            ):
-                async for delta in deltas:
-                    assert self.finish is None, "tokens after the last one"
-                    self.tokens += delta.token_ids
-                    self.finish = delta.finish
-        except MeshError as exc:
-            self.error = exc
 
 
 @dataclass
@@ -77,6 +43,7 @@ class Outcome:
     problems: list[str]
     trace: list[str]
     clients: list[Client]
+    counts: Counter[str]  # of all workers together, by the counter's name
     virtual_s: float
 
 
@@ -89,6 +56,7 @@ class MeshRun:
         seed: int,
         schedule: list[Fault],
         *,
+        setup: Setup = PLAIN,
         counts: dict[str, int] | None = None,
         num_clients: int = 6,
         over_s: float = 0.3,
@@ -99,11 +67,13 @@ class MeshRun:
         self.chaos = Chaos(schedule, self._act)
         self._counts = counts or {"frontend": 1, "decode": 2, "prefill": 2, "bootstrap": 2}
         self._home = home
+        self._setup = setup
+        self._reference = Reference(home)
+        self._prompts: list[list[int]] = []
         self._numbers = dict.fromkeys(ROLES, 0)
         self._nodes: list[Node] = []
         self._remote_prefill = remote_prefill
         self._clients = [self._client(i, self.random.random() * over_s) for i in range(num_clients)]
-        self._sequences: list[list[int]] = []  # every prompt with its whole answer
 
     async def run(self) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -112,9 +82,11 @@ class MeshRun:
         etcd = MemoryEtcd(Random(self.random.random()), LEASE_TTL_S)
         nats = MemoryNats(self.chaos, Random(self.random.random()))
         fabric = Fabric(self.chaos, Random(self.random.random()))
-        self._cluster = Cluster(nats, etcd, fabric, self._home, self._remote_prefill)
+        self._cluster = Cluster(nats, etcd, fabric, self._home, self._setup, self._remote_prefill)
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(rooms, "randbits", Random(self.random.random()).getrandbits))
+            stack.enter_context(mock.patch.object(exchange, "uuid4", partial(_uuid, Random(self.random.random()))))
+            stack.enter_context(mock.patch.object(build, "model_dir", found_model))
             stack.enter_context(self.chaos.watching())
             await self._start()
             self.chaos.start()
@@ -123,10 +95,14 @@ class MeshRun:
             await self._quiet("after the faults")
             await self._serve_again()
             await self._quiet("after the requests that followed")
-            self._check_cached_pages()
+            workers = [n for n in self._nodes if isinstance(n, Worker) and hasattr(n, "engine")]
+            self.problems += self._reference.wrong_pages(
+                {n.id: n.engine.core for n in workers if not n.process.is_dead}
+            )
             await self._end()
         self.problems += dict.fromkeys(fabric.violations)
-        return Outcome(self.chaos.fired, self.problems, self.chaos.trace, self._clients, loop.time())
+        counts = Counter({name: int(sum(worker.count(name) for worker in workers)) for name in COUNTERS})
+        return Outcome(self.chaos.fired, self.problems, self.chaos.trace, self._clients, counts, loop.time())
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         if "the engine is not running" not in str(context.get("exception")):  # its process leaves, whoever still asks
@@ -145,7 +121,7 @@ class MeshRun:
 
     def _new(self, role: str) -> Node:
         self._numbers[role] += 1
-        node = NODES[role](self._cluster, f"{role}{self._numbers[role]}")
+        node = NODES[role](self._cluster, self._numbers[role])
         self._nodes.append(node)
         return node
 
@@ -179,8 +155,8 @@ class MeshRun:
             case Do.ETCD_AWAY:
                 self._cluster.etcd.away_until_s = now_s + fault.amount
                 return True
-            case Do.CLIENT_GONE:
-                return self._client_gone(fault.which)
+            case Do.CLIENT_GONE | Do.CLIENT_STALLS:
+                return self._act_on_client(fault)
         live = self._live(fault.role)
         return bool(live) and self._act_on(live[fault.which % len(live)], fault)
 
@@ -209,32 +185,38 @@ class MeshRun:
                 raise AssertionError(fault)
         return True
 
-    def _client_gone(self, which: int) -> bool:
-        there = [c for c in self._clients if c.task is not None and not c.task.done()]
+    def _act_on_client(self, fault: Fault) -> bool:
+        there = [c for c in self._clients if c.task is not None and not c.task.done() and not c.has_left]
         if not there:
             return False
-        client = there[which % len(there)]
-        assert client.task is not None
-        client.has_left = True
-        client.task.cancel()
+        client = there[fault.which % len(there)]
+        if fault.do is Do.CLIENT_STALLS:
+            return client.stall(fault.amount)
+        client.leave()
         return True
 
     # clients
 
-    def _client(self, number: int, at_s: float, life_s: float = 25.0) -> Client:
+    def _client(self, number: int, at_s: float) -> Client:
+        draw = self.random
+        prompt = self._prompt()
+        temperature = draw.choice((0.0, 1.0))
+        sampling = Sampling(max_tokens=draw.choice((1, 2, 8, 20)), temperature=temperature, seed=draw.getrandbits(32))
+        adapter = ADAPTER if self._setup.adapters != "none" and draw.random() < 0.4 else ""
+        if not self._setup.http:
+            return Client(number, [prompt], sampling, at_s, CLIENT_LIFE_S, adapter)
+        prompts = [prompt, self._prompt()] if draw.random() < 0.2 else [prompt]
+        streams = draw.random() < 0.7
+        return HttpClient(number, prompts, sampling, at_s, CLIENT_LIFE_S, adapter, streams=streams)
+
+    def _prompt(self) -> list[int]:
         draw = self.random
         length = draw.choice((20, 37, 48, 64, 90, 130))
         prompt = [draw.randrange(97, 123) for _ in range(length)]
-        if number and draw.random() < 0.3:  # begins like another
-            prompt[:32] = self._clients_so_far[draw.randrange(len(self._clients_so_far))][:32]
-        self._clients_so_far.append(prompt)
-        temperature = draw.choice((0.0, 1.0))
-        sampling = Sampling(max_tokens=draw.choice((1, 2, 8, 20)), temperature=temperature, seed=draw.getrandbits(32))
-        return Client(number, prompt, sampling, at_s, life_s)
-
-    @property
-    def _clients_so_far(self) -> list[list[int]]:
-        return self.__dict__.setdefault("_prompts", [])
+        if self._prompts and draw.random() < 0.3:  # begins like another
+            prompt[:32] = draw.choice(self._prompts)[:32]
+        self._prompts.append(prompt)
+        return prompt
 
     async def _serve(self, clients: list[Client]) -> None:
         """Run `clients`, each from its time on; none may take longer than its life."""
@@ -248,13 +230,12 @@ class MeshRun:
             client.frontend = front
             client.task = front.process.spawn(client.run(front), f"client {client.number}")
         tasks = [c.task for c in clients if c.task is not None and c.frontend is not None]
-        life_s = max(c.life_s for c in clients) + GRACE_S
+        life_s = CLIENT_LIFE_S + GRACE_S + FAREWELL_S * self._setup.http
         stops_s = sum(f.amount for f in self.chaos.fired if f.do is Do.STOP and f.role == "frontend")
         until_s = asyncio.get_running_loop().time() + life_s + stops_s
         while asyncio.get_running_loop().time() < until_s and self._waiting(clients):
             await asyncio.wait(tasks, timeout=0.5)
-        for client in clients:
-            self._check(client)
+        self._check(clients)
 
     def _waiting(self, clients: list[Client]) -> bool:
         return any(
@@ -262,41 +243,15 @@ class MeshRun:
             for c in clients
         )
 
-    def _check(self, client: Client) -> None:
+    def _check(self, clients: list[Client]) -> None:
         """Exactly the right tokens, or some of them and exactly one error."""
-        assert client.task is not None
-        name = f"client {client.number}"
-        tokens, finish = self._expected(client)
-        if client.tokens != tokens[: len(client.tokens)]:
-            self.problems.append(f"{name}: wrong tokens {client.tokens}, expected {tokens}")
-        if client.has_left:
-            return
-        if not client.task.done():
-            self.problems.append(f"{name} hangs")
-        elif client.task.cancelled() or client.task.exception() is not None:
-            self.problems.append(f"{name}: {client.task}")
-        elif isinstance(client.error, InvariantBroken) and not self._is_injected(client.error):
-            self.problems.append(f"{name}: {client.error!r}")
-        elif client.error is None and (client.tokens, client.finish) != (tokens, finish):
-            self.problems.append(f"{name}: {client.tokens} {client.finish}, expected {tokens} {finish}")
-        elif client.error is not None and not isinstance(client.error, MeshError):
-            self.problems.append(f"{name}: {client.error!r} is none of ours")
-        self.chaos.note(f"{name}: {len(client.tokens)} tokens, {client.finish}, {client.error!r}")
-
-    def _is_injected(self, error: MeshError) -> bool:
-        return error.message == "injected"
-
-    def _expected(self, client: Client) -> tuple[list[int], str]:
-        """What an engine alone says."""
-        core = make_engine(self._home)
-        core.submit(EngineRequest("alone", client.prompt, sampling_params(client.sampling)))
-        tokens: list[int] = []
-        while True:
-            for output in core.step().tokens:
-                tokens += output.token_ids
-                if output.finish is not None:
-                    self._sequences.append([*client.prompt, *tokens])
-                    return tokens, str(output.finish)
+        broken = any(f.do in (Do.GARBLE, Do.ALTER) or f.field == "InvariantBroken" for f in self.chaos.fired)
+        for client, answers in self._reference.answers(clients).items():
+            problems = client.problems(answers, broken=broken)
+            if client.lacks_kv and (self._setup.on_transfer_failure == "recompute" or client.has_begun):
+                problems.append("it lacks KV that decode should have computed")
+            self.problems += [f"{client}: {problem}" for problem in problems]
+            self.chaos.note(f"{client}")
 
     async def _serve_again(self) -> None:
         """Requests that find what the first ones left, and such that need every page; nothing may go wrong now."""
@@ -304,12 +259,12 @@ class MeshRun:
             await asyncio.sleep(0.1)
         await asyncio.sleep(3.0)  # everyone has heard everyone's heart
         first = len(self._clients)
-        again = [Client(first + i, c.prompt, c.sampling, 0.02 * i, 25.0) for i, c in enumerate(self._clients[:4])]
+        again = [replace(c, number=first + i, at_s=0.02 * i) for i, c in enumerate(self._clients[:4])]
         fresh = [self._client(first + len(again) + i, 0.1 + 0.02 * i) for i in range(4)]
         await self._serve([*again, *fresh])
         for client in (*again, *fresh):
             if client.error is not None:
-                self.problems.append(f"client {client.number}, after the faults: {client.error!r}")
+                self.problems.append(f"after the faults: {client}")
 
     def _is_whole(self) -> bool:
         """Whether every role is there and registered, and both servers too."""
@@ -339,30 +294,6 @@ class MeshRun:
             for what in n.leftovers()
         ]
 
-    def _check_cached_pages(self) -> None:
-        """Every page that a prompt may find holds what its name says."""
-        size = ENGINE.page_size
-        named: dict[bytes, int] = {}
-        root = b""
-        for node in self._nodes:
-            if not isinstance(node, Worker) or node.process.is_dead or not hasattr(node, "engine"):
-                continue
-            core = node.engine.core
-            if not root:
-                root = core._root_hash("", "")
-                for tokens in self._sequences:
-                    full = len(tokens) // size
-                    hashes = block_hashes(tokens, size, root)
-                    named.update(
-                        (hashes[i], crc32(pack_tokens(tokens[: (i + 1) * size]))) for i in range(min(full, len(hashes)))
-                    )
-            pages = core._runner._pages  # type: ignore[attr-defined]
-            for block, page in core._memory.prefix._page_of.items():
-                marks = {MARK.unpack_from(pages._memory, place) for place in pages._places([page], 0)}
-                wanted = (size, named.get(block))
-                if marks != {wanted}:
-                    self.problems.append(f"{node.id}: page {page} is named {wanted} and holds {sorted(marks)}")
-
     async def _end(self) -> None:
         """Everyone leaves; the dead are buried. Nothing may be left running."""
         loop = asyncio.get_running_loop()
@@ -383,6 +314,10 @@ class MeshRun:
         for node in self._nodes:
             if node.process.is_dead:
                 await _bury(node)
+
+
+def _uuid(draw: Random) -> UUID:
+    return UUID(int=draw.getrandbits(128))
 
 
 async def _bury(node: Node) -> None:

@@ -3,34 +3,43 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from components.aio import background
 from components.discovery.registry import Registration
+from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
 from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_inbox, open_outbox
 from components.process import drain, subject_of
 from components.telemetry.worker_metrics import WorkerMetrics
+from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.mock.build import build_engine
 from engine.mock.config import MockConfig
+from engine.model.resolve import model_dir
+from engine.ports import max_request_pages
 from engine.scheduler.request import Request, RequestState
 from services.bootstrap.handlers import BootstrapService
 from services.decode.handlers import DecodeService
 from services.decode.remote_prefill import RemotePrefill
 from services.decode.streams import ActiveRequests
+from services.frontend.app import create_app
+from services.frontend.config import FrontendSettings
 from services.frontend.router import MeshClient
 from services.prefill.handlers import PrefillService
 from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
+from tests.faults.setup import STEP_S, Setup
 from tests.faults.stepped_engine import SteppedEngine, run_stepped
 from tests.faults.virtual_loop import Process
 
@@ -40,18 +49,35 @@ TRANSFER_TIMEOUT_S: Final = 8.0
 LEASE_TTL_S: Final = 6.0
 DRAIN_TIMEOUT_S: Final = 5.0
 ROOM_CLEANUP_S: Final = 1.0
-ENGINE: Final = EngineConfig(
-    num_pages=20,  # a few requests fill it, so that pages are soon another's
-    max_running=8,
-    max_step_tokens=40,
-    reserve_tokens=16,
-    mock=MockConfig(speedup=float("inf"), layers=1, kv_heads=1, head_dim=8, answer_tokens=64),
-)
+CLIENT_LIFE_S: Final = 25.0
+POOL_TOKENS: Final = 320  # a few requests fill it, so that pages are soon another's
+COUNTERS: Final = ("kv_transfer_failures_total", "kv_transfers_corrupt_total", "prompt_recomputes_total")
 
 
-def make_engine(home: Path) -> EngineCore:
+def make_engine(home: Path, page_size: int, adapters: dict[str, str], pool_tokens: int = POOL_TOKENS) -> EngineCore:
     """One that answers as every worker of these meshes does."""
-    return build_engine(MODEL, ENGINE, home)
+    config = EngineConfig(
+        page_size=page_size,
+        num_pages=pool_tokens // page_size,
+        max_running=8,
+        max_step_tokens=40,
+        reserve_tokens=16,
+        lora=adapters,
+        mock=MockConfig(speedup=float("inf"), layers=1, kv_heads=1, head_dim=8, answer_tokens=64),
+    )
+    return build_engine(MODEL, config, home)
+
+
+@cache
+def text_model(home: Path) -> TextModel:
+    """The tokenizer of every frontend."""
+    return TextModel.load(found_model(MODEL, home))
+
+
+@cache
+def found_model(model: str, home: Path, _progress: object = None) -> Path:
+    """See `engine.model.resolve.model_dir`, which would look at the files each time."""
+    return model_dir(model, home)
 
 
 class Cluster:
@@ -63,9 +89,10 @@ class Cluster:
         etcd: MemoryEtcd,
         fabric: Fabric,
         home: Path,
+        setup: Setup,
         remote_prefill: Callable[..., RemotePrefill] = RemotePrefill,
     ) -> None:
-        self.nats, self.etcd, self.fabric, self.home = nats, etcd, fabric, home
+        self.nats, self.etcd, self.fabric, self.home, self.setup = nats, etcd, fabric, home, setup
         self.remote_prefill = remote_prefill
 
 
@@ -74,8 +101,9 @@ class Node:
 
     role: Role
 
-    def __init__(self, cluster: Cluster, instance_id: str) -> None:
-        self.id = instance_id
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.id = instance_id = f"{self.role}{number}"
+        self.adapters = cluster.setup.adapters_of(self.role, number)
         self.cluster = cluster
         self.process = Process(instance_id)
         self.bus = Bus(MemoryClient(cluster.nats, self.process), "memory")
@@ -132,6 +160,7 @@ class Node:
                 started_unix_ms=0,
                 subject=self.subject,
                 model=None if self.role == "bootstrap" else MODEL,
+                adapters=self.adapters if kv is not None else {},
                 max_context=max_context,
                 kv=kv,
             )
@@ -150,15 +179,19 @@ class Node:
 
 
 class Frontend(Node):
-    """Without HTTP: clients read `mesh` themselves."""
+    """Without a socket: clients call `app`, or read `mesh` themselves."""
 
     role: Role = "frontend"
     mesh: MeshClient
+    app: FastAPI
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         decodes = await stack.enter_async_context(watch_heartbeats(self.bus, NAMESPACE, "decode", self.registry.book))
         self.inbox = await stack.enter_async_context(open_inbox(self.bus, f"{self.subject}.tokens"))
         self.mesh = MeshClient(self.bus, self.inbox, decodes, MODEL)
+        if self.cluster.setup.http:
+            settings = FrontendSettings(request_timeout_s=CLIENT_LIFE_S)
+            self.app = create_app(self.mesh, text_model(self.cluster.home), settings)
         await stack.enter_async_context(self._advertised([], self._record()))
 
     def _kept(self) -> list[str]:
@@ -173,10 +206,22 @@ class Worker(Node):
     service: Any
 
     async def _start_engine(self, stack: AsyncExitStack) -> None:
-        self.engine = await stack.enter_async_context(run_stepped(lambda: make_engine(self.cluster.home)))
-        region = self.engine.engine.kv_region
-        self.transfer = MemoryTransfer(self.cluster.fabric, region, self.id, self.process, self._exposed_for)
+        setup = self.cluster.setup
+        step_s = setup.prefill_step_s if self.role == "prefill" else STEP_S
+        self.metrics = WorkerMetrics()
+        self.engine = await stack.enter_async_context(run_stepped(self._make_engine, step_s))
+        engine = self.engine.engine
+        self.transfer = MemoryTransfer(
+            self.cluster.fabric, engine.kv_region, max_request_pages(engine), self.id, self.process, self._exposed_for
+        )
         stack.callback(self.transfer.close)
+
+    def _make_engine(self) -> EngineCore:
+        return make_engine(self.cluster.home, self.cluster.setup.page_size(self.role), self.adapters)
+
+    def count(self, name: str) -> float:
+        """What one of its counters says."""
+        return self.metrics.registry.get_sample_value(name) or 0.0
 
     def _exposed_for(self, page: int) -> Request | None:
         """The request to whose transfer this page is exposed."""
@@ -210,8 +255,14 @@ class Decode(Worker):
         outbox = await stack.enter_async_context(
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
         )
+        setup = self.cluster.setup
         self.remote = self.cluster.remote_prefill(
-            self.bus, self.registration, self.registry, self.transfer, TRANSFER_TIMEOUT_S
+            self.bus,
+            self.registration,
+            self.registry,
+            self.transfer,
+            TRANSFER_TIMEOUT_S,
+            checksums=PageChecksums(self.engine.engine.kv_region) if setup.verify_kv else None,
         )
         self.active = ActiveRequests(outbox)
         self.service = DecodeService(
@@ -220,11 +271,11 @@ class Decode(Worker):
             self.remote,
             prefills,
             self.active,
-            metrics=WorkerMetrics(),
+            metrics=self.metrics,
             model=MODEL,
             max_local_prefill=16,
-            on_transfer_failure="recompute",
-            local_prefill_on_queue=False,  # it goes by how long steps really took
+            on_transfer_failure=setup.on_transfer_failure,
+            local_prefill_on_queue=setup.local_prefill_on_queue,
         )
         record = self._record(self.transfer.endpoint, self.engine.engine.max_context)
         await stack.enter_async_context(self._advertised(self.service.endpoints(), record))
@@ -245,7 +296,7 @@ class Prefill(Worker):
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
         self.service = PrefillService(
-            self.bus, self.registration, self.registry, self.engine, self.transfer, metrics=WorkerMetrics()
+            self.bus, self.registration, self.registry, self.engine, self.transfer, metrics=self.metrics
         )
         record = self._record(self.transfer.endpoint)
         await stack.enter_async_context(self._advertised(self.service.endpoints(), record))

@@ -95,7 +95,7 @@ def _of_message(kind: str) -> Iterator[Fault]:
 
 
 def of_writes() -> Iterator[Schedule]:
-    """Both kinds of write: failing, late, unheard of, with a wrong stamp; and a client that leaves meanwhile."""
+    """Both kinds of write: failing, late, unheard of, with a wrong stamp, corrupted; and a client that leaves meanwhile."""
     for kind in ("pages", "aux"):
         at = f"write {kind}"
         for nth in (1, 2, 4):
@@ -108,6 +108,9 @@ def of_writes() -> Iterator[Schedule]:
     for nth in (1, 3):
         yield [Fault(Do.WRITE_SILENT, "write aux", nth)]
         yield [Fault(Do.WRITE_STAMP, "write aux", nth)]
+        yield [Fault(Do.WRITE_CORRUPT, "write aux", nth)]
+    for nth in (1, 2, 4):
+        yield [Fault(Do.WRITE_CORRUPT, "write pages", nth)]
 
 
 def of_states() -> Iterator[Schedule]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from engine.core import EngineCore
 from engine.loop import BLOCKED_TICK_S, EngineLoop, _call, _settle
@@ -11,15 +11,17 @@ from engine.ports import Engine
 
 T = TypeVar("T")
 
-STEP_S: Final = 0.003
-
 
 class SteppedEngine(EngineLoop):
-    """See `engine.loop.EngineLoop`."""
+    """See `engine.loop.EngineLoop`. A step takes, and says that it took, `step_s`."""
 
     _next: asyncio.Handle | None = None  # the turn that is due
     _next_is_step = False  # calls wait for it
     _is_over = False
+
+    def __init__(self, build: Callable[[], Engine], step_s: float) -> None:
+        super().__init__(build)
+        self._step_s = step_s
 
     @property
     def core(self) -> EngineCore:
@@ -57,18 +59,19 @@ class SteppedEngine(EngineLoop):
         calls, _ = self._wait(busy=True, blocked=False)
         _settle([_call(call, core) for call in calls])
         output: Any = core.step()
+        object.__setattr__(output.stats, "step_s", self._step_s)
         loop.call_soon(self._receive, output)
         self._next, self._next_is_step = None, False
         if core.has_work():
-            self._next, self._next_is_step = loop.call_later(STEP_S, self._turn), True
+            self._next, self._next_is_step = loop.call_later(self._step_s, self._turn), True
         elif output.stats.num_waiting:
             self._next = loop.call_later(BLOCKED_TICK_S, self._turn)
 
 
 @asynccontextmanager
-async def run_stepped(build: Callable[[], Engine]) -> AsyncIterator[SteppedEngine]:
+async def run_stepped(build: Callable[[], Engine], step_s: float) -> AsyncIterator[SteppedEngine]:
     """See `engine.loop.run_engine`."""
-    engine = SteppedEngine(build)
+    engine = SteppedEngine(build, step_s)
     await engine.start()
     try:
         yield engine

@@ -8,8 +8,10 @@ import pytest
 from services.decode.remote_prefill import Fetch, RemotePrefill
 from tests.faults.faults import Do, Fault
 from tests.faults.mesh_run import check, run_faults
+from tests.faults.setup import EQUAL, LARGE_TO_SMALL, SMALL_TO_LARGE, Setup
 
-SOON_S, LATE_S, TOO_LATE_S = 0.01, 2.0, 12.0  # the last is longer than a transfer may take
+SOON_S, LATE_S, TOO_LATE_S = 0.01, 2.0, 10.0  # the last is longer than a transfer may take
+SIZES: Final = {1: SMALL_TO_LARGE, 2: LARGE_TO_SMALL, 3: EQUAL}  # by seed
 THEN: Final = {"at": "write pages", "after_s": SOON_S}
 
 # how long the first write takes, and how it is given up meanwhile
@@ -37,7 +39,7 @@ class FreesAtOnce(RemotePrefill):
         return
 
 
-def _run(way: str) -> tuple[list[Fault], dict[str, Any]]:
+def _run(way: str, seed: int) -> tuple[list[Fault], dict[str, Any]]:
     """A schedule, and a mesh in which every page is soon another request's."""
     late_s, faults = WAYS[way]
     counts = {"frontend": 1, "decode": 1, "prefill": 1, "bootstrap": 1}
@@ -46,19 +48,22 @@ def _run(way: str) -> tuple[list[Fault], dict[str, Any]]:
         "counts": counts,
         "num_clients": int(12 * over_s),
         "over_s": over_s,
+        "setup": Setup(page_sizes=SIZES[seed]),
     }
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_late_write_hits_nobody(tmp_path: Path, seed: int, way: str) -> None:
-    schedule, mesh = _run(way)
-    outcome = check(tmp_path, seed, schedule, **mesh)
+@pytest.mark.parametrize("seed", SIZES)
+def test_a_late_write_hits_nobody(home: Path, seed: int, way: str) -> None:
+    schedule, mesh = _run(way, seed)
+    outcome = check(home, seed, schedule, **mesh)
     assert set(outcome.fired) == set(schedule)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_implementation_that_frees_pages_at_once_is_caught(tmp_path: Path, way: str) -> None:
-    schedule, mesh = _run(way)
-    caught = [run_faults(tmp_path, seed, schedule, **mesh, remote_prefill=FreesAtOnce).problems for seed in range(2)]
-    assert any(caught), "pages were freed under a write, and nothing showed it"
+def test_an_implementation_that_frees_pages_at_once_is_caught(home: Path, way: str) -> None:
+    caught = []
+    for seed in SIZES:
+        schedule, mesh = _run(way, seed)
+        caught.append(run_faults(home, seed, schedule, **mesh, remote_prefill=FreesAtOnce).problems)
+    assert all(caught), "pages were freed under a write, and nothing showed it"

@@ -1,0 +1,104 @@
+"""A client that reads its tokens from the mesh, as the HTTP side does."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from components.aio import time_limit
+from components.errors import InvariantBroken, KvUnavailable, MeshError
+from components.messaging.deadline import now_ms
+from components.wire.sampling import Sampling
+from services.frontend.ports import Prompt
+from tests.faults.nodes import MODEL, Frontend
+
+
+class Answer(NamedTuple):
+    """All that an engine alone says."""
+
+    tokens: list[int]
+    finish: str
+
+
+@dataclass(eq=False)
+class Client:
+    """One request and what became of it."""
+
+    number: int
+    prompts: list[list[int]]  # one for each choice
+    sampling: Sampling
+    at_s: float
+    life_s: float
+    adapter: str = ""
+    frontend: Frontend | None = field(default=None, init=False)
+    task: "asyncio.Task[None] | None" = field(default=None, init=False)
+    has_left: bool = field(default=False, init=False)  # of itself, or its frontend died
+    error: Any = field(default=None, init=False)  # what it was told
+    tokens: list[int] = field(default_factory=list, init=False)
+    finish: str | None = field(default=None, init=False)
+
+    @property
+    def model(self) -> str:
+        """What it asks for."""
+        return self.adapter or MODEL
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a part of every answer."""
+        return bool(self.tokens)
+
+    @property
+    def lacks_kv(self) -> bool:
+        """Whether it was told that its prompt's KV did not come."""
+        return isinstance(self.error, KvUnavailable)
+
+    def __str__(self) -> str:
+        return f"client {self.number}: {len(self.tokens)} tokens, {self.finish}, {self.error!r}"
+
+    async def run(self, frontend: Frontend) -> None:
+        """Read the stream to its end, under the same limit as the HTTP side's."""
+        deadline = now_ms() + int(self.life_s * 1000)
+        prompt = Prompt(f"r{self.number}", self.model, self.prompts[0], self.sampling, "", deadline)
+        try:
+            async with (
+                time_limit(self.life_s, "the request took longer than"),
+                frontend.mesh.generate(prompt) as (deltas,),
+            ):
+                async for delta in deltas:
+                    assert self.finish is None, "tokens after the last one"
+                    self.tokens += delta.token_ids
+                    self.finish = delta.finish
+        except MeshError as exc:
+            self.error = exc
+
+    def leave(self) -> None:
+        """Ask no more."""
+        assert self.task is not None
+        self.has_left = True
+        self.task.cancel()
+
+    def stall(self, _seconds: float) -> bool:
+        """Read nothing for so long; whether it can."""
+        return False
+
+    def problems(self, answers: list[Answer], *, broken: bool) -> list[str]:
+        """What is not right: exactly the right tokens, or some of them and exactly one error.
+
+        `broken`: a message was made unreadable, or an answer one that tells of a bug.
+        """
+        assert self.task is not None
+        (tokens, finish), found = answers[0], []
+        if self.tokens != tokens[: len(self.tokens)]:
+            found.append(f"wrong tokens {self.tokens}, expected {tokens}")
+        if self.has_left:
+            return found
+        if not self.task.done():
+            return [*found, "hangs"]
+        if self.task.cancelled() or self.task.exception() is not None:
+            return [*found, f"{self.task}"]
+        if self.error is None and (self.tokens, self.finish) != (tokens, finish):
+            found.append(f"{self.tokens} {self.finish}, expected {tokens} {finish}")
+        return found + self._about_error(broken=broken)
+
+    def _about_error(self, *, broken: bool) -> list[str]:
+        is_bug = isinstance(self.error, InvariantBroken) and not (broken and self.error.message == "injected")
+        return [f"{self.error!r}"] if is_bug else []

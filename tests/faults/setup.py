@@ -1,0 +1,88 @@
+"""How the services of a run are set up, and which setup a seed gives. It prints as the code that makes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from random import Random
+from typing import Final, Literal
+
+from services.decode.config import OnTransferFailure
+from tests.faults.faults import Do, Fault
+
+ADAPTER: Final = "tuned"
+WEIGHTS, OTHER_WEIGHTS = "0123456789abcdef", "fedcba9876543210"
+STEP_S: Final = 0.003
+SLOW_STEP_S: Final = 0.15  # queues of prompts last longer than computing one elsewhere
+EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL = (16, 16), (16, 32), (32, 16)
+
+Adapters = Literal["none", "everywhere", "on decode alone", "other weights on prefill", "on every other decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the services are told."""
+
+    page_sizes: tuple[int, int] = EQUAL  # of prefill, of decode
+    verify_kv: bool = False
+    on_transfer_failure: OnTransferFailure = "recompute"
+    adapters: Adapters = "none"
+    http: bool = False  # clients speak it
+    local_prefill_on_queue: bool = True
+    prefill_step_s: float = STEP_S
+
+    def __repr__(self) -> str:
+        named = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        return f"Setup({', '.join(f'{name}={value!r}' for name, value, default in named if value != default)})"
+
+    def page_size(self, role: str) -> int:
+        """Of that role's workers."""
+        return self.page_sizes[role == "decode"]
+
+    def adapters_of(self, role: str, number: int) -> dict[str, str]:
+        """What the `number`th worker of a role loads."""
+        match self.adapters, role:
+            case ("none", _) | ("on decode alone", "prefill"):
+                return {}
+            case "on every other decode", "decode" if number % 2 == 0:
+                return {}
+            case "other weights on prefill", "prefill":
+                return {ADAPTER: OTHER_WEIGHTS}
+        return {ADAPTER: WEIGHTS}
+
+
+PLAIN: Final = Setup()
+
+
+def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
+    """One of those in which nearly all prompts are transferred, and `schedule` can happen."""
+    draw = Random(f"setup {seed}")
+    corrupts = _corrupts(schedule)
+    # of two answers to one question, the one that its request id is in use may come first: a failure, if asked for
+    recomputes = any(fault.at == "decode waiting" or fault.do is Do.DUPLICATE for fault in schedule)
+    return Setup(
+        page_sizes=draw.choice((EQUAL, EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL)),
+        verify_kv=corrupts or draw.random() < 0.5,
+        on_transfer_failure="recompute" if recomputes or draw.random() < 0.7 else "fail",
+        adapters=draw.choice(("none", "none", "everywhere")),
+        http=draw.random() < 0.4,
+    )
+
+
+def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
+    """Any at all in which `schedule` does no harm."""
+    draw = Random(f"wide {seed}")
+    corrupts = _corrupts(schedule)
+    return Setup(
+        page_sizes=draw.choice((EQUAL, EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL, (64, 16), (16, 64))),
+        verify_kv=corrupts or draw.random() < 0.6,
+        on_transfer_failure=draw.choice(("recompute", "fail")),
+        adapters=draw.choice(
+            ("none", "everywhere", "on decode alone", "other weights on prefill", "on every other decode")
+        ),
+        http=draw.random() < 0.5,
+        prefill_step_s=draw.choice((STEP_S, SLOW_STEP_S)),
+    )
+
+
+def _corrupts(schedule: Sequence[Fault]) -> bool:
+    """Whether KV must be verified, which pages of different sizes cannot be."""
+    return any(fault.do is Do.WRITE_CORRUPT for fault in schedule)

@@ -1,0 +1,125 @@
+"""What depends on how the mesh is set up: page sizes, verification, the policy after a failure, adapters, queues."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.faults.faults import Do, Fault
+from tests.faults.mesh_run import Outcome, check, run_faults
+from tests.faults.setup import ADAPTER, SLOW_STEP_S, Adapters, Setup
+
+CORRUPTED: Final = {
+    "pages": ([Fault(Do.WRITE_CORRUPT, "write pages", 2)], "pages did not arrive as prefill sent them: "),
+    "aux": ([Fault(Do.WRITE_CORRUPT, "write aux", 2)], "the aux slot did not arrive as prefill wrote it"),
+}
+A_TRANSFER_FAILS: Final = [Fault(Do.WRITE_FAILS, "write pages", 2)]
+ONE_PREFILL: Final[dict[str, Any]] = {"counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1}}
+QUEUES: Final[dict[str, Any]] = {**ONE_PREFILL, "num_clients": 24, "over_s": 2.0}
+
+
+def _heard(outcome: Outcome, words: str) -> int:
+    return sum(words in line for line in outcome.trace)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 128), (64, 16)])
+def test_pages_of_another_size_are_written_in_pieces(home: Path, sizes: tuple[int, int]) -> None:
+    outcome = check(home, 1, [], setup=Setup(page_sizes=sizes))
+    assert _heard(outcome, "write of pages") >= 3
+    assert not any(client.error for client in outcome.clients)
+
+
+@pytest.mark.parametrize("what", CORRUPTED)
+@pytest.mark.parametrize("http", [False, True])
+def test_corrupted_kv_is_computed_anew_and_its_cause_is_named(home: Path, what: str, http: bool) -> None:
+    schedule, cause = CORRUPTED[what]
+    outcome = check(home, 2, schedule, setup=Setup(verify_kv=True, http=http))
+    assert not any(client.error for client in outcome.clients)
+    assert outcome.counts["kv_transfers_corrupt_total"] == outcome.counts["prompt_recomputes_total"] == 1
+    assert sum("computing the prompt here" in line and cause in line for line in outcome.trace) == 1
+
+
+@pytest.mark.parametrize("what", CORRUPTED)
+def test_corrupted_kv_fails_its_request_alone_where_that_is_asked_for(home: Path, what: str) -> None:
+    schedule, cause = CORRUPTED[what]
+    outcome = check(home, 2, schedule, setup=Setup(verify_kv=True, on_transfer_failure="fail"))
+    (error,) = (client.error for client in outcome.clients if client.error)
+    assert cause in error.message
+    assert error.fields["cause"] == "KvCorrupt"
+
+
+@pytest.mark.parametrize("what", CORRUPTED)
+def test_without_verification_corrupted_kv_shows(home: Path, what: str) -> None:
+    """Or the two tests above would prove nothing."""
+    assert any(run_faults(home, seed, CORRUPTED[what][0]).problems for seed in (2, 3, 4))
+
+
+@pytest.mark.parametrize("http", [False, True])
+def test_one_clear_error_stands_where_recompute_would_have_gone_on(home: Path, http: bool) -> None:
+    recomputed = check(home, 3, A_TRANSFER_FAILS, setup=Setup(http=http))
+    assert recomputed.counts["prompt_recomputes_total"] == 1
+    assert not any(client.error for client in recomputed.clients)
+    failed = check(home, 3, A_TRANSFER_FAILS, setup=Setup(on_transfer_failure="fail", http=http))
+    assert failed.counts["prompt_recomputes_total"] == 0
+    (client,) = (client for client in failed.clients if client.error)
+    assert client.lacks_kv
+    if http:
+        assert getattr(client, "status") == 502  # noqa: B009
+
+
+def test_streams_that_have_begun_go_on_when_failures_are_asked_for(home: Path) -> None:
+    """Their decode instance dies, and where they go on no transfer works any more."""
+    schedule = [Fault(Do.KILL, "decode running", 3, role="decode"), Fault(Do.WRITE_FAILS, "write pages", 8, count=999)]
+    setup = Setup(on_transfer_failure="fail", http=True)
+    outcomes = [check(home, seed, schedule, setup=setup, num_clients=10) for seed in range(3)]
+    assert any(outcome.counts["prompt_recomputes_total"] for outcome in outcomes), "none had begun"
+
+
+@pytest.mark.parametrize(
+    ("adapters", "why"),
+    [
+        ("everywhere", ""),
+        ("on decode alone", ""),
+        ("other weights on prefill", f"must load the same weights as adapter '{ADAPTER}'"),
+    ],
+)
+def test_an_adapter_answers_wherever_its_kv_can_come_from(home: Path, adapters: Adapters, why: str) -> None:
+    outcome = check(home, 4, [], setup=Setup(adapters=adapters, http=True))
+    assert any(client.adapter for client in outcome.clients)
+    assert not any(client.error for client in outcome.clients)
+    assert _heard(outcome, why or "write of pages")
+
+
+def test_streams_with_an_adapter_wait_for_an_instance_that_has_it(home: Path) -> None:
+    schedule = [Fault(Do.KILL, "decode running", 4, role="decode")]  # the first: the one that has it
+    outcomes = [check(home, seed, schedule, setup=Setup(adapters="on every other decode")) for seed in range(3)]
+    moved = [c for outcome in outcomes for c in outcome.clients if c.adapter and not c.error]
+    assert len(moved) >= 3
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        [],
+        [Fault(Do.STOP, "time 1.0", amount=4.0, role="prefill")],
+        [Fault(Do.KILL, "time 1.0", role="prefill")],
+        [Fault(Do.GARBLE, "message heartbeat.v1", 8, count=60)],
+        [Fault(Do.ALTER, "message heartbeat.v1", 8, count=60, field="queued_tokens")],
+        [Fault(Do.WRITE_FAILS, "write pages", 3, count=5), Fault(Do.CLIENT_GONE, "prefill computing", 6)],
+        [Fault(Do.KILL, "time 1.5", role="decode"), Fault(Do.NATS_AWAY, "time 2.0", amount=1.0)],
+    ],
+    ids=str,
+)
+def test_long_queues_at_prefill_send_prompts_to_decode(home: Path, schedule: list[Fault]) -> None:
+    outcome = check(home, 5, schedule, setup=Setup(prefill_step_s=SLOW_STEP_S), **QUEUES)
+    assert set(outcome.fired) == set(schedule)
+    if not schedule:
+        patient = Setup(prefill_step_s=SLOW_STEP_S, local_prefill_on_queue=False)
+        assert _computed_here(outcome) > _computed_here(check(home, 5, [], setup=patient, **QUEUES)) + 3
+
+
+def _computed_here(outcome: Outcome) -> int:
+    """Prompts for which no prefill instance was asked."""
+    moves = [line.split()[1:] for line in outcome.trace]
+    waited, asked = ({m[1] for m in moves if (m[0], m[-1]) == ("decode", state)} for state in ("waiting", "prealloc"))
+    return len(waited - asked)
