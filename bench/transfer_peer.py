@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
-from components.kv_transfer.nixl_transfer import POLL_NOTIFICATIONS_S, open_nixl
+from components.kv_transfer.nixl_transfer import POLL_WRITES_S, open_nixl
 from components.wire.instances import KvEndpoint
 
 
@@ -54,6 +54,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
         assert shared.buf is not None, "open"
         async with open_nixl(pool, "receiver") as transfer:
             transfer.expect("never")  # keeps its thread making progress
+            transfer.hasten("never")  # as prefill's word does
             agent = plain_agent("plain-receiver", pool)
             progress = asyncio.create_task(keep_going(agent))
             facts = {
@@ -76,7 +77,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
 async def keep_going(agent: nixl_agent) -> None:
     while True:
         agent.get_new_notifs()
-        await asyncio.sleep(POLL_NOTIFICATIONS_S)  # as a worker does while a transfer is awaited
+        await asyncio.sleep(POLL_WRITES_S)  # as a worker does while a transfer is about to end
 
 
 if __name__ == "__main__":

@@ -83,6 +83,12 @@ class KvTransfer(Protocol):
         Keep it until nothing is written here any more: writes make progress only while something is expected.
         """
 
+    def hasten(self, notification: str) -> None:
+        """The peer has begun its last write before this notification: a backend that looks for it should look often now.
+
+        A hint, which may be lost, and may come for what nobody expects any more.
+        """
+
 
 class OpenTransfer(Protocol):
     """What a backend gives under its name: see docs/writing-a-kv-transfer-backend.md."""

@@ -118,6 +118,9 @@ class MooncakeTransfer:
         """A future that completes when a peer has sent exactly this text."""
         return self.bell.expect(notification)
 
+    def hasten(self, notification: str) -> None:
+        """The doorbell is not looked for: it rings."""
+
     def _peer(self, agent: str) -> MooncakePeer:
         peer = self._peers.get(agent)
         if peer is None:

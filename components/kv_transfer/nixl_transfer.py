@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_WRITES_S: Final = 0.0002
-POLL_NOTIFICATIONS_S: Final = 0.0005  # a write to a peer that has not read its last notification waits for this
+POLL_NOTIFICATIONS_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class NixlTransfer:
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
         self._expected: dict[str, asyncio.Future[None]] = {}  # both threads; each access is one atomic operation
+        self._coming: set[str] = set()  # of these, what peers are about to send; likewise
         self._failed: list[_Write] = []  # failed, but NIXL would not release the handle yet: something may be in flight
         self._thread = OwnThread("NIXL", self._poll)
         self._endpoint: KvEndpoint | None = None
@@ -113,9 +114,19 @@ class NixlTransfer:
         """A future that completes when a peer has sent exactly this text."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._expected[notification] = future
-        future.add_done_callback(lambda _: self._expected.pop(notification, None))
+        future.add_done_callback(lambda _: self._forget(notification))
         self._thread.post(_nothing)  # the thread may be asleep
         return future
+
+    def hasten(self, notification: str) -> None:
+        """A peer is about to send this text."""
+        if notification in self._expected:
+            self._coming.add(notification)
+            self._thread.post(_nothing)
+
+    def _forget(self, notification: str) -> None:
+        self._expected.pop(notification, None)
+        self._coming.discard(notification)
 
     async def _write(self, make: Callable[[_Peer], Any], agent: str) -> WriteStats:
         done: asyncio.Future[WriteStats] = self._loop.create_future()
@@ -240,7 +251,9 @@ class NixlTransfer:
     def _patience(self) -> float | None:
         if self._writes or self._failed:
             return POLL_WRITES_S
-        return POLL_NOTIFICATIONS_S if self._expected else None
+        if not self._expected:
+            return None
+        return POLL_WRITES_S if self._coming else POLL_NOTIFICATIONS_S
 
     def _notifications(self) -> list[str]:
         try:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import StrEnum, auto
 from typing import Any, Final
 
@@ -36,6 +36,10 @@ NEXT: Final = {
 }
 
 
+async def _silently(_: PagesOffered) -> None:
+    """Tell nobody."""
+
+
 class Sender:
     """Brings two streams of news together: what decode offers, and what the engine has computed."""
 
@@ -47,6 +51,7 @@ class Sender:
         *,
         checksums: PageChecksums | None = None,  # when decode verifies what it gets
         bootstrap_timeout_s: float | None = None,  # for decode's offer
+        announce: Callable[[PagesOffered], Awaitable[None]] = _silently,  # awaited before the last pages are written
     ) -> None:
         self.lifecycle = Lifecycle(f"send {request_id}", NEXT, S.BOOTSTRAPPING)
         self.num_bytes = 0  # of pages, as the backend reports them
@@ -56,6 +61,7 @@ class Sender:
         self._layout = transfer.endpoint.layout
         self._checksums = checksums
         self._bootstrap_timeout_s = bootstrap_timeout_s
+        self._announce = announce
         self._sums: TransferChecksums | None = None  # of what was sent so far
         self._offer: asyncio.Future[tuple[PagesOffered, KvEndpoint, int]] = asyncio.get_running_loop().create_future()
         self._pages: list[int] = []
@@ -118,6 +124,8 @@ class Sender:
             while (ready := self._num_ready(unit)) <= sent:
                 self._news.clear()
                 await self._news.wait()
+            if ready == self._num_tokens:
+                await self._announce(offer)
             self.num_bytes += (await self._quietly(self._write(offer, peer, range(sent, ready)))).num_bytes
             sent = ready
         while self._last is None:

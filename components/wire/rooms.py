@@ -57,6 +57,13 @@ class PagesOffered:
     deadline_unix_ms: int | None = None
 
 
+@message("kv-coming.v1")
+class KvComing:
+    """prefill → decode, on `<decode subject>.kv_coming`: the last pages of this room are being written. A hint: no answer."""
+
+    room: str
+
+
 @message("room-close.v1")
 class CloseRoom:
     """prefill → bootstrap `.close`: everything was delivered, or never will be: then `error` and `cause` are set."""

@@ -31,7 +31,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from components.wire.rooms import RoomFailed, RoomOk
+from components.wire.rooms import KvComing, RoomFailed, RoomOk
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
@@ -89,6 +89,7 @@ class DecodeService:
             Endpoint("generate", GenerateRequest, self.generate),
             Endpoint("cancel", CancelStreams, self.cancel),
             Endpoint("room_failed", RoomFailed, self.room_failed),
+            Endpoint("kv_coming", KvComing, self.kv_coming),
         ]
 
     async def generate(self, request: GenerateRequest) -> GenerateAccepted:
@@ -136,6 +137,11 @@ class DecodeService:
         """The bootstrap service knows that a transfer will not complete."""
         self._remote.room_failed(failed)
         return RoomOk(room=failed.room)
+
+    async def kv_coming(self, coming: KvComing) -> RoomOk:
+        """Prefill is about to be done with a transfer."""
+        self._remote.kv_coming(coming)
+        return RoomOk(room=coming.room)
 
     def heartbeat(self) -> Heartbeat:
         """What this instance says of itself."""

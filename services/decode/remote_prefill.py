@@ -24,7 +24,7 @@ from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
 from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import OfferPages, RoomFailed, RoomOk
+from components.wire.rooms import KvComing, OfferPages, RoomFailed, RoomOk
 from components.wire.tokens import num_tokens
 from engine.ports import Reserved
 
@@ -109,6 +109,10 @@ class RemotePrefill:
         if fetch is not None and fetch.room in (None, failed.room):
             kind = BY_NAME.get(failed.error, PrefillLost)
             fetch.receiver.failure.tell(kind(f"prefill {fetch.prefill.instance_id}: {failed.cause}"))
+
+    def kv_coming(self, coming: KvComing) -> None:
+        """The last pages of a room are being written."""
+        self._transfer.hasten(coming.room)
 
     async def run(self, fetch: Fetch, request: GenerateRequest) -> AuxRecord:
         """Bring the prompt's KV into the reserved pages and return what came beside it.

@@ -17,6 +17,7 @@ from services.local.process import CannotStart
 
 TIERS: Final = ("bootstrap", "prefill", "decode", "frontend")  # in the order in which they depend on each other
 DRAINING: Final = ("prefill", "decode", "frontend")  # finish requests in flight when told to stop
+PREFILL_SPINS: Final = "30000"  # by default OpenMP's threads go on spinning for milliseconds when a prompt is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ class Plan:
             for i in range(self.counts[role]):
                 env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": drain_s} if role in DRAINING else {}
                 env |= shared
+                if role == "prefill":
+                    env.setdefault("GOMP_SPINCOUNT", PREFILL_SPINS)
                 if role == "frontend":
                     env |= {"MESH_FRONTEND_HOST": self.host, "MESH_FRONTEND_PORT": str(self.port + i)}
                 elif metrics_port:  # one machine: each takes the next

@@ -245,6 +245,9 @@ class MemoryTransfer:
         future.add_done_callback(lambda _: self.expected.pop(notification, None))
         return future
 
+    def hasten(self, notification: str) -> None:
+        """Nothing looks for it here."""
+
     def notify(self, notification: str) -> None:
         """A peer's last write has landed."""
         future = self.expected.get(notification)

@@ -45,6 +45,7 @@ class FakeTransfer:
     connected: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     expected: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    hastened: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -90,6 +91,9 @@ class FakeTransfer:
         self.expected[notification] = future
         future.add_done_callback(lambda _: self.expected.pop(notification, None))
         return future
+
+    def hasten(self, notification: str) -> None:
+        self.hastened.append(notification)
 
     async def _flight(self) -> None:
         self.in_flight += 1

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from components.errors import IncompatibleLayout, TransferFailed
 from components.kv_transfer.aux import AuxRecord
-from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
+from components.kv_transfer.nixl_transfer import POLL_NOTIFICATIONS_S, POLL_WRITES_S, NixlTransfer, open_nixl
 from components.kv_transfer.pieces import Pieces, cut
 from components.wire.instances import KvEndpoint
 from services.local.process import tethered
@@ -245,6 +245,18 @@ async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, sta
         await transfer.write_pieces("decode-dies", pieces)
     assert not transfer._writes
     assert not transfer._failed
+
+
+async def test_a_notification_is_looked_for_often_once_it_is_said_to_come(transfer: NixlTransfer) -> None:
+    transfer.hasten("boot/1")  # nobody expects it
+    first, second = transfer.expect("boot/1"), transfer.expect("boot/2")
+    assert transfer._patience() == POLL_NOTIFICATIONS_S
+    transfer.hasten("boot/2")
+    assert transfer._patience() == POLL_WRITES_S
+    second.cancel()
+    await asyncio.sleep(0)
+    assert transfer._patience() == POLL_NOTIFICATIONS_S
+    first.cancel()
 
 
 async def test_what_nobody_expects_any_more_is_not_waited_for(transfer: NixlTransfer) -> None:

@@ -66,6 +66,24 @@ async def test_pages_leave_as_they_are_computed_and_the_aux_slot_last() -> None:
     assert prefill.aux.num_free == prefill.aux.num_slots
 
 
+async def test_the_last_pages_are_announced_before_they_are_written() -> None:
+    prefill = FakeTransfer()
+    announced: list[tuple[str, int]] = []
+
+    async def announce(offer: PagesOffered) -> None:
+        announced.append((offer.room, len(prefill.writes)))
+
+    sender = Sender(prefill, "r", num_tokens=18, announce=announce)
+    task = asyncio.create_task(sender.run())
+    sender.offered(offer(), endpoint(), STAMP)
+    sender.computed(OURS, 8)
+    await turns()
+    assert not announced
+    sender.completed(OURS, 42, 0)
+    await task
+    assert announced == [(ROOM, 1)]
+
+
 async def test_what_was_computed_before_the_offer_leaves_in_one_write() -> None:
     prefill = FakeTransfer()
     sender, task = sending(prefill)

@@ -26,7 +26,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
 from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import OfferPages, RoomFailed, RoomOk
+from components.wire.rooms import KvComing, OfferPages, RoomFailed, RoomOk
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from engine.ports import Failed, FinishReason, Phase, Reserved, StepStats, TokenOutput
@@ -232,6 +232,16 @@ async def test_a_request_goes_through_the_queues_one_after_the_other(decode: Dec
     assert decode.queues() == {"running": 1}
     await decode.finish()
     assert decode.queues() == {}
+
+
+async def test_kv_that_is_said_to_come_is_looked_for(decode: Decode) -> None:
+    await decode.ask()
+    await decode.reserve()
+    assert await decode.service.kv_coming(KvComing(room=ROOM)) == RoomOk(room=ROOM)
+    assert "kv_coming" in {endpoint.name for endpoint in decode.service.endpoints()}
+    assert decode.transfer.hastened == [ROOM]
+    await decode.land()
+    await decode.finish()
 
 
 async def test_a_request_whose_kv_does_not_come_waits_for_its_turn_here(decode: Decode) -> None:

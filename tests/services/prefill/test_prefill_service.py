@@ -24,7 +24,7 @@ from components.messaging.service import Endpoint
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import CloseRoom, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomOpened
+from components.wire.rooms import CloseRoom, KvComing, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomOpened
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from engine.ports import Computed, Failed, KvRegion, Phase
@@ -159,9 +159,11 @@ async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forg
     await prefill.offer()
     await turns()
     assert prefill.transfer.writes == [([5], [20])]
+    assert not prefill.bus.of(KvComing)
     prefill.computed()
     await turns()
     assert prefill.transfer.writes[1:] == [([6, 7], [10, 30])]
+    assert prefill.bus.of(KvComing) == [KvComing(room="boot/1")]
     assert landed.done()
     assert prefill.ends == [None]
     prefill.assert_nothing_is_kept()
