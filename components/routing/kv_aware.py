@@ -82,7 +82,7 @@ class KvAware:
             hits = [cached.get(m.instance_id) for m in members]
             for at, hit in enumerate(hits):
                 if hit:
-                    costs[at] -= min(saved * min(hit, tokens), tokens)
+                    costs[at] -= min(saved * hit, tokens)
         speeds = [m.prompt_tokens_per_s for m in members]
         known = [speed for speed in speeds if speed > 0]
         if not known:
