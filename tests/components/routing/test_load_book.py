@@ -1,13 +1,16 @@
 """The load book against a world in which everything is known: requests, workers, heartbeats on their way."""
 
 from dataclasses import dataclass, field, replace
+from random import Random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from components.routing.choice import Ask
 from components.routing.load_book import FORGET_AFTER_S, LoadBook, Sent
+from components.routing.policies import DEFAULT, Phase, make_policy
 from components.wire.heartbeat import Heartbeat
 
 IDS = st.sampled_from("ab")
@@ -217,6 +220,19 @@ def test_a_burst_is_seen_before_any_heartbeat() -> None:
     for _ in range(5):
         book.send("a", 100, 7, 0.0)
     assert (member.running, member.queued_tokens, member.used_pages) == (5, 500, 35)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_burst_between_two_heartbeats_does_not_land_on_the_one_that_looked_idle(phase: Phase) -> None:
+    book, policy = LoadBook(), make_policy(DEFAULT[phase], phase, Random(0))
+    for instance_id, running in {"a": 20, "b": 20, "c": 20, "idle": 0}.items():
+        book.joined(instance_id, "1", 0.0)
+        book.heard(beat(instance_id, num_requests=running, queued_tokens=320 * running, held_pages=20 * running), 0.0)
+    for _ in range(100):
+        choice = policy.choose(Ask(320), book.members, {}, 0.0)
+        assert choice is not None
+        book.send(choice.member.instance_id, 320, 20, 0.0)
+    assert sorted(m.running for m in book.members) == [40, 40, 40, 40]
 
 
 def test_a_heartbeat_that_is_faster_than_the_answer_counts_the_request_too() -> None:

@@ -458,9 +458,13 @@ def test_a_session_stays_until_its_instance_is_gone_or_too_full() -> None:
 def test_sessions_are_forgotten_when_idle_and_never_more_than_so_many() -> None:
     members = fleet(3)
     policy = SessionAffinity(RandomChoice(Random(1)), prompt_load, idle_s=10, sessions=50)
+    used = []
     for at in range(500):
-        policy.choose(Ask(1, session=str(at)), members, {}, at / 100)
+        policy.choose(Ask(1, session=str(at)), members, {}, 0.0)
         assert len(policy) <= 51
+        if at % 10 == 0:
+            used.append(choose(policy, Ask(1, session="in use"), members).member)
+    assert all(member is used[0] for member in used)
     policy.choose(Ask(1, session="last"), members, {}, 30.0)
     assert len(policy) == 1
     policy.choose(Ask(1), members, {}, 30.0)
