@@ -92,7 +92,7 @@ class LoadBook:
         return member
 
     def left(self, instance_id: str) -> None:
-        """An instance is gone, and everything about it."""
+        """An instance left etcd, and takes everything about it along. One that is merely silent stays: it may come back."""
         instance = self._instances.pop(instance_id, None)
         if instance is None:
             return
