@@ -22,7 +22,7 @@ class Member:
 
     instance_id: str
     queued_tokens: int = 0  # prompt tokens sent to it and not computed, as far as is known
-    running: int = 0  # requests in its batch, and those on their way to it
+    running: int = 0  # requests there and on their way to it, each of n branches for itself
     used_pages: int = 0  # not free and not merely cached
     total_pages: int = 0
     prompt_tokens_per_s: float = 0.0  # computed lately; 0: not known

@@ -32,6 +32,7 @@ class Sent:
     pages: int  # that it will hold there
     sent_s: float
     where: "_Instance"
+    branches: int = 1  # that it runs as, there
     number: int | None = None  # what the instance calls it; None: it has not answered
 
 
@@ -47,12 +48,13 @@ class _Instance:
     untold: dict[Sent, None] = field(default_factory=dict)
     untold_tokens: int = 0
     untold_pages: int = 0
+    untold_branches: int = 0
 
     def show(self) -> None:
         """Into the member, where policies look."""
         member = self.member
         member.queued_tokens = self.queued_tokens + self.untold_tokens
-        member.running = self.running + len(self.untold)
+        member.running = self.running + self.untold_branches
         member.used_pages = self.used_pages + self.untold_pages
 
 
@@ -101,7 +103,7 @@ class LoadBook:
             del self._untold[sent]
         instance.untold.clear()
 
-    def send(self, instance_id: str, tokens: int, pages: int, now_s: float) -> Sent | None:
+    def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> Sent | None:
         """A request leaves for an instance, with so many prompt tokens to compute there and pages to hold.
 
         Returns: what `accepted` and `over` want; None when there is no such instance.
@@ -110,10 +112,11 @@ class LoadBook:
         instance = self._instances.get(instance_id)
         if instance is None:
             return None
-        sent = Sent(tokens, pages, now_s, instance)
+        sent = Sent(tokens, pages, now_s, instance, branches)
         instance.untold[sent] = self._untold[sent] = None
         instance.untold_tokens += tokens
         instance.untold_pages += pages
+        instance.untold_branches += branches
         instance.show()
         return sent
 
@@ -131,6 +134,7 @@ class LoadBook:
         del instance.untold[sent], self._untold[sent]
         instance.untold_tokens -= sent.tokens
         instance.untold_pages -= sent.pages
+        instance.untold_branches -= sent.branches
         instance.show()
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> None:

@@ -149,7 +149,7 @@ class DecodeService:
             self._prompts(),
             draining=self.draining,
             accepted=self._accepted,
-            num_requests=len(self._active.everyone()),
+            num_requests=sum(len(active.streams) for active in self._active.everyone()),
         )
 
     async def drained(self) -> None:

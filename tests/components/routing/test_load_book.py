@@ -17,13 +17,14 @@ IDS = st.sampled_from("ab")
 
 
 def beat(instance_id: str = "a", epoch: str = "1", *, step: int = 0, accepted: int = 0, **counts: int) -> Heartbeat:
-    return Heartbeat(instance_id=instance_id, epoch=epoch, step=step, busy=True, accepted=accepted, **counts)  # type: ignore[arg-type]
+    return Heartbeat(instance_id=instance_id, epoch=epoch, step=step, busy=True, accepted=accepted, **counts)
 
 
 @dataclass(eq=False)
 class Request:
     tokens: int
     pages: int
+    branches: int
     worker: "Worker"
     number: int | None = None
     sent: Sent | None = None  # None: another router's
@@ -49,7 +50,7 @@ class Worker:
             self.epoch,
             step=self.step,
             accepted=self.accepted,
-            num_requests=len(self.active),
+            num_requests=sum(r.branches for r in self.active),
             queued_tokens=sum(r.tokens for r in self.active),
             held_pages=sum(r.pages for r in self.active),
         )
@@ -83,13 +84,13 @@ class BookAgainstWorld(RuleBasedStateMachine):
         self.book.left(instance_id)
         assert self.book.find(instance_id) is None
 
-    @rule(instance_id=IDS, tokens=st.integers(0, 50), pages=st.integers(0, 9))
-    def sends(self, instance_id: str, tokens: int, pages: int) -> None:
-        sent = self.book.send(instance_id, tokens, pages, self.now)
+    @rule(instance_id=IDS, tokens=st.integers(0, 50), pages=st.integers(0, 9), branches=st.integers(1, 3))
+    def sends(self, instance_id: str, tokens: int, pages: int, branches: int) -> None:
+        sent = self.book.send(instance_id, tokens, pages, self.now, branches)
         worker = self.workers.get(instance_id)
         assert (sent is None) == (worker is None)
         if worker is not None:
-            request = Request(tokens, pages, worker, sent=sent, sent_s=self.now)
+            request = Request(tokens, pages, branches, worker, sent=sent, sent_s=self.now)
             worker.ours.append(request)
             self.flying.append(request)
 
@@ -118,7 +119,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
     @rule(instance_id=IDS, tokens=st.integers(0, 50), pages=st.integers(0, 9))
     def another_router_sends(self, instance_id: str, tokens: int, pages: int) -> None:
         if (worker := self.workers.get(instance_id)) is not None:
-            self.accept(Request(tokens, pages, worker))
+            self.accept(Request(tokens, pages, 2, worker))
 
     @rule(instance_id=IDS, data=st.data(), told=st.booleans())
     def a_request_ends(self, instance_id: str, data: st.DataObject, told: bool) -> None:
@@ -183,7 +184,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
                 and not (r.answered and r.number is not None and r.number <= worker.told_of)
             ]
             said = worker.believed or beat()
-            assert member.running == said.num_requests + len(untold)
+            assert member.running == said.num_requests + sum(r.branches for r in untold)
             assert member.queued_tokens == said.queued_tokens + sum(r.tokens for r in untold)
             assert member.used_pages == said.held_pages + sum(r.pages for r in untold)
             assert self.book.find(member.instance_id) is member
@@ -203,7 +204,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
             member = self.book.find(worker.instance_id)
             assert member is not None
             assert (member.running, member.queued_tokens, member.used_pages) == (
-                len(worker.active),
+                sum(r.branches for r in worker.active),
                 sum(r.tokens for r in worker.active),
                 sum(r.pages for r in worker.active),
             )
@@ -306,5 +307,5 @@ def test_one_that_boasted_is_believed_again_after_a_while() -> None:
 def test_nobody_carries_less_than_nothing(field_name: str) -> None:
     book = LoadBook()
     member = book.joined("a", "1", 0.0)
-    book.heard(replace(beat(), **{field_name: -5}), 0.0)  # type: ignore[arg-type]
+    book.heard(replace(beat(), **{field_name: -5}), 0.0)
     assert min(member.running, member.queued_tokens, member.used_pages, member.total_pages) == 0

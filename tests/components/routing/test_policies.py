@@ -295,7 +295,7 @@ def test_temperature_makes_the_worse_choice_e_times_less_likely_for_a_prompt_of_
 @pytest.mark.parametrize("wrong", [{"spill": 1.9}, {"temperature": -1.0}, {"cached": -0.1}])
 def test_weights_that_would_leave_nobody_or_turn_costs_around_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        KvWeights(**wrong)  # type: ignore[arg-type]
+        KvWeights(**wrong)
 
 
 # cache_aware
@@ -358,7 +358,7 @@ def test_scores_do_not_depend_on_process_or_company() -> None:
 
 @pytest.mark.parametrize("instead", ["next", "least_load"])
 def test_one_hot_key_fills_nobody_above_the_bound(instead: str) -> None:
-    policy = BoundedHashing(Random(0), prompt_load, session_or_prefix, instead)  # type: ignore[arg-type]
+    policy = BoundedHashing(Random(0), prompt_load, session_or_prefix, instead)
     members = fleet(10)
     for at in range(2000):
         give(choose(policy, Ask(500, session="hot"), members).member, 500)
