@@ -1,7 +1,7 @@
 """What one decision costs: python -m bench.routing_policies
 
 µs per decision of each policy, at fleets of 10, 100 and 1,000 instances, after `Health.candidates`, with the load book told of
-every request and its answer, and a tenth of the instances having some of the prompt cached. `book` is the load book alone, and
+every request, its answer and its end, and a tenth of the instances having some of the prompt cached. `book` is the load book alone, and
 `heartbeat` one heartbeat taken in.
 """
 
@@ -75,6 +75,7 @@ def policy_us(name: PolicyName, count: int, *, route: bool) -> float:
         sent = book.send(choice.member.instance_id, ask.num_tokens, ask.num_tokens // 16, 0.0)
         assert sent is not None
         book.accepted(sent, 1)
+        book.over(sent)
         health.succeeded(choice.member.instance_id, 0.0)
 
     return best_us(whole if route else choose, max(200, 20_000 // count))
@@ -88,6 +89,7 @@ def book_us(count: int) -> float:
         sent = book.send(instance_id, 100, 7, 0.0)
         assert sent is not None
         book.accepted(sent, 1)
+        book.over(sent)
 
     return best_us(decide, 5000)
 

@@ -17,6 +17,7 @@ from components.wire.heartbeat import Heartbeat
 FORGET_AFTER_S: Final = (
     12.0  # longer than a call may take, and than heartbeats stay away before an instance counts as lost
 )
+OURS_FOR_S: Final = 600.0  # a request whose end nobody told us of
 OVERTAKEN_FOR_S: Final = (
     2.0  # so long an older heartbeat may arrive after a newer one; later, the worker has lied before
 )
@@ -26,7 +27,7 @@ _id = attrgetter("instance_id")
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request of ours that its instance has not told of yet. Hand it back with `accepted`, then or instead `over`."""
+    """A request of ours. Hand it back with `accepted` when its instance answers, and with `over` in any case at its end."""
 
     tokens: int  # of its prompt, to compute there
     pages: int  # that it will hold there
@@ -45,6 +46,7 @@ class _Instance:
     queued_tokens: int = 0  # by that heartbeat
     running: int = 0
     used_pages: int = 0
+    ours: int = 0  # branches of our requests there that are not over: no fewer can be there, whatever it says
     untold: dict[Sent, None] = field(default_factory=dict)
     untold_tokens: int = 0
     untold_pages: int = 0
@@ -54,7 +56,7 @@ class _Instance:
         """Into the member, where policies look."""
         member = self.member
         member.queued_tokens = self.queued_tokens + self.untold_tokens
-        member.running = self.running + self.untold_branches
+        member.running = max(self.running + self.untold_branches, self.ours)
         member.used_pages = self.used_pages + self.untold_pages
 
 
@@ -66,6 +68,7 @@ class LoadBook:
         self._instances: dict[str, _Instance] = {}
         self._members: list[Member] = []
         self._untold: dict[Sent, None] = {}  # of all instances, oldest first
+        self._ours: dict[Sent, None] = {}  # those that are not over, oldest first
 
     @property
     def members(self) -> Sequence[Member]:
@@ -102,6 +105,8 @@ class LoadBook:
         for sent in instance.untold:
             del self._untold[sent]
         instance.untold.clear()
+        for sent in [s for s in self._ours if s.where is instance]:
+            del self._ours[sent]
 
     def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> Sent | None:
         """A request leaves for an instance, with so many prompt tokens to compute there and pages to hold.
@@ -113,7 +118,8 @@ class LoadBook:
         if instance is None:
             return None
         sent = Sent(tokens, pages, now_s, instance, branches)
-        instance.untold[sent] = self._untold[sent] = None
+        instance.untold[sent] = self._untold[sent] = self._ours[sent] = None
+        instance.ours += branches
         instance.untold_tokens += tokens
         instance.untold_pages += pages
         instance.untold_branches += branches
@@ -124,10 +130,18 @@ class LoadBook:
         """Its instance answered. With the number 0 it does not count: then the next heartbeat is taken to tell of it."""
         sent.number = number
         if 0 < number <= sent.where.order[0]:
-            self.over(sent)
+            self._told(sent)
 
     def over(self, sent: Sent) -> None:
-        """Refused, failed, or over before a heartbeat told of it. Once it has been told of, this changes nothing."""
+        """Refused, failed, or answered to its end; more than once does no harm."""
+        if sent in self._ours:
+            del self._ours[sent]
+            sent.where.ours -= sent.branches
+            sent.where.show()
+        self._told(sent)
+
+    def _told(self, sent: Sent) -> None:
+        """What its instance says includes it from now on."""
         instance = sent.where
         if sent not in instance.untold:
             return
@@ -154,7 +168,7 @@ class LoadBook:
         instance.member.total_pages = max(heartbeat.total_pages, 0)
         instance.member.prompt_tokens_per_s = max(heartbeat.prompt_tokens_per_s, 0.0)
         for sent in [s for s in instance.untold if s.number is not None and s.number <= heartbeat.accepted]:
-            self.over(sent)
+            self._told(sent)
         instance.show()
 
     def expire(self, now_s: float) -> None:
@@ -162,5 +176,10 @@ class LoadBook:
         while self._untold:
             oldest = next(iter(self._untold))
             if now_s - oldest.sent_s < self._forget_after_s:
-                return
+                break
+            self._told(oldest)
+        while self._ours:
+            oldest = next(iter(self._ours))
+            if now_s - oldest.sent_s < OURS_FOR_S:
+                break
             self.over(oldest)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from components.routing.choice import Ask
-from components.routing.load_book import FORGET_AFTER_S, LoadBook, Sent
+from components.routing.kv_aware import KvWeights
+from components.routing.load_book import FORGET_AFTER_S, OURS_FOR_S, LoadBook, Sent
 from components.routing.policies import DEFAULT, Phase, make_policy
 from components.wire.heartbeat import Heartbeat
 
@@ -142,7 +143,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
         if not lost:
             self.deliver(heartbeat)
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 5.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 5.0, 500.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.beats = [(made_s, b) for made_s, b in self.beats if self.now - made_s < 2]
@@ -184,7 +185,9 @@ class BookAgainstWorld(RuleBasedStateMachine):
                 and not (r.answered and r.number is not None and r.number <= worker.told_of)
             ]
             said = worker.believed or beat()
-            assert member.running == said.num_requests + sum(r.branches for r in untold)
+            ours = [r for r in worker.ours if not r.given_up and self.now - r.sent_s < OURS_FOR_S]
+            told = said.num_requests + sum(r.branches for r in untold)
+            assert member.running == max(told, sum(r.branches for r in ours))
             assert member.queued_tokens == said.queued_tokens + sum(r.tokens for r in untold)
             assert member.used_pages == said.held_pages + sum(r.pages for r in untold)
             assert self.book.find(member.instance_id) is member
@@ -200,6 +203,9 @@ class BookAgainstWorld(RuleBasedStateMachine):
             assert request.number is not None
             self.book.accepted(request.sent, request.number)
         for worker in self.workers.values():
+            for request in worker.ours:
+                if request not in worker.active:
+                    self.give_up(request)
             self.deliver(worker.beat())
             member = self.book.find(worker.instance_id)
             assert member is not None
@@ -236,6 +242,28 @@ def test_a_burst_between_two_heartbeats_does_not_land_on_the_one_that_looked_idl
     assert sorted(m.running for m in book.members) == [40, 40, 40, 40]
 
 
+def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound() -> None:
+    """Nothing ends, and after each request everybody tells what they have; one says zero each time."""
+    book, policy = LoadBook(), make_policy("kv_aware", "prefill", Random(0))
+    had = {"a": 0, "b": 0, "c": 0, "liar": 0}
+    for instance_id in had:
+        book.joined(instance_id, "1", 0.0)
+    for step in range(400):
+        choice = policy.choose(Ask(320), book.members, {}, 0.0)
+        assert choice is not None
+        chosen = choice.member.instance_id
+        sent = book.send(chosen, 320, 20, 0.0)
+        assert sent is not None
+        had[chosen] += 1
+        book.accepted(sent, had[chosen])
+        for instance_id, requests in had.items():
+            says = 0 if instance_id == "liar" else requests
+            book.heard(
+                beat(instance_id, step=step, accepted=requests, num_requests=says, queued_tokens=320 * says), 0.0
+            )
+        assert had["liar"] <= 2 * (step + 1) / 4 + KvWeights().spill_requests + 1
+
+
 def test_a_heartbeat_that_is_faster_than_the_answer_counts_the_request_too() -> None:
     book = LoadBook()
     member = book.joined("a", "1", 0.0)
@@ -264,7 +292,10 @@ def test_a_worker_that_says_nothing_of_its_requests_leaves_none_behind() -> None
         book.heard(beat(step=tenth), tenth / 10)
         assert member.running == 1
     book.heard(beat(step=10_000), FORGET_AFTER_S)
-    assert (member.running, book.num_untold) == (0, 0)
+    assert (member.queued_tokens, book.num_untold) == (0, 0)
+    assert member.running == 1  # for all we know it is there
+    book.expire(OURS_FOR_S)
+    assert member.running == 0
 
 
 def test_a_lost_instance_takes_its_requests_along_and_their_late_ends_change_nothing() -> None:
@@ -290,7 +321,7 @@ def test_a_worker_that_does_not_count_is_believed_to_know_at_its_next_heartbeat(
     book.accepted(sent, 0)
     assert member.running == 7
     book.heard(beat(step=2, num_running=4), 0.5)
-    assert member.running == 4
+    assert (member.running, member.queued_tokens) == (4, 0)
 
 
 def test_one_that_boasted_is_believed_again_after_a_while() -> None:
