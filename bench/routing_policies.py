@@ -1,8 +1,8 @@
 """What one decision costs: python -m bench.routing_policies
 
-µs per decision of each policy, at fleets of 10, 100 and 1,000 instances, a tenth of which have some of the prompt cached. `whole
-route` is with `Health.candidates` before it, and with health and load book told of the request, its answer and its end. `book` is
-the load book alone, `heartbeat` one heartbeat taken in. The best of five rounds.
+µs per decision of each policy, at fleets of 10, 100 and 1,000 instances, a tenth of which have some of the prompt cached.
+`whole route` is with `Health.candidates` before it, and with health and load book told of the request, its answer and its
+end. `book` is the load book alone, `heartbeat` one heartbeat taken in. The best of five rounds.
 """
 
 import argparse
