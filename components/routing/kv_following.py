@@ -6,6 +6,7 @@ from typing import Final, Protocol
 from components.wire.kv_events import KvEventBatch
 
 MAX_HELD: Final = 1024  # batches that wait for a dump: at 20 a second, most of a minute
+MAX_HELD_BLOCKS: Final = 1 << 18  # in these, 4 MB of hashes
 
 
 class BlockIndex(Protocol):
@@ -36,6 +37,7 @@ class Follower:
         self.gaps = 0  # seen
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
+        self._held_blocks = 0  # in batches that came, the doubled ones counted twice
         self._doubted = False  # since the dump was asked for
 
     def received(self, batch: KvEventBatch) -> None:
@@ -73,7 +75,7 @@ class Follower:
         """The index is right up to batch `number`; take up what has arrived since. A dump may be needed again then."""
         self.number = number
         self.needs_dump = self._doubted
-        held, self._held = self._held, {}
+        held, self._held, self._held_blocks = self._held, {}, 0
         for at in sorted(held):
             self.received(held[at])
 
@@ -84,6 +86,8 @@ class Follower:
         self._index.remove(self.instance_id)
 
     def _hold(self, batch: KvEventBatch) -> None:
-        if len(self._held) >= MAX_HELD:
+        if len(self._held) >= MAX_HELD or self._held_blocks >= MAX_HELD_BLOCKS:
             self._held.clear()  # the gap shows when the dump is there
+            self._held_blocks = 0
         self._held[batch.number] = batch
+        self._held_blocks += len(batch.stored) + len(batch.removed)

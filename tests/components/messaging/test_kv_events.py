@@ -17,7 +17,7 @@ from components.messaging.kv_publisher import KvEventPublisher, publish_kv_event
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.messaging.service import serve_calls
 from components.routing.kv_index import KvIndex
-from components.wire.kv_events import DUMP_PART_BLOCKS, FetchKvDump, KvDumpPart, KvEventBatch, pack_batch
+from components.wire.kv_events import DUMP_PART_BLOCKS, FetchKvDump, KvDumpPart, KvEventBatch, pack_batch, unpack_hashes
 from services.local.servers import NATS, running
 from tests.components.discovery.records import record
 
@@ -117,6 +117,23 @@ async def test_a_router_that_starts_late_gets_a_dump_in_parts_while_events_go_on
         assert s.mirror.counts.gaps == 0
         assert s.mirror.counts.dumps == 1
         assert not s.worker.publisher._dumps, "the last part was the end of it"
+
+
+async def test_a_second_router_that_asks_takes_nothing_from_the_first(nats_url: str, namespace: str) -> None:
+    """A dump holds changes that no batch has told yet; who has followed so far must get them still."""
+    async with scene(nats_url, namespace) as s:
+        s.worker.register("1")
+        await s.until_it_agrees()
+        s.worker.store(fresh(20))
+        for _ in range(20):
+            some = fresh(3)
+            s.worker.store(some)
+            part = await s.worker.publisher.dump(FetchKvDump(epoch="1"))
+            assert set(unpack_hashes(part.blocks)) == s.worker.blocks
+            s.worker.remove(some[:1])
+            await asyncio.sleep(0.01)
+        await s.until_it_agrees()
+        assert (s.mirror.counts.gaps, s.mirror.counts.dumps) == (0, 1)
 
 
 async def test_batches_arrive_one_by_one_and_are_few(nats_url: str, namespace: str) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from components.messaging.kv_publisher import EventLog
-from components.routing.kv_following import MAX_HELD, Follower
+from components.routing.kv_following import MAX_HELD, MAX_HELD_BLOCKS, Follower
 from components.routing.kv_index import KvIndex
 from components.wire.kv_events import KvEventBatch, pack_batch, unpack_batch, unpack_hashes
 
@@ -197,11 +197,14 @@ def test_batches_held_for_too_long_are_given_up_and_a_dump_is_needed_again() -> 
     for number in range(1, MAX_HELD + 3):
         follower.received(KvEventBatch("a", "0", number, [BLOCKS[0]], []))
     assert len(follower._held) <= MAX_HELD
+    for number in range(4):
+        follower.received(KvEventBatch("a", "0", MAX_HELD + number, [bytes(16)] * (MAX_HELD_BLOCKS // 2), []))
+    assert sum(len(batch.stored) for batch in follower._held.values()) <= MAX_HELD_BLOCKS
     follower.dump_begins()
     follower.dump_ends(1)
     assert follower.needs_dump
     follower.dump_begins()
-    follower.dump_ends(MAX_HELD + 2)
+    follower.dump_ends(MAX_HELD + 3)
     assert not follower.needs_dump
 
 
