@@ -8,9 +8,10 @@ from typing import Final
 from bench.simulate.clock import Clock
 from bench.simulate.incidents import Incident, Role
 from bench.simulate.measured import Measured, Share, Slo
-from bench.simulate.routers import MakePolicy, News, Router, Routers, send
+from bench.simulate.routers import MakePolicy, News, Router, Routers, over, send
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Part, Stay, Worker
+from components.routing.load_book import Sent
 from components.wire.heartbeat import Heartbeat
 
 BEATS: Final = 20  # moments within the time between two heartbeats at which some of the workers say theirs
@@ -51,6 +52,8 @@ class Flow:
     at_decode: Stay
     frontend: Router
     chooser: Router  # of prefill workers: one that stands for the decode worker
+    told: Sent | None  # what the frontend's book keeps of it, and the chooser's
+    told_prefill: Sent | None = None
     prefill: Worker | None = None
     at_prefill: Stay | None = None
     computed_s: float = -1.0
@@ -161,10 +164,11 @@ class Fleet:
         chooser = self.prefills.routers.of(self.decodes.numbers[decode])
         there = self._choose(self.prefills, chooser, request, tokens) if self.prefills.workers else None
         to_compute = 0 if there else tokens - cached
-        send(frontend, decode.name, self._accept(self.decodes, decode), to_compute, pages, self.clock.now_s)
+        number = self._accept(self.decodes, decode)
+        told = send(frontend, decode.name, number, to_compute, pages, self.clock.now_s)
         part = Part.DECODE if there else Part.FULL
         stay = Stay(request, part, tokens, left - (part is Part.DECODE))
-        flow = stay.flow = Flow(request, generated, decode, stay, frontend, chooser)
+        flow = stay.flow = Flow(request, generated, decode, stay, frontend, chooser, told)
         self.decodes.flows[decode][flow] = None
         if there is not None:
             self._send_prompt(flow, *there)
@@ -174,7 +178,7 @@ class Fleet:
         tokens = flow.at_decode.tokens
         pages = -(-tokens // prefill.engine.page_tokens)
         number = self._accept(self.prefills, prefill)
-        send(flow.chooser, prefill.name, number, tokens - cached, pages, self.clock.now_s)
+        flow.told_prefill = send(flow.chooser, prefill.name, number, tokens - cached, pages, self.clock.now_s)
         stay = Stay(flow.request, Part.PREFILL, tokens, 1)
         stay.flow, flow.prefill, flow.at_prefill = flow, prefill, stay
         self.prefills.flows[prefill][flow] = None
@@ -220,6 +224,7 @@ class Fleet:
         flow.over = True
         del self.decodes.flows[worker][flow]
         flow.frontend.health.succeeded(worker.name, self.clock.now_s)
+        over(flow.frontend, flow.told)
         self.measured.finished(flow.request, self.clock.now_s)
         self._count(-1)
         self._leave_if_drained(self.decodes, worker)
@@ -256,6 +261,7 @@ class Fleet:
             prefill.release(stay)
             self.prefills.flows[prefill].pop(flow, None)
             self._leave_if_drained(self.prefills, prefill)
+        over(flow.chooser, flow.told_prefill)
         if flow.over or not prefill.alive or not decode.alive:
             return  # it moved, or will when that is noticed
         flow.delivered = True
@@ -341,6 +347,7 @@ class Fleet:
     def _move(self, flow: Flow) -> None:
         """Decode is gone: from the tokens that went out, all over again."""
         flow.over = True
+        over(flow.frontend, flow.told)
         stay, prefill = flow.at_decode, flow.prefill
         left = stay.left + (stay.part is Part.DECODE and not flow.delivered)
         if prefill is not None and prefill.alive and not flow.delivered and flow.at_prefill is not None:
@@ -349,6 +356,7 @@ class Fleet:
         self._dispatch(flow.request, flow.request.output - left)
 
     def _drop_prompt(self, flow: Flow, prefill: Worker, stay: Stay) -> None:
+        over(flow.chooser, flow.told_prefill)
         if flow.computed_s < 0:
             prefill.cancel(stay)
         elif flow.reserved_s < 0:

@@ -10,7 +10,7 @@ from bench.simulate.worker import Worker
 from components.routing.choice import Ask, Policy
 from components.routing.health import Health
 from components.routing.kv_index import KvIndex
-from components.routing.load_book import LoadBook
+from components.routing.load_book import LoadBook, Sent
 from components.wire.heartbeat import Heartbeat
 
 MakePolicy = Callable[[Random], Policy]
@@ -106,9 +106,19 @@ class Routers:
                 self._index.add(name, stored)
 
 
-def send(router: Router, name: str, number: int, tokens: int, pages: int, now_s: float) -> None:
-    """The choice was followed, and the request is the worker's `number`th: `tokens` to compute, `pages` to hold."""
+def send(router: Router, name: str, number: int, tokens: int, pages: int, now_s: float) -> Sent | None:
+    """The choice was followed, and the request is the worker's `number`th: `tokens` to compute, `pages` to hold.
+
+    Returns: what the router's book wants back when it is over.
+    """
     router.health.sent(name, now_s)
     sent = router.book.send(name, tokens, pages, now_s)
     if sent is not None:
         router.book.accepted(sent, number)
+    return sent
+
+
+def over(router: Router, sent: Sent | None) -> None:
+    """The worker has done what it was sent, or never will."""
+    if sent is not None:
+        router.book.over(sent)

@@ -20,6 +20,7 @@ from bench.simulate.measured import Measured
 from bench.simulate.routers import MakePolicy, News
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
 from bench.simulate.worker import Engine
+from components.routing.kv_aware import KvAware, KvWeights
 from components.routing.policies import Phase, PolicyName, make_policy
 from engine.mock.config import MockConfig
 
@@ -60,10 +61,10 @@ def check_empty(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
 def test_one_queue_waits_as_long_as_m_d_1(load: float) -> None:
-    """Pollaczek and Khinchine: rho / (2 (1 - rho)) service times. 40,000 arrivals are within 6 % of it."""
+    """Pollaczek and Khinchine: rho / (2 (1 - rho)) service times. 15,000 arrivals are within 6 % of it."""
     service_s = 0.1 + 100 * 0.001
     cost = MockConfig(step_s=0.1, prompt_token_s=0.001, decode_s=0, context_token_s=0)
-    times = itertools.islice(poisson_times_s(Random(3), load / service_s), 40_000)
+    times = itertools.islice(poisson_times_s(Random(3), load / service_s), 15_000)
     requests = (Request(n, at_s, 100, 1, []) for n, at_s in enumerate(times))
     _, measured = simulated(Setup(1, engine=Engine(cost, max_step_tokens=100)), requests)
     waited_s = statistics.fmean(measured.ttft_s) - service_s
@@ -193,18 +194,29 @@ def test_workers_that_come_take_their_part_and_shorten_the_queue() -> None:
 
 
 def hot(count: int, rate: float) -> list[Request]:
-    """Everybody asks behind the same 4,096 tokens."""
+    """Everybody asks behind the same 4,096 tokens, which one worker has computed before the others come."""
     lengths = Lengths(prefix=4096, question=64, answer=8, sigma=0.3, block=64)
-    return list(shared_prefixes(9, count, rate, 1, 0.0, lengths))
+    requests = list(shared_prefixes(9, count, rate, 1, 0.0, lengths))
+    for request in requests[1:]:
+        request.at_s += 2.0
+    return requests
 
 
-@pytest.mark.parametrize("name", ["kv_aware", "cache_aware"])
+@pytest.mark.parametrize("name", ["kv_aware", "cache_aware", "prefix_hash"])
 def test_a_hot_prefix_is_cached_by_many_and_crowds_nobody(name: PolicyName) -> None:
-    """One worker alone could not serve it: kv_aware spills, and the fleet stays as even as the load allows."""
-    fleet, measured = simulated(Setup(8, engine=ENGINE), hot(2000, 250.0), name)
-    assert measured.figures()["cache_hit"] > 0.9
-    assert max(computed(fleet)) < 3 * statistics.fmean(computed(fleet))
-    assert measured.figures()["ttft_ms_p99"] < 1500
+    """One worker computes 280 such questions a second; 700 come."""
+    fleet, measured = simulated(Setup(8, engine=ENGINE), hot(3000, 700.0), name)
+    assert measured.figures()["cache_hit"] > 0.95
+    assert max(computed(fleet)) < 2 * statistics.fmean(computed(fleet))
+    assert measured.figures()["ttft_ms_p99"] < 1000, "the prefix is computed once everywhere"
+
+
+def test_a_hot_prefix_crowds_one_worker_where_only_the_cache_counts() -> None:
+    """The control of the test above: without load and spilling, one is buried and the rest have nothing to do."""
+    weights = KvWeights(queued=0, request=0, spill=1e9)
+    fleet = Fleet(Setup(8, engine=ENGINE), hot(3000, 700.0), lambda rng: KvAware(rng, weights))
+    assert fleet.run().figures()["ttft_ms_p99"] > 3000
+    assert max(computed(fleet)) > 5 * statistics.fmean(computed(fleet))
 
 
 def test_a_herd_is_spread_evenly_before_any_heartbeat_tells_of_it() -> None:
@@ -232,18 +244,18 @@ def test_a_slow_worker_gets_less_and_holds_up_few(name: PolicyName) -> None:
     load = list(shared_prefixes(2, 2000, 50.0, 500, 0.0, lengths))
     fleet, measured = simulated(Setup(2, 4, ENGINE), load, name, slow)
     prompts = [w.prompt_tokens for w in fleet.prefills.workers]
-    assert prompts[0] < 0.65 * statistics.fmean(prompts[1:])
+    assert prompts[0] < 0.4 * statistics.fmean(prompts[1:])
     _, blind = simulated(
         Setup(2, 4, ENGINE), list(shared_prefixes(2, 2000, 50.0, 500, 0.0, lengths)), "round_robin", slow
     )
-    assert measured.figures()["ttft_ms_p90"] < 0.5 * blind.figures()["ttft_ms_p90"]
+    assert measured.figures()["ttft_ms_p90"] < 0.05 * blind.figures()["ttft_ms_p90"]
 
 
 def test_a_flapping_worker_costs_only_what_it_had() -> None:
     flaps = flapping("decode", 0, 3.0, 4.0, 2.5, 6, known=4)
-    _, calm = simulated(Setup(4, engine=ENGINE), steady(2000, 0.025), "least_load")
-    fleet, measured = simulated(Setup(4, engine=ENGINE), steady(2000, 0.025), "least_load", flaps)
-    assert len(measured.e2e_s) == 2000
+    _, calm = simulated(Setup(4, engine=ENGINE), steady(3000, 0.012), "least_load")
+    fleet, measured = simulated(Setup(4, engine=ENGINE), steady(3000, 0.012), "least_load", flaps)
+    assert len(measured.e2e_s) == 3000
     assert 0 < measured.moved < 6 * 20
     assert measured.figures()["ttft_ms_p90"] < 2 * calm.figures()["ttft_ms_p90"]
     late = sum(1 for ttft_s in measured.ttft_s if ttft_s > 1.0)
@@ -253,12 +265,13 @@ def test_a_flapping_worker_costs_only_what_it_had() -> None:
 
 @pytest.mark.parametrize("name", ["kv_aware", "least_load", "power_of_two"])
 def test_a_worker_that_says_it_has_nothing_to_do_is_not_buried(name: PolicyName) -> None:
-    """Its heartbeats always tell of no load. Bounded by what else is known: requests that it has not told of yet."""
+    """Its heartbeats always tell of no load, in a fleet that is busy to 70 %: requests not told of yet still count."""
     lie = [Incident(0.0, "lie", "decode", 0, 0.0)]
-    fleet, measured = simulated(Setup(8, engine=ENGINE), steady(3000, 0.006, output=4), name, lie)
+    fleet, measured = simulated(Setup(8, engine=ENGINE), steady(3000, 0.0045, output=4), name, lie)
     prompts = computed(fleet)
     assert len(measured.e2e_s) == 3000
-    assert prompts[0] < 5 * statistics.fmean(prompts[1:])
+    assert prompts[0] < 2 * statistics.fmean(prompts[1:])
+    assert measured.figures()["ttft_ms_p99"] < 500
 
 
 # --- fit, traces, command line
