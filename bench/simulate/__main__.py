@@ -14,8 +14,9 @@ model; `--fit` takes its constants from lines of `bench.engine`. What is approxi
   all of it is computed.
 - Messages take no time but for KV, heartbeats and KV events; nothing but the engine's step takes any of a worker. A transfer
   sends earlier chunks while later ones compute; each prefill worker's link is its own, and what overlaps costs others nothing.
-- Prefill workers are chosen by `--prefill-routers` books, each of which stands for many decode workers. A prompt stays on
-  decode only where no prefill worker lives. The index of blocks is one for all routers.
+- A decode worker chooses prefill workers by a book of its own; past 16 of them, some share one (`--prefill-routers`). A prompt
+  stays on decode where little is left to compute, or no prefill worker lives, but not because every prefill queue is long. The
+  index of blocks is one for all routers.
 - A worker that crashes is known to be gone to whoever sends to it, and to all after 2 s; only then its requests move.
 """
 
@@ -36,9 +37,11 @@ from bench.simulate.measured import Measured, Slo
 from bench.simulate.routers import MakePolicy, News
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
 from bench.simulate.worker import Engine
+from components.routing.kv_aware import KvAware, KvWeights
 from components.routing.policies import POLICIES, Phase, make_policy
 from engine.mock.config import MockConfig
 
+MOST_ROUTERS: Final = 16  # each hears every heartbeat
 COLUMNS: Final = (
     ("TTFT p50", "ttft_ms_p50"),
     ("p90", "ttft_ms_p90"),
@@ -61,10 +64,13 @@ class Workload(StrEnum):
 
 
 def policy_maker(names: str, phase: Phase) -> MakePolicy:
-    """`NAME` for both phases, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
+    """`NAME` for both phases, or `PREFILL/DECODE`; `kv_aware@T` has that temperature. Raises: typer.BadParameter."""
     prefill, _, decode = names.partition("/")
-    name = prefill if phase == "prefill" else decode or prefill
-    if name not in POLICIES:
+    name, _, temperature = (prefill if phase == "prefill" else decode or prefill).partition("@")
+    if name == "kv_aware" and temperature:
+        weights = KvWeights(temperature=float(temperature))
+        return lambda rng: KvAware(rng, weights)
+    if name not in POLICIES or temperature:
         raise typer.BadParameter(f"{name} is none of {', '.join(POLICIES)}")
     return lambda rng: make_policy(name, phase, rng)
 
@@ -80,7 +86,8 @@ def _table_row(label: str, figures: dict[str, Any]) -> str:
 
 def main(
     policy: Annotated[
-        list[str] | None, typer.Option(help="NAME for both phases or PREFILL/DECODE; may be given several times (all)")
+        list[str] | None,
+        typer.Option(help="NAME for both phases or PREFILL/DECODE, kv_aware@T with a temperature; several times (all)"),
     ] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="a file in Mooncake's format")] = None,
     trace_speed: Annotated[float, typer.Option(help="of its arrivals", min=1e-6)] = 1.0,
@@ -107,7 +114,9 @@ def main(
     news_ms: Annotated[float, typer.Option(help="until routers know of a KV event", min=0.0)] = 5.0,
     heartbeat_s: Annotated[float, typer.Option(help="between two of a worker", min=1e-3)] = 0.5,
     frontends: Annotated[int, typer.Option(help="each with a load book of its own", min=1)] = 1,
-    prefill_routers: Annotated[int, typer.Option(help="load books that choose prefill workers", min=1)] = 4,
+    prefill_routers: Annotated[
+        int | None, typer.Option(help="load books that choose prefill workers (default: --decode, at most 16)", min=1)
+    ] = None,
     incident: Annotated[list[str] | None, typer.Option(help=f"may be given several times: {happening.SYNTAX}")] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="TTFT that a good request keeps")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="mean time per output token that it keeps")] = 100.0,
@@ -126,7 +135,7 @@ def main(
         news=News(heartbeat_s, news_ms / 1000),
         slo=Slo(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
         decode_routers=frontends,
-        prefill_routers=prefill_routers,
+        prefill_routers=prefill_routers or max(1, min(decode, MOST_ROUTERS)),
         seed=seed,
     )
     try:

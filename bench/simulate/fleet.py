@@ -39,6 +39,7 @@ class Setup:
     slo: Slo = field(default_factory=Slo)
     decode_routers: int = 1  # frontends
     prefill_routers: int = 4  # decode workers that choose; more of them know less of each other
+    max_local_prefill: int = 16  # tokens left after its own prefix hit that decode computes itself
     seed: int = 0
 
 
@@ -162,7 +163,9 @@ class Fleet:
             return
         decode, cached = chosen
         chooser = self.prefills.routers.of(self.decodes.numbers[decode])
-        there = self._choose(self.prefills, chooser, request, tokens) if self.prefills.workers else None
+        there = None
+        if self.prefills.workers and tokens - decode.found(request, tokens) > self._setup.max_local_prefill:
+            there = self._choose(self.prefills, chooser, request, tokens)
         to_compute = 0 if there else tokens - cached
         number = self._accept(self.decodes, decode)
         told = send(frontend, decode.name, number, to_compute, pages, self.clock.now_s)

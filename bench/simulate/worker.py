@@ -155,6 +155,11 @@ class Worker:
         done = max(0, run.steps_until(self._clock.now_s) - 1)
         return self.queued_tokens - done * sum(length for _, length in run.chunks)
 
+    def found(self, request: Request, tokens: int) -> int:
+        """Of the first `tokens` of a request, those whose KV stands here; the last one is always computed."""
+        page = self.engine.page_tokens
+        return self.pool.match(request.blocks, (tokens - 1) // page) * page
+
     def submit(self, stay: Stay) -> None:
         """Queue a stay."""
         if stay.part is not Part.DECODE:
@@ -283,7 +288,7 @@ class Worker:
             return False
         page = self.engine.page_tokens
         blocks = stay.request.blocks
-        found = self.pool.match(blocks, (stay.tokens - 1) // page)
+        found = self.found(stay.request, stay.tokens) // page
         last = stay.tokens + stay.left - (stay.part is not Part.DECODE)  # the KV of the last token is never computed
         if not self.pool.take(blocks[:found], private := -(-last // page) - found):
             return False

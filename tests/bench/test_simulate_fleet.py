@@ -166,6 +166,18 @@ def test_without_anybody_requests_wait_for_who_comes() -> None:
     check_empty(fleet)
 
 
+def test_decode_computes_what_little_is_left_behind_its_own_prefix_hit() -> None:
+    """Two prompts of 2,048 tokens and 10 more: prefill computes the first, decode the rest of the second."""
+    blocks = [bytes([i]) * 16 for i in range(32)]
+    twice = [Request(n, 5.0 * n, 2058, 4, blocks) for n in range(2)]
+    fleet, _ = simulated(Setup(1, 1, ENGINE), twice)
+    assert (fleet.prefills.workers[0].prompt_tokens, fleet.decodes.workers[0].prompt_tokens) == (2058, 2058)
+    assert fleet.decodes.workers[0].cached_tokens == 2048
+    twice = [Request(n, 5.0 * n, 2080, 4, blocks) for n in range(2)]
+    fleet, _ = simulated(Setup(1, 1, ENGINE), twice)
+    assert (fleet.prefills.workers[0].prompt_tokens, fleet.decodes.workers[0].prompt_tokens) == (4160, 0)
+
+
 def test_who_drains_gets_nothing_new_and_goes_when_it_is_done() -> None:
     setup = Setup(2, 2, ENGINE)
     drain = [Incident(10.0, "drain", "decode", 0), Incident(12.0, "drain", "prefill", 1)]
@@ -368,11 +380,11 @@ def test_the_command_prints_a_row_and_a_line_for_each_policy_and_draws(tmp_path:
         )
     )
     command = [sys.executable, "-m", "bench.simulate", "--trace", str(path), "--prefill", "2", "--decode", "1"]
-    command += ["--speedup", "10", "--policy", "kv_aware", "--policy", "round_robin/least_load"]
+    command += ["--speedup", "10", "--policy", "kv_aware@0.05", "--policy", "round_robin/least_load"]
     command += ["--incident", "crash prefill 0 1", "--json", str(out), "--plot", str(plot)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
-    assert [row.split()[0] for row in done.stdout.splitlines()] == ["ms", "kv_aware", "round_robin/least_load"]
+    assert [row.split()[0] for row in done.stdout.splitlines()] == ["ms", "kv_aware@0.05", "round_robin/least_load"]
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["requests"] for line in lines] == [40, 40]
     assert lines[0]["cache_hit"] >= lines[1]["cache_hit"] > 0
