@@ -52,7 +52,7 @@ COLUMNS: Final = (
     ("spread", "spread"),
     ("SLO", "slo"),
     ("goodput/w", "goodput_per_worker"),
-    ("wall s", "wall_s"),
+    ("CPU s", "cpu_s"),
 )
 
 

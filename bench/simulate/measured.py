@@ -53,7 +53,7 @@ class Measured:
     duration_s: float = 0.0  # virtual
     in_flight_s: float = 0.0  # requests in flight, integrated over time
     events: int = 0
-    wall_s: float = 0.0
+    cpu_s: float = 0.0  # that the simulation took
     workers: list[Share] = field(default_factory=list)
 
     def finished(self, request: Request, now_s: float) -> None:
@@ -100,7 +100,7 @@ class Measured:
             "req_s": round(len(self.ttft_s) / self.duration_s, 2) if self.duration_s else 0.0,
             "duration_s": round(self.duration_s, 1),
             "events": self.events,
-            "wall_s": round(self.wall_s, 1),
+            "cpu_s": round(self.cpu_s, 1),
         }
 
     def _roles(self) -> list[str]:
