@@ -57,7 +57,9 @@ def work(engine: Engine, requests: list[Request]) -> tuple[Worker, Diary]:
 
 def stepwise(engine: Engine, requests: list[Request]) -> tuple[dict[int, float], dict[int, float]]:
     """When each request has its first and its last token, by a loop over steps and requests."""
-    now_s, first_s, last_s = 0.0, {}, {}
+    now_s = 0.0
+    first_s: dict[int, float] = {}
+    last_s: dict[int, float] = {}
     coming = sorted(requests, key=lambda r: (r.at_s, r.number))
     waiting: list[Request] = []
     computed: dict[Request, int] = {}
