@@ -151,6 +151,16 @@ def test_failures_lose_no_request_and_no_page(prefill: int, name: PolicyName) ->
     check_empty(fleet)
 
 
+def test_a_prompt_that_waits_for_a_lost_decode_gives_its_pages_back() -> None:
+    """The second one is computed while decode has no page for it; then decode is gone, and it is computed again."""
+    setup = Setup(1, 1, replace(ENGINE, num_pages=20), prefill_engine=ENGINE)
+    requests = [Request(n, 0.0, 640, 500, []) for n in range(2)]
+    fleet, measured = simulated(setup, requests, incidents=[Incident(0.2, "crash"), Incident(1.0, "add")])
+    assert (measured.moved, len(measured.e2e_s)) == (2, 2)
+    assert fleet.prefills.workers[0].prompt_tokens > 2 * 640
+    check_empty(fleet)
+
+
 def test_a_moved_answer_goes_on_from_the_tokens_it_has() -> None:
     cost = MockConfig(step_s=1.0, prompt_token_s=0, decode_s=0, context_token_s=0)
     setup = Setup(2, engine=Engine(cost, page_tokens=64), news=News(lost_s=2.0))
