@@ -45,6 +45,7 @@ def record_maker(
     max_context: int | None = None,
     kv: KvEndpoint | None = None,
     http: str | None = None,
+    kv_events: bool = False,
 ) -> Callable[[str], InstanceRecord]:
     """Epoch → this process's record."""
 
@@ -62,6 +63,7 @@ def record_maker(
             max_context=max_context,
             kv=kv,
             http=http,
+            kv_events=kv_events,
         )
 
     return make

@@ -145,8 +145,7 @@ class Failed:
     error: MeshError
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(NamedTuple):
     """The prefix cache holds one more block. Its parent may be missing: it was evicted while a request held this one."""
 
     block: bytes  # block hash
@@ -154,8 +153,7 @@ class BlockStored:
     num_tokens: int  # of this block alone
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(NamedTuple):
     """The prefix cache no longer holds a block."""
 
     block: bytes

@@ -6,12 +6,46 @@ prompt, which stands for these tokens and all before them. Source: Qin et al., F
 
 import json
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bench.load.workloads import Ask, words
 
 BLOCK: Final = 512  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read_trace(path: Path, count: int | None = None) -> Iterator[TraceRequest]:
+    """The first `count` requests of the trace in `path`, None: all.
+
+    Raises: ValueError, naming the line that is not of such a trace, or when there is none; OSError.
+    """
+    found = 0
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if count is not None and found >= count:
+                break
+            if not line.strip():
+                continue
+            try:
+                request = _parse(line)
+            except (ValueError, LookupError, TypeError, AttributeError) as exc:
+                raise ValueError(f"{path}:{number} is not a request of a trace: {type(exc).__name__}: {exc}") from exc
+            found += 1
+            yield request
+    if not found:
+        raise ValueError(f"{path} has no requests")
 
 
 def trace_asks(path: Path, count: int | None, scale: float, speed: float, salt: int) -> list[Ask]:
@@ -25,33 +59,27 @@ def trace_asks(path: Path, count: int | None, scale: float, speed: float, salt: 
         salt: makes the words of a block, together with its id.
     Raises: ValueError, naming the line that is not of such a trace; OSError.
     """
-    asks: list[Ask] = []
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if count is not None and len(asks) >= count:
-                break
-            if not line.strip():
-                continue
-            try:
-                asks.append(_ask(json.loads(line), scale, speed, salt))
-            except (ValueError, LookupError, TypeError, AttributeError) as exc:
-                raise ValueError(f"{path}:{number} is not a request of a trace: {type(exc).__name__}: {exc}") from exc
-    if not asks:
-        raise ValueError(f"{path} has no requests")
-    return asks
+    return [_ask(request, scale, speed, salt) for request in read_trace(path, count)]
 
 
-def _ask(request: dict[str, Any], scale: float, speed: float, salt: int) -> Ask:
-    wanted = max(1, round(request["input_length"] * scale))
+def _parse(line: str) -> TraceRequest:
+    fields = json.loads(line)
+    ids = [int(block) for block in fields["hash_ids"]]
+    length = int(fields["input_length"])
+    if len(ids) * BLOCK < length:
+        raise ValueError(f"{len(ids)} blocks for {length} tokens")
+    return TraceRequest(float(fields["timestamp"]), length, int(fields["output_length"]), ids)
+
+
+def _ask(request: TraceRequest, scale: float, speed: float, salt: int) -> Ask:
+    wanted = max(1, round(request.input_length * scale))
     parts: list[str] = []
     length = 0
-    for i, block in enumerate(request["hash_ids"]):
+    for i, block in enumerate(request.hash_ids):
         # An id implies all before it, so it stands at one place only, and its share of the rounding is always the same.
         end = min(wanted, round((i + 1) * BLOCK * scale))
         if end > length:  # a short last block is the beginning of the whole one
             parts.append(words(random.Random(f"{salt}/{block}"), end - length))
             length = end
-    if length < wanted:
-        raise ValueError(f"{len(request['hash_ids'])} blocks for {request['input_length']} tokens")
-    output_len = max(1, round(request["output_length"] * scale))
-    return Ask(" ".join(parts), length, output_len, request["timestamp"] / 1000 / speed)
+    output_len = max(1, round(request.output_length * scale))
+    return Ask(" ".join(parts), length, output_len, request.timestamp_ms / 1000 / speed)

@@ -71,8 +71,8 @@ def sharegpt_asks(draw: random.Random, count: int, input_len: int, output_len: i
     """Log-normal lengths with these means, cut at `max_len` in all: synthetic, shaped like conversations."""
     asks = []
     for _ in range(count):
-        wanted = _lognormal(draw, output_len, SHAREGPT_OUTPUT_SIGMA)
-        prompt = min(_lognormal(draw, input_len, SHAREGPT_INPUT_SIGMA), max_len - 1)
+        wanted = lognormal(draw, output_len, SHAREGPT_OUTPUT_SIGMA)
+        prompt = min(lognormal(draw, input_len, SHAREGPT_INPUT_SIGMA), max_len - 1)
         asks.append(_ask(draw, prompt, min(wanted, max_len - prompt)))
     return asks
 
@@ -99,13 +99,14 @@ def poisson_times_s(draw: random.Random, rate: float) -> Iterator[float]:
         now_s += draw.expovariate(rate)
 
 
+def lognormal(draw: random.Random, mean: float, sigma: float) -> int:
+    """One length of at least 1; `sigma` is that of its logarithm."""
+    return max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
+
+
 def _ask(draw: random.Random, input_len: int, output_len: int) -> Ask:
     return Ask(words(draw, input_len), input_len, output_len)
 
 
 def _between(draw: random.Random, length: int, range_ratio: float) -> int:
     return draw.randint(max(1, math.ceil(length * range_ratio)), length)
-
-
-def _lognormal(draw: random.Random, mean: float, sigma: float) -> int:
-    return max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))

@@ -148,7 +148,16 @@ async def watch_heartbeats(bus: Bus, namespace: str, role: Role, book: InstanceB
         yield liveness
 
 
-def heartbeat_of(instance_id: str, epoch: str, load: object, prompts: PromptLoad, *, draining: bool) -> Heartbeat:
+def heartbeat_of(
+    instance_id: str,
+    epoch: str,
+    load: object,
+    prompts: PromptLoad,
+    *,
+    draining: bool,
+    accepted: int = 0,
+    num_requests: int = 0,
+) -> Heartbeat:
     """What a worker says of itself; `load` has the counts of a `Heartbeat` under the same names, as `StepStats` does."""
     counts = {f.name: getattr(load, f.name) for f in fields(Heartbeat) if hasattr(load, f.name)}
     busy = counts["num_running"] + counts["num_waiting"] > 0
@@ -159,6 +168,8 @@ def heartbeat_of(instance_id: str, epoch: str, load: object, prompts: PromptLoad
         draining=draining,
         queued_tokens=prompts.queued_tokens,
         prompt_tokens_per_s=prompts.tokens_per_s,
+        accepted=accepted,
+        num_requests=num_requests,
         **counts,
     )
 

@@ -13,6 +13,7 @@ class Ask:
     block_hashes: Sequence[bytes] = ()  # chained, of its full pages; empty where nobody caches
     session: str = ""  # what affinity goes by: requests with the same one belong together
     prefix: bytes = b""  # hash of the prompt's first tokens, for policies that hash
+    explain: bool = False  # whether the answer is to tell every instance's cost: that takes time
 
 
 @dataclass(slots=True)
@@ -21,11 +22,12 @@ class Member:
 
     instance_id: str
     queued_tokens: int = 0  # prompt tokens sent to it and not computed, as far as is known
-    running: int = 0  # requests in its batch, and those on their way to it
+    running: int = 0  # requests there and on their way to it, each of n branches for itself
     used_pages: int = 0  # not free and not merely cached
     total_pages: int = 0
     prompt_tokens_per_s: float = 0.0  # computed lately; 0: not known
     since_s: float = 0.0  # when it came, by the clock of the caller
+    page_size: int = 16  # tokens
 
 
 class Choice(NamedTuple):
@@ -33,7 +35,9 @@ class Choice(NamedTuple):
 
     member: Member
     why: str
-    costs: Mapping[str, float] | None = None  # by instance id, in the policy's own unit; None: it computes none
+    costs: Mapping[str, float] | None = (
+        None  # by instance id, in the policy's own unit; None: nobody asked, or it has none
+    )
 
 
 class Policy(Protocol):

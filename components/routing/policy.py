@@ -1,24 +1,108 @@
-"""Which instance gets a request. Pure code: the simulator runs what production runs."""
+"""Policies that need to know nothing, or nothing but the load. Formulas and when to take which: docs/routing.md."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from random import Random
+from typing import Protocol, TypeVar
 
-from components.wire.instances import InstanceRecord
+from components.routing.choice import Ask, Choice, Member
+from components.routing.load import Load, cost_table, lowest
+
+
+class Identified(Protocol):
+    """What has the id of an instance."""
+
+    @property
+    def instance_id(self) -> str: ...  # noqa: D102
+
+
+T = TypeVar("T", bound=Identified)
+_id = attrgetter("instance_id")
 
 
 class RoundRobin:
-    """Each usable instance in turn, over the order of instance ids."""
+    """Each instance in turn, over the order of instance ids."""
 
     def __init__(self) -> None:
         self._last = ""
 
-    def choose(self, usable: Sequence[InstanceRecord]) -> InstanceRecord | None:
-        """The first instance after the one chosen last; None when none is usable.
+    def take(self, usable: Sequence[T]) -> T | None:
+        """The first instance after the one taken last, whatever order `usable` has; None when none is usable.
 
         Keeping the last id instead of a count keeps the turn fair when instances come and go.
         """
-        if not usable:
+        return self._next(sorted(usable, key=_id))
+
+    def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
+        """See `choice.Policy`."""
+        member = self._next(members)
+        return None if member is None else Choice(member, "its turn")
+
+    def _next(self, by_id: Sequence[T]) -> T | None:
+        if not by_id:
             return None
-        by_id = sorted(usable, key=lambda r: r.instance_id)
-        chosen = next((r for r in by_id if r.instance_id > self._last), by_id[0])
+        at = bisect_right(by_id, self._last, key=_id)
+        chosen = by_id[at] if at < len(by_id) else by_id[0]
         self._last = chosen.instance_id
         return chosen
+
+
+class RandomChoice:
+    """Any instance with equal probability."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
+        """See `choice.Policy`."""
+        return Choice(self._rng.choice(members), "drawn") if members else None
+
+
+class PowerOfTwo:
+    """The less loaded of two that are drawn: near the balance of looking at all, for the price of looking at two.
+
+    Several routers that look at the same late news do not all run to the same instance.
+    Source: Azar et al. 1994; Mitzenmacher 2001, "The power of two choices in randomized load balancing".
+    """
+
+    def __init__(self, rng: Random, load: Load) -> None:
+        self._rng = rng
+        self._load = load
+
+    def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
+        """See `choice.Policy`."""
+        if len(members) < 2:
+            return Choice(members[0], "the only one") if members else None
+        one = int(self._rng.random() * len(members))
+        other = int(self._rng.random() * (len(members) - 1))
+        pair = members[one], members[other + (other >= one)]
+        costs = [self._load(m, ask.num_tokens) for m in pair]
+        less = costs[1] < costs[0]
+        why = f"load {costs[less]:.0f} against {costs[not less]:.0f}"
+        return Choice(pair[less], why, cost_table(pair, costs) if ask.explain else None)
+
+
+class LeastLoad:
+    """The smallest `load - overlap * cached tokens`; among equals, one that is drawn.
+
+    The load is what the instance would carry with this prompt; `overlap` says what a cached token of it saves there.
+    """
+
+    def __init__(self, rng: Random, load: Load, overlap: float = 0.0) -> None:
+        self._rng = rng
+        self._load = load
+        self._overlap = overlap
+
+    def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
+        """See `choice.Policy`."""
+        if not members:
+            return None
+        load, tokens, overlap = self._load, ask.num_tokens, self._overlap
+        if overlap and cached:
+            costs = [load(m, tokens) - overlap * min(cached.get(m.instance_id, 0), tokens) for m in members]
+        else:
+            costs = [load(m, tokens) for m in members]
+        at = lowest(costs, self._rng)
+        why = f"cost {costs[at]:.0f}, {cached.get(members[at].instance_id, 0)} of {tokens} tokens cached"
+        return Choice(members[at], why, cost_table(members, costs) if ask.explain else None)

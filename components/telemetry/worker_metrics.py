@@ -111,6 +111,13 @@ class WorkerMetrics:
         for state in tally.states:
             self._queues.labels(str(state)).set_function(lambda state=state: tally[state])  # type: ignore[misc]
 
+    def show_kv_events(self, batches: Callable[[], int], dropped: Callable[[], int]) -> None:
+        """Show how many batches of KV events were made, and how many of them nobody got."""
+        self._gauge("kv_event_batches_total", "Batches of KV events, numbered.").set_function(batches)
+        self._gauge("kv_event_batches_dropped_total", "Of those, not sent: routers ask for a dump.").set_function(
+            dropped
+        )
+
     def transferred(self, num_bytes: int, duration_s: float) -> None:
         """One transfer is complete."""
         self._transfer_bytes.inc(num_bytes)

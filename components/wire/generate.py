@@ -45,6 +45,7 @@ class GenerateAccepted:
     """decode → frontend: tokens will follow on `reply_to`."""
 
     request_id: str
+    number: int = 0  # heartbeats with `accepted` from here on count this request; 0: they do not say
 
 
 @message("cancel.v1")

@@ -25,3 +25,5 @@ class Heartbeat:
     total_pages: int = 0
     queued_tokens: int = 0  # prompt tokens accepted and not computed
     prompt_tokens_per_s: float = 0.0  # computed lately; 0: none yet
+    accepted: int = 0  # requests accepted since it started; the answer to each says its number
+    num_requests: int = 0  # of those, not over, each of n branches for itself: the engine may not have seen the last

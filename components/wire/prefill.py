@@ -30,6 +30,7 @@ class PrefillAccepted:
 
     room: str  # `<bootstrap instance>/<number>`
     stamp: int  # uint63 that the aux buffer will carry when everything has landed
+    number: int = 0  # heartbeats with `accepted` from here on count this prompt; 0: they do not say
 
 
 @message("quiesce.v1")

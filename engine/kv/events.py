@@ -1,5 +1,7 @@
 """What the prefix cache gained and lost, for routers that want to know where a prompt's pages are."""
 
+from collections.abc import Iterable, Iterator
+
 from engine.ports import BlockRemoved, BlockStored, CacheEvent
 
 
@@ -33,3 +35,9 @@ class CacheEvents:
     def blocks(self) -> list[BlockStored]:
         """Everything that can be found now, as events that would build it anew."""
         return [BlockStored(block, parent, self._page_size) for block, parent in self._parent_of.items()]
+
+
+def block_changes(events: Iterable[CacheEvent]) -> Iterator[tuple[bytes, bool]]:
+    """What a publisher is fed: blocks, and whether each was stored or removed."""
+    for event in events:
+        yield event.block, isinstance(event, BlockStored)

@@ -18,6 +18,9 @@ class MockConfig:
     decode_s: Annotated[Seconds, Field(description="each request that decodes in it")] = 0.0009
     context_token_s: Annotated[Seconds, Field(description="each token that these attend to")] = 4e-7
     prompt_token_s: Annotated[Seconds, Field(description="each prompt token computed")] = 0.0005
+    attention_s: Annotated[
+        Seconds, Field(description="each pair of a prompt token and one it attends to: long prompts cost more a token")
+    ] = 0.0
     answer_tokens: Annotated[
         int, Field(ge=0, description="mean length of answers that may end by themselves; 0: none does")
     ] = 128
@@ -25,15 +28,22 @@ class MockConfig:
     kv_heads: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
     head_dim: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
 
-    def duration_s(self, prompt_tokens: int, decodes: int, context_tokens: int) -> float:
+    def duration_s(self, prompt_tokens: int, decodes: int, context_tokens: int, pairs: int = 0) -> float:
         """How long a step takes, 0 for one that has nothing to do.
 
         Args:
             prompt_tokens: computed in the step.
             decodes: requests that get their next token in it.
             context_tokens: tokens that these have before it, all together.
+            pairs: of a prompt token computed and a token it attends to, itself included; see `attended`.
         """
         if not prompt_tokens and not decodes:
             return 0.0
-        work_s = prompt_tokens * self.prompt_token_s + decodes * self.decode_s + context_tokens * self.context_token_s
-        return (self.step_s + work_s) / self.speedup
+        prompt_s = prompt_tokens * self.prompt_token_s + pairs * self.attention_s
+        decode_s = decodes * self.decode_s + context_tokens * self.context_token_s
+        return (self.step_s + prompt_s + decode_s) / self.speedup
+
+
+def attended(start: int, length: int) -> int:
+    """Pairs of a token and one it attends to, itself included, in a chunk of `length` prompt tokens behind `start`."""
+    return length * start + length * (length + 1) // 2

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from components.errors import InvariantBroken, Rejected
 from components.wire.logprobs import TokenLogprobs
-from engine.mock.config import MockConfig
+from engine.mock.config import MockConfig, attended
 from engine.mock.logprobs import leave_prompt_logprobs, made_up
 from engine.mock.memory import MarkedPages
 from engine.ports import Recording, SamplingParams
@@ -49,7 +49,7 @@ class MockRunner:
         drawn: dict[Request, int] = {}
         told: list[tuple[Row, TokenLogprobs]] = []
         reading: list[Chunk] = []
-        prompt_tokens = decodes = context_tokens = 0
+        prompt_tokens = decodes = context_tokens = pairs = 0
         for chunk in chunks:
             request = chunk.request
             tokens = [*request.tokens, self._drawn[request]] if chunk.ahead else request.tokens
@@ -66,8 +66,9 @@ class MockRunner:
                 context_tokens += chunk.end
             else:
                 prompt_tokens += chunk.length
+                pairs += attended(chunk.start, chunk.length)
         self._drawn = drawn
-        self._busy_until_s = started_s + self._config.duration_s(prompt_tokens, decodes, context_tokens)
+        self._busy_until_s = started_s + self._config.duration_s(prompt_tokens, decodes, context_tokens, pairs)
         tokens_drawn = [drawn.get(chunk.request) for chunk in chunks]
         return MockStep(tokens_drawn, self._busy_until_s, lambda: self._leave(told, reading))
 

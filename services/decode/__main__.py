@@ -9,6 +9,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
+from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_outbox
@@ -16,6 +17,7 @@ from components.process import drain, new_instance_id, record_maker, run, stop_s
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from engine.kv.events import block_changes
 from engine.loop import start_engine
 from engine.model.resolve import served_name
 from engine.ports import KvRegion, max_request_pages
@@ -56,6 +58,7 @@ async def main(settings: DecodeSettings) -> None:
             max_request_pages(engine.engine),
         ) as transfer,
         keep_profiles(f"decode {me}", EngineProfiler(engine, {"role": "decode", "instance": me})) as profiles,
+        publish_kv_events(bus, subject, me, lambda: registration.epoch, on=settings.engine.kv_events) as kv_events,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
         watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,
         open_outbox(bus, me, lambda: registration.epoch, lambda: engine.stats.step) as outbox,
@@ -91,8 +94,11 @@ async def main(settings: DecodeSettings) -> None:
             max_context=engine.engine.max_context,
             kv=transfer.endpoint,
             http=page,
+            kv_events=settings.engine.kv_events,
         )
-        endpoints = [*service.endpoints(), *profiles.endpoints()]
+        metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
+        engine.on_output(lambda output: kv_events.take(block_changes(output.cache_events)))
+        endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]
         async with (
             serve_calls(bus, "decode", subject, endpoints, {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat),

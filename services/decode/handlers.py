@@ -74,6 +74,7 @@ class DecodeService:
         self._overflow = local_prefill_on_queue
         self._policy = RoundRobin()
         self._rate = PromptRate()
+        self._accepted = 0  # requests
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, set[str]] = {}  # why prefill instances do not fit us, each reason said once
         self.draining = False
@@ -120,8 +121,9 @@ class DecodeService:
         expired = DeadlineExceeded("the request's deadline passed")  # its frontend may be gone, and cancel nothing
         active.expiry = asyncio.get_running_loop().call_later(left_s, self._stop, active, expired)
         self._active.add(active)
+        self._accepted += 1
         self._keep(active.engine_id, self._run(active))
-        return GenerateAccepted(request_id=request.request_id)
+        return GenerateAccepted(request_id=request.request_id, number=self._accepted)
 
     async def cancel(self, request: CancelStreams) -> StreamsCancelled:
         """Nobody reads these streams any more."""
@@ -146,7 +148,15 @@ class DecodeService:
     def heartbeat(self) -> Heartbeat:
         """What this instance says of itself."""
         me = self._registration
-        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, self._prompts(), draining=self.draining)
+        return heartbeat_of(
+            me.instance_id,
+            me.epoch,
+            self._engine.stats,
+            self._prompts(),
+            draining=self.draining,
+            accepted=self._accepted,
+            num_requests=sum(len(active.streams) for active in self._active.everyone()),
+        )
 
     async def drained(self) -> None:
         """Wait until every request is answered and every page is safe."""
@@ -201,7 +211,7 @@ class DecodeService:
                     "kvmesh.prefill.why_local", "every prefill queue lasts longer than computing it here"
                 )
                 return None
-            chosen = self._policy.choose(usable)
+            chosen = self._policy.take(usable)
             if chosen is None:
                 why = (
                     f"no prefill instance with adapter {request.adapter}" if request.adapter else "no prefill instance"

@@ -152,7 +152,7 @@ class MeshClient:
         with tracer.start_as_current_span("frontend.route") as span:
             while True:
                 usable = self._decodes.usable(self._model, self._adapter(prompt))
-                chosen = self._policy.choose([r for r in usable if r.instance_id not in tried] or usable)
+                chosen = self._policy.take([r for r in usable if r.instance_id not in tried] or usable)
                 if chosen is not None:
                     span.set_attribute("kvmesh.decode.instance", chosen.instance_id)
                     span.set_attribute("kvmesh.decode.candidates", len(usable))

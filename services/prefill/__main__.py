@@ -5,12 +5,14 @@ from components.discovery.registry import Registration, join_registry
 from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import send_heartbeats
+from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from engine.kv.events import block_changes
 from engine.loop import start_engine
 from engine.model.resolve import served_name
 from engine.ports import max_request_pages
@@ -39,6 +41,7 @@ async def main(settings: PrefillSettings) -> None:
             max_request_pages(engine.engine),
         ) as transfer,
         keep_profiles(f"prefill {me}", EngineProfiler(engine, {"role": "prefill", "instance": me})) as profiles,
+        publish_kv_events(bus, subject, me, lambda: registration.epoch, on=settings.engine.kv_events) as kv_events,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
         service = PrefillService(
@@ -51,8 +54,19 @@ async def main(settings: PrefillSettings) -> None:
             bootstrap_timeout_s=settings.bootstrap_timeout_s,
         )
         adapters = engine.engine.adapters
-        record = record_maker(settings, "prefill", me, model=model, adapters=adapters, kv=transfer.endpoint, http=page)
-        endpoints = [*service.endpoints(), *profiles.endpoints()]
+        record = record_maker(
+            settings,
+            "prefill",
+            me,
+            model=model,
+            adapters=adapters,
+            kv=transfer.endpoint,
+            http=page,
+            kv_events=settings.engine.kv_events,
+        )
+        metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
+        engine.on_output(lambda output: kv_events.take(block_changes(output.cache_events)))
+        endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]
         async with (
             serve_calls(bus, "prefill", subject, endpoints, {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat),

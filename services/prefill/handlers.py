@@ -75,6 +75,7 @@ class PrefillService:
         self._tally = Tally(NEXT)
         self._rate = PromptRate()
         self._turn = count()
+        self._accepted = 0  # prompts
         self.draining = False
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
@@ -159,7 +160,15 @@ class PrefillService:
         """What this instance says of itself."""
         me = self._registration
         prompts = PromptLoad(sum(job.tokens_left for job in self._jobs.values()), self._rate.tokens_per_s)
-        return heartbeat_of(me.instance_id, me.epoch, self._engine.stats, prompts, draining=self.draining)
+        return heartbeat_of(
+            me.instance_id,
+            me.epoch,
+            self._engine.stats,
+            prompts,
+            draining=self.draining,
+            accepted=self._accepted,
+            num_requests=self.num_jobs,
+        )
 
     async def drained(self) -> None:
         """Wait for the jobs in flight, also for those whose room is being opened: they would write when we have left."""
@@ -200,6 +209,8 @@ class PrefillService:
             step_s=lambda: self._engine.stats.step_s,
         )
         self._jobs[request.request_id] = job
+        self._accepted += 1
+        number = self._accepted
         self._none.clear()
         submitted = self._engine.post(lambda engine: engine.submit(prompt))
         submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
@@ -209,7 +220,7 @@ class PrefillService:
             self._forget(job)
             raise
         job.task = asyncio.create_task(self._run(job, bootstrap), name=f"prefill {request.request_id}")
-        return PrefillAccepted(room=job.room.room, stamp=job.room.stamp)
+        return PrefillAccepted(room=job.room.room, stamp=job.room.stamp, number=number)
 
     async def _announce(self, offer: PagesOffered) -> None:
         """Decode looks for the end of a transfer more often when it is near; without this word it takes milliseconds longer."""

@@ -181,6 +181,8 @@ def test_a_delivered_end_token_finishes_the_request_at_once(engine: EngineCore) 
     reserve(engine, "r", prompt(20), greedy(12))
     (output,) = engine.deliver("r", EOS)
     assert (output.token_ids, output.finish) == ([EOS], FinishReason.STOP)
+    told = engine.step()  # of the blocks that it leaves
+    assert not told.tokens
     assert not engine.has_work()
     assert stats_of(engine) == (0, 0)
 

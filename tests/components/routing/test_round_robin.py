@@ -3,6 +3,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from components.routing.choice import Ask, Member
 from components.routing.policy import RoundRobin
 from components.wire.instances import InstanceRecord
 
@@ -14,13 +15,14 @@ def record(instance_id: str) -> InstanceRecord:
 
 
 def chosen(policy: RoundRobin, ids: str) -> str:
-    found = policy.choose([record(i) for i in ids])
+    found = policy.take([record(i) for i in ids])
     assert found is not None
     return found.instance_id
 
 
 def test_nobody_usable_means_nobody_chosen() -> None:
-    assert RoundRobin().choose([]) is None
+    assert RoundRobin().take([]) is None
+    assert RoundRobin().choose(Ask(1), [], {}, 0.0) is None
 
 
 def test_each_gets_its_turn_whatever_the_order_they_are_named_in() -> None:
@@ -43,6 +45,12 @@ def test_between_two_turns_of_one_instance_every_other_that_stayed_has_had_one(u
                 stayed = set.intersection(*usable[start : end + 1])
                 assert stayed <= set(turns[start:end])
                 break
+
+
+def test_as_a_policy_it_takes_the_same_turns() -> None:
+    policy = RoundRobin()
+    choices = [policy.choose(Ask(1), [Member(i) for i in ids], {}, 0.0) for ids in ("abc", "ac", "abc", "bcd", "bd")]
+    assert [c.member.instance_id for c in choices if c is not None] == list("acabd")
 
 
 def test_load_is_even() -> None:

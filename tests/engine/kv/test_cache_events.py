@@ -70,7 +70,7 @@ def test_blocks_that_come_between_steps_are_told_without_further_work(tmp_path: 
     assert not engine.has_work()
 
 
-def test_nobody_listens_by_default(tmp_path: Path) -> None:
+def test_nothing_is_told_where_nobody_listens(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, kv_events=False)
     engine.submit(EngineRequest("r", prompt(50), greedy(2)))
     assert engine.step().cache_events == []

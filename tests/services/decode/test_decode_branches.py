@@ -33,10 +33,12 @@ async def begin(decode: Decode) -> None:  # noqa: F811
 async def test_each_branch_has_a_stream_that_ends_for_itself(decode: Decode) -> None:  # noqa: F811
     await begin(decode)
     assert decode.engine.engine.submitted[ID].sampling.n == 3
+    assert (decode.service.heartbeat().accepted, decode.service.heartbeat().num_requests) == (1, 3)
     decode.engine.step(tokens=[TokenOutput(ID, [43], FinishReason.STOP), TokenOutput(ID, [51], branch=1)])
     decode.engine.step(tokens=[TokenOutput(ID, [52], FinishReason.LENGTH, branch=1)])
     await turns()
     assert decode.queues() == {"running": 1}
+    assert (decode.service.heartbeat().accepted, decode.service.heartbeat().num_requests) == (1, 1)
     decode.engine.step(tokens=[TokenOutput(ID, [61], FinishReason.STOP, branch=2)])
     await turns()
     for stream_id, tokens, finish in ((1, [42, 43], "stop"), (2, [50, 51, 52], "length"), (3, [60, 61], "stop")):

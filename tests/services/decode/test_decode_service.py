@@ -206,7 +206,7 @@ async def decode() -> AsyncIterator[Decode]:
 
 
 async def test_kv_is_fetched_the_first_token_comes_from_prefill_and_nothing_is_kept(decode: Decode) -> None:
-    assert await decode.ask() == GenerateAccepted(request_id="r")
+    assert await decode.ask() == GenerateAccepted(request_id="r", number=1)
     assert decode.engine.engine.submitted[ID].phase is Phase.DECODE
     assert not decode.prefill.offered
     await decode.reserve()
@@ -261,6 +261,7 @@ async def test_a_prompt_is_computed_here_while_the_queue_at_prefill_lasts_longer
     assert decode.engine.engine.submitted["r.1"].phase is Phase.FULL
     assert decode.queues() == {"waiting": 1}
     assert decode.service.heartbeat().queued_tokens == 10
+    assert (decode.service.heartbeat().accepted, decode.service.heartbeat().num_requests) == (1, 1)
     decode.beat(150, 100.0)  # one and a half: within the margin
     await decode.ask(2)
     assert decode.engine.engine.submitted["r.2"].phase is Phase.DECODE

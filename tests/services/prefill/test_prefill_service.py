@@ -151,7 +151,7 @@ async def prefill() -> AsyncIterator[Prefill]:
 async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forgotten(prefill: Prefill) -> None:
     landed = prefill.decode.expect("boot/1")
     accepted = await prefill.ask(sampling=Sampling(max_tokens=5, stop_token_ids=pack_tokens([9])), cache_salt="s")
-    assert accepted == PrefillAccepted(room="boot/1", stamp=7)
+    assert accepted == PrefillAccepted(room="boot/1", stamp=7, number=1)
     submitted = prefill.engine.engine.submitted["r"]
     assert (submitted.phase, list(submitted.token_ids), submitted.cache_salt) == (Phase.PREFILL, list(range(10)), "s")
     assert submitted.sampling.stop_token_ids == (9,)
@@ -182,9 +182,15 @@ async def test_a_prompt_goes_through_the_queues_one_after_the_other(prefill: Pre
     prefill.computed()
     assert prefill.queues() == {"inflight": 1}
     assert prefill.service.heartbeat().queued_tokens == 0
+    beat = prefill.service.heartbeat()
+    assert (beat.accepted, beat.num_requests) == (1, 1)
+    with pytest.raises(StaleInstance):
+        await prefill.ask(epoch="another")
     prefill.transfer.gate.set()
     await turns()
     assert prefill.queues() == {}
+    beat = prefill.service.heartbeat()
+    assert (beat.accepted, beat.num_requests) == (1, 0)
 
 
 @pytest.mark.parametrize(("computed", "queue"), [(0, "waiting"), (4, "computing"), (10, "inflight")])

@@ -1,0 +1,178 @@
+"""Routing policies side by side over a simulated fleet, in virtual time. One line of figures for each policy.
+
+    python -m bench.simulate --trace conversation_trace.jsonl --prefill 3 --decode 2 --speedup 10 --plot routing.png
+    python -m bench.simulate --workload shared-prefix --decode 1000 --requests 1000000 --rate 2000 --policy kv_aware
+    python -m bench.simulate --incident "crash decode 0 60" --incident "flap prefill 1 30 10 5 8"
+
+Policies, load book, breakers and block index are production's. A worker is the engine's scheduler with the mock engine's cost
+model; `--fit` takes its constants from lines of `bench.engine`. What is approximated:
+
+- Steps between two events are taken at once, in closed form. The gaps of such a stretch all count as their mean.
+- A request holds the pages of its prompt and of its whole answer from the start, so nobody is ever retracted; the engine keeps
+  some hundred tokens free instead. A page is a block of the trace, 512 tokens, so shorter shared beginnings are nobody's.
+- Pages of an answer are not found by later prompts, as the traces do not say which they are; nor are those of a prompt before
+  all of it is computed.
+- Messages take no time but for KV, heartbeats and KV events; nothing but the engine's step takes any of a worker. A transfer
+  sends earlier chunks while later ones compute; each prefill worker's link is its own, and what overlaps costs others nothing.
+- A decode worker chooses prefill workers by a book of its own; past 16 of them, some share one (`--prefill-routers`). A prompt
+  stays on decode where little is left to compute, or no prefill worker lives, but not because every prefill queue is long. The
+  index of blocks is one for all routers.
+- A worker that crashes is known to be gone to whoever sends to it, and to all after 2 s; only then its requests move.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from bench.simulate import incidents as happening
+from bench.simulate.draw import save_plot
+from bench.simulate.fit import fit_file
+from bench.simulate.fleet import Fleet, Link, Setup
+from bench.simulate.measured import Measured, Slo
+from bench.simulate.routers import MakePolicy, News
+from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
+from bench.simulate.worker import Engine
+from components.routing.kv_aware import KvAware, KvWeights
+from components.routing.policies import POLICIES, Phase, make_policy
+from engine.mock.config import MockConfig
+
+MOST_ROUTERS: Final = 16  # each hears every heartbeat
+COLUMNS: Final = (
+    ("TTFT p50", "ttft_ms_p50"),
+    ("p90", "ttft_ms_p90"),
+    ("p99", "ttft_ms_p99"),
+    ("ITL p50", "itl_ms_p50"),
+    ("p99", "itl_ms_p99"),
+    ("cached", "cache_hit"),
+    ("spread", "spread"),
+    ("SLO", "slo"),
+    ("goodput/w", "goodput_per_worker"),
+    ("CPU s", "cpu_s"),
+)
+
+
+class Workload(StrEnum):
+    """Synthetic loads."""
+
+    SHARED_PREFIX = "shared-prefix"
+    CONVERSATIONS = "conversations"
+
+
+def policy_maker(names: str, phase: Phase) -> MakePolicy:
+    """`NAME` for both phases, or `PREFILL/DECODE`; `kv_aware@T` has that temperature. Raises: typer.BadParameter."""
+    prefill, _, decode = names.partition("/")
+    name, _, temperature = (prefill if phase == "prefill" else decode or prefill).partition("@")
+    if name == "kv_aware" and temperature:
+        weights = KvWeights(temperature=float(temperature))
+        return lambda rng: KvAware(rng, weights)
+    if name not in POLICIES or temperature:
+        raise typer.BadParameter(f"{name} is none of {', '.join(POLICIES)}")
+    return lambda rng: make_policy(name, phase, rng)
+
+
+def _row(label: str, cells: list[str]) -> str:
+    return f"{label:<22}" + "".join(f"{cell:>11}" for cell in cells)
+
+
+def _table_row(label: str, figures: dict[str, Any]) -> str:
+    spread = figures.get("prefill_spread", figures.get("decode_spread", 0.0))
+    return _row(label, [f"{ {**figures, 'spread': spread}[key]:g}" for _, key in COLUMNS])
+
+
+def main(
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME for both phases or PREFILL/DECODE, kv_aware@T with a temperature; several times (all)"),
+    ] = None,
+    trace_file: Annotated[Path | None, typer.Option("--trace", help="a file in Mooncake's format")] = None,
+    trace_speed: Annotated[float, typer.Option(help="of its arrivals", min=1e-6)] = 1.0,
+    workload: Annotated[Workload, typer.Option(help="without a trace")] = Workload.SHARED_PREFIX,
+    requests: Annotated[int | None, typer.Option(help="in all (default: 10,000, or the trace's)", min=1)] = None,
+    rate: Annotated[float, typer.Option(help="synthetic: requests a second", min=1e-6)] = 10.0,
+    groups: Annotated[int, typer.Option(help="shared-prefix: system prompts", min=1)] = 64,
+    skew: Annotated[float, typer.Option(help="shared-prefix: the k-th is asked in proportion to 1/k^skew")] = 1.0,
+    turns: Annotated[float, typer.Option(help="conversations: turns on average", min=1.0)] = 5.0,
+    think_s: Annotated[float, typer.Option(help="conversations: mean seconds between turns")] = 30.0,
+    prefix_len: Annotated[int, typer.Option(help="synthetic: tokens of a system prompt", min=0)] = 2048,
+    question_len: Annotated[int, typer.Option(help="synthetic: mean tokens of a question", min=1)] = 512,
+    answer_len: Annotated[int, typer.Option(help="synthetic: mean tokens of an answer", min=1)] = 128,
+    decode: Annotated[int, typer.Option(help="decode workers at the start", min=0)] = 4,
+    prefill: Annotated[int, typer.Option(help="prefill workers; 0: decode workers compute prompts", min=0)] = 0,
+    fit: Annotated[Path | None, typer.Option(help="lines of bench.engine to fit the cost model to")] = None,
+    fit_label: Annotated[str | None, typer.Option(help="of these, the ones with this label")] = None,
+    speedup: Annotated[float, typer.Option(help="engines are so much faster than the cost model says", min=1e-6)] = 1.0,
+    pages: Annotated[int, typer.Option(help="of 512 tokens, per worker", min=1)] = 1024,
+    max_running: Annotated[int, typer.Option(help="as of the engine", min=1)] = 64,
+    max_step_tokens: Annotated[int, typer.Option(help="as of the engine", min=2)] = 2048,
+    link_gb_s: Annotated[float, typer.Option(help="KV transfer of one prefill worker", min=1e-6)] = 12.0,
+    kv_bytes: Annotated[float, typer.Option(help="of a token")] = Link().bytes_per_token,
+    news_ms: Annotated[float, typer.Option(help="until routers know of a KV event", min=0.0)] = 5.0,
+    heartbeat_s: Annotated[float, typer.Option(help="between two of a worker", min=1e-3)] = 0.5,
+    frontends: Annotated[int, typer.Option(help="each with a load book of its own", min=1)] = 1,
+    prefill_routers: Annotated[
+        int | None, typer.Option(help="load books that choose prefill workers (default: --decode, at most 16)", min=1)
+    ] = None,
+    incident: Annotated[list[str] | None, typer.Option(help=f"may be given several times: {happening.SYNTAX}")] = None,
+    slo_ttft_ms: Annotated[float, typer.Option(help="TTFT that a good request keeps")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="mean time per output token that it keeps")] = 100.0,
+    seed: Annotated[int, typer.Option(help="of every draw: the same seed, the same run")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="append a line a policy")] = None,
+    plot: Annotated[Path | None, typer.Option(help="picture, PNG or SVG")] = None,
+) -> None:
+    """Simulate each policy in turn over the same requests, fleet and incidents."""
+    cost = fit_file(fit, fit_label).cost if fit else MockConfig()
+    engine = Engine(replace(cost, speedup=speedup), pages, 512, max_running, max_step_tokens)
+    setup = Setup(
+        decode=decode,
+        prefill=prefill,
+        engine=engine,
+        link=Link(kv_bytes, link_gb_s * 1e9),
+        news=News(heartbeat_s, news_ms / 1000),
+        slo=Slo(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
+        decode_routers=frontends,
+        prefill_routers=prefill_routers or max(1, min(decode, MOST_ROUTERS)),
+        seed=seed,
+    )
+    try:
+        planned = [
+            one for text in incident or () for one in happening.parse(text, {"prefill": prefill, "decode": decode})
+        ]
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    lengths = Lengths(prefix_len, question_len, answer_len)
+
+    def traffic() -> Iterator[Request]:
+        if trace_file is not None:
+            return trace(trace_file, requests, trace_speed)
+        if workload is Workload.CONVERSATIONS:
+            return conversations(seed, requests or 10_000, rate, turns, think_s, lengths)
+        return shared_prefixes(seed, requests or 10_000, rate, groups, skew, lengths)
+
+    names = policy or list(POLICIES)
+    makers = [(policy_maker(name, "decode"), policy_maker(name, "prefill")) for name in names]
+    runs: list[tuple[str, Measured]] = []
+    print(_row("ms", [head for head, _ in COLUMNS]))
+    for name, (for_decode, for_prefill) in zip(names, makers, strict=True):
+        run = Fleet(setup, traffic(), for_decode, for_prefill, planned).run()
+        runs.append((name, run))
+        figures = run.figures(policy=name, prefill=prefill, decode=decode)
+        print(_table_row(name, figures), flush=True)
+        if json_file is not None:
+            with json_file.open("a") as out:
+                out.write(json.dumps(figures) + "\n")
+    if plot is not None:
+        load = trace_file.name if trace_file else workload.value
+        save_plot(
+            runs,
+            f"{load}: {prefill} prefill + {decode} decode workers" if prefill else f"{load}: {decode} workers",
+            plot,
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,101 @@
+"""How far the simulator is from a mesh: the same requests, at the same times, through both. One JSON line each.
+
+    python -m bench.simulate.against_mesh                            # aggregated: 3 workers
+    python -m bench.simulate.against_mesh --prefill 2 --decode 2
+
+The mesh is `services.local` with mock engines, which sleep as long as the cost model says, so what differs is what the
+simulator leaves out: messages, the processes' own work, and what else the machine has to do.
+"""
+
+import asyncio
+import json
+import random
+from typing import Annotated, Any
+
+import typer
+
+from bench.load.client import Body, Run, open_loop
+from bench.load.report import quantile_ms
+from bench.load.workloads import words
+from bench.processes import free_port, mesh, model_name
+from bench.simulate.fleet import Fleet, Link, Setup
+from bench.simulate.measured import Measured
+from bench.simulate.traffic import Lengths, Request, shared_prefixes
+from bench.simulate.worker import Engine
+from components.routing.policies import make_policy
+from engine.mock.config import MockConfig
+
+PAGE = 16
+PAGES = 8192
+STEP_TOKENS = 512
+MOCK = {"LAYERS": 1, "KV_HEADS": 1, "HEAD_DIM": 8}  # small pages: time is what is compared
+
+
+def body(request: Request, model: str) -> Body:
+    """A prompt whose equal blocks are equal words, one token each."""
+    parts = [words(random.Random(block), PAGE) for block in request.blocks]
+    rest = request.prompt - PAGE * len(request.blocks)
+    if rest:
+        parts.append(words(random.Random(f"{request.number}/rest"), rest))
+    fields = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    return {"model": model, "prompt": " ".join(parts), "max_tokens": request.output, **fields}
+
+
+def in_mesh(requests: list[Request], prefill: int, decode: int, cost: MockConfig) -> Run:
+    """Through real processes."""
+    env = {f"MESH_ENGINE__MOCK__{name}": str(value) for name, value in MOCK.items()}
+    env |= {"MESH_ENGINE__MOCK__SPEEDUP": str(cost.speedup), "MESH_ENGINE__NUM_PAGES": str(PAGES)}
+    env |= {"MESH_ENGINE__MAX_STEP_TOKENS": str(STEP_TOKENS), "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false"}
+    port = free_port()
+    with mesh("mock:smollm2-135m", {"prefill": prefill, "decode": decode}, env, port):
+        model = model_name(port)
+        bodies = [(request.at_s, body(request, model)) for request in requests]
+        return asyncio.run(open_loop(f"http://127.0.0.1:{port}", bodies))
+
+
+def simulated(requests: list[Request], prefill: int, decode: int, cost: MockConfig) -> Measured:
+    """Through the simulator, by the policies that the mesh has by default."""
+    engine = Engine(cost, PAGES, PAGE, 64, STEP_TOKENS)
+    setup = Setup(decode, prefill, engine, link=Link(2 * 8 * 2), prefill_routers=decode)
+    return Fleet(
+        setup,
+        requests,
+        lambda rng: make_policy("round_robin", "decode", rng),
+        lambda rng: make_policy("round_robin", "prefill", rng),
+    ).run()
+
+
+def main(
+    prefill: Annotated[int, typer.Option(help="prefill workers; 0: aggregated")] = 0,
+    decode: Annotated[int, typer.Option(help="decode workers")] = 3,
+    count: Annotated[int, typer.Option("--requests", help="in all")] = 200,
+    rate: Annotated[float, typer.Option(help="requests a second")] = 4.0,
+    speedup: Annotated[float, typer.Option(help="of the mock engine")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the requests")] = 1,
+) -> None:
+    """Send to the mesh, then simulate."""
+    lengths = Lengths(prefix=256, question=256, answer=48, sigma=0.6, block=PAGE)
+
+    def requests() -> list[Request]:
+        return list(shared_prefixes(seed, count, rate, 8, 0.5, lengths))
+
+    cost = MockConfig(speedup=speedup)
+    run = in_mesh(requests(), prefill, decode, cost)
+    facts: dict[str, Any] = {
+        "prefill": prefill,
+        "decode": decode,
+        "rate": rate,
+        "speedup": speedup,
+        "failed": run.failed,
+    }
+    for label, times in (("mesh", run), ("simulator", simulated(requests(), prefill, decode, cost))):
+        figures = {
+            f"{name}_ms_p{q}": quantile_ms(list(values), q / 100)
+            for name, values in (("ttft", times.ttft_s), ("tpot", times.tpot_s), ("e2e", times.e2e_s))
+            for q in (50, 90)
+        }
+        print(json.dumps({"label": label, **facts, "requests": len(times.ttft_s), **figures}), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

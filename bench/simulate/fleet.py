@@ -1,0 +1,399 @@
+"""A fleet under load: requests come, are routed, computed, moved and answered; workers fail, change, come and go."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from bench.simulate.clock import Clock
+from bench.simulate.incidents import Incident, Role
+from bench.simulate.measured import Measured, Share, Slo
+from bench.simulate.routers import MakePolicy, News, Router, Routers, over, send
+from bench.simulate.traffic import Request
+from bench.simulate.worker import Engine, Part, Stay, Worker
+from components.routing.load_book import Sent
+from components.wire.heartbeat import Heartbeat
+
+BEATS: Final = 20  # moments within the time between two heartbeats at which some of the workers say theirs
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How KV moves. A prefill worker's link is its own; chunks leave while the next one computes."""
+
+    bytes_per_token: float = 2 * 30 * 3 * 64 * 2  # SmolLM2-135M's, bfloat16
+    bytes_per_s: float = 12e9
+    latency_s: float = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A fleet before anything happens to it. Without prefill workers, decode workers compute prompts."""
+
+    decode: int
+    prefill: int = 0
+    engine: Engine = field(default_factory=Engine)
+    prefill_engine: Engine | None = None  # None: as the others
+    link: Link = field(default_factory=Link)
+    news: News = field(default_factory=News)
+    slo: Slo = field(default_factory=Slo)
+    decode_routers: int = 1  # frontends
+    prefill_routers: int = 4  # decode workers that choose; more of them know less of each other
+    max_local_prefill: int = 16  # tokens left after its own prefix hit that decode computes itself
+    seed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One request on its way through the workers that have it now."""
+
+    request: Request
+    generated: int  # tokens, by workers that are gone
+    decode: Worker
+    at_decode: Stay
+    frontend: Router
+    chooser: Router  # of prefill workers: one that stands for the decode worker
+    told: Sent | None  # what the frontend's book keeps of it, and the chooser's
+    told_prefill: Sent | None = None
+    prefill: Worker | None = None
+    at_prefill: Stay | None = None
+    computed_s: float = -1.0
+    reserved_s: float = -1.0
+    delivered: bool = False
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Group:
+    """All workers of one role."""
+
+    role: Role
+    engine: Engine
+    routers: Routers
+    workers: list[Worker] = field(default_factory=list)  # those that are gone too
+    by_name: dict[str, Worker] = field(default_factory=dict)
+    flows: dict[Worker, dict[Flow, None]] = field(default_factory=dict)
+    accepted: dict[Worker, int] = field(default_factory=dict)
+    numbers: dict[Worker, int] = field(default_factory=dict)
+    told: dict[Worker, tuple[int, ...]] = field(default_factory=dict)
+    lies: dict[Worker, float] = field(default_factory=dict)
+    link_free_s: dict[Worker, float] = field(default_factory=dict)
+    beats: list[list[Worker]] = field(default_factory=lambda: [[] for _ in range(BEATS)])
+
+
+class Fleet:
+    """One simulation; `run` is called once."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        traffic: Iterable[Request],
+        decode_policy: MakePolicy,
+        prefill_policy: MakePolicy | None = None,
+        incidents: Sequence[Incident] = (),
+    ) -> None:
+        self.clock = Clock()
+        self.measured = Measured(setup.slo)
+        self.in_flight = 0
+        self._setup = setup
+        self._traffic: Iterator[Request] = iter(traffic)
+        self._more = True
+        self._stranded: list[tuple[Request, int]] = []  # nobody is there to take them
+        self._changed_s = 0.0
+        self.decodes = self._group("decode", setup.engine, decode_policy, setup.decode_routers)
+        prefills = setup.prefill_engine or setup.engine
+        make = prefill_policy or decode_policy
+        self.prefills = self._group("prefill", prefills, make, setup.prefill_routers)
+        for group, count in ((self.decodes, setup.decode), (self.prefills, setup.prefill)):
+            for _ in range(count):
+                self._join(group)
+            if count or any(i.kind == "add" and i.role == group.role for i in incidents):
+                self._beat((group, 0))
+        for incident in incidents:
+            self.clock.at(incident.at_s, self._happen, incident)
+
+    def run(self, until_s: float = float("inf")) -> Measured:
+        """Let it all happen, to the last token of the last request, or until `until_s`."""
+        started = time.process_time()
+        self._next_arrival()
+        self.clock.run(lambda: (self._more or self.in_flight > 0) and self.clock.now_s < until_s)
+        self._count(0)
+        measured, now_s = self.measured, self.clock.now_s
+        measured.duration_s, measured.events = now_s, self.clock.events
+        measured.cpu_s = time.process_time() - started
+        for group in (self.prefills, self.decodes):
+            for w in group.workers:
+                alive_s = (now_s if w.until_s is None else w.until_s) - w.since_s
+                measured.workers.append(Share(group.role, alive_s, w.busy_s, w.prompt_tokens, w.cached_tokens))
+        return measured
+
+    # --- requests
+
+    def _next_arrival(self) -> None:
+        request = next(self._traffic, None)
+        if request is None:
+            self._more = False
+        else:
+            self.clock.at(request.at_s, self._arrive, request)
+
+    def _arrive(self, request: Request) -> None:
+        self.measured.arrived += 1
+        engine = self._setup.engine
+        if -(-(request.prompt + request.output) // engine.page_tokens) > engine.num_pages:
+            self.measured.refused += 1
+        else:
+            self._count(1)
+            self._dispatch(request, 0)
+        self._next_arrival()
+
+    def _count(self, change: int) -> None:
+        now_s = self.clock.now_s
+        self.measured.in_flight_s += self.in_flight * (now_s - self._changed_s)
+        self._changed_s = now_s
+        self.in_flight += change
+
+    def _dispatch(self, request: Request, generated: int) -> None:
+        """Give a request to a decode worker, and its prompt to a prefill worker where there is one."""
+        tokens, left = request.prompt + generated, request.output - generated
+        pages = -(-(tokens + left) // self._setup.engine.page_tokens)
+        frontend = self.decodes.routers.of(request.number)
+        chosen = self._choose(self.decodes, frontend, request, tokens)
+        if chosen is None:
+            self._stranded.append((request, generated))
+            return
+        decode, cached = chosen
+        chooser = self.prefills.routers.of(self.decodes.numbers[decode])
+        there = None
+        if self.prefills.workers and tokens - decode.found(request, tokens) > self._setup.max_local_prefill:
+            there = self._choose(self.prefills, chooser, request, tokens)
+        to_compute = 0 if there else tokens - cached
+        number = self._accept(self.decodes, decode)
+        told = send(frontend, decode.name, number, to_compute, pages, self.clock.now_s)
+        part = Part.DECODE if there else Part.FULL
+        stay = Stay(request, part, tokens, left - (part is Part.DECODE))
+        flow = stay.flow = Flow(request, generated, decode, stay, frontend, chooser, told)
+        self.decodes.flows[decode][flow] = None
+        if there is not None:
+            self._send_prompt(flow, *there)
+        decode.submit(stay)
+
+    def _send_prompt(self, flow: Flow, prefill: Worker, cached: int) -> None:
+        tokens = flow.at_decode.tokens
+        pages = -(-tokens // prefill.engine.page_tokens)
+        number = self._accept(self.prefills, prefill)
+        flow.told_prefill = send(flow.chooser, prefill.name, number, tokens - cached, pages, self.clock.now_s)
+        stay = Stay(flow.request, Part.PREFILL, tokens, 1)
+        stay.flow, flow.prefill, flow.at_prefill = flow, prefill, stay
+        self.prefills.flows[prefill][flow] = None
+        prefill.submit(stay)
+
+    def _choose(self, group: Group, router: Router, request: Request, tokens: int) -> tuple[Worker, int] | None:
+        tried: list[str] = []
+        while (found := group.routers.choose(router, request, tokens, tried, self.clock.now_s)) is not None:
+            name, cached = found
+            worker = group.by_name[name]
+            if worker.alive:
+                return worker, cached
+            tried.append(name)  # nobody answers there, which is known at once
+            router.health.failed(name, self.clock.now_s)
+        return None
+
+    def _accept(self, group: Group, worker: Worker) -> int:
+        group.accepted[worker] += 1
+        return group.accepted[worker]
+
+    # --- what workers tell
+
+    def reserved(self, worker: Worker, stay: Stay) -> None:
+        """Decode has pages for what prefill computes."""
+        flow = stay.flow
+        flow.reserved_s = self.clock.now_s
+        if flow.computed_s >= 0:
+            self._transfer(flow)
+
+    def computed(self, worker: Worker, stay: Stay) -> None:
+        """A prompt is computed, where it will be decoded or elsewhere."""
+        flow = stay.flow
+        if stay.part is Part.FULL:
+            self._first_token(flow.request)
+            return
+        flow.computed_s = self.clock.now_s
+        if flow.reserved_s >= 0:
+            self._transfer(flow)
+
+    def finished(self, worker: Worker, stay: Stay) -> None:
+        """The last token came."""
+        flow = stay.flow
+        flow.over = True
+        del self.decodes.flows[worker][flow]
+        flow.frontend.health.succeeded(worker.name, self.clock.now_s)
+        over(flow.frontend, flow.told)
+        self.measured.finished(flow.request, self.clock.now_s)
+        self._count(-1)
+        self._leave_if_drained(self.decodes, worker)
+
+    def stepped(self, steps: int, each_s: float, decodes: int) -> None:
+        """Tokens were drawn."""
+        self.measured.stepped(steps, each_s, decodes)
+
+    def changed(self, worker: Worker, stored: list[bytes], removed: list[bytes]) -> None:
+        """A prefix cache gained or lost blocks."""
+        group = self.prefills if worker.name in self.prefills.by_name else self.decodes
+        group.routers.changed(worker.name, stored, removed, self.clock.now_s)
+
+    # --- KV on its way
+
+    def _transfer(self, flow: Flow) -> None:
+        """Both sides are ready: what is not there yet moves behind what its sender sends already."""
+        prefill, stay, link = flow.prefill, flow.at_prefill, self._setup.link
+        assert prefill is not None
+        assert stay is not None
+        now_s = self.clock.now_s
+        total = (flow.at_decode.tokens - flow.at_decode.cached) * link.bytes_per_token
+        last = min(total, prefill.engine.max_step_tokens * link.bytes_per_token)  # the chunk computed last
+        overlapped_s = max(0.0, flow.computed_s - max(stay.began_s, flow.reserved_s))
+        left = max(last, total - overlapped_s * link.bytes_per_s)
+        free_s = max(now_s, self.prefills.link_free_s.get(prefill, 0.0)) + left / link.bytes_per_s
+        self.prefills.link_free_s[prefill] = free_s
+        self.clock.at(free_s + link.latency_s, self._delivered, (flow, prefill, stay))
+
+    def _delivered(self, sent: tuple[Flow, Worker, Stay]) -> None:
+        flow, prefill, stay = sent
+        decode = flow.decode
+        if prefill.alive:
+            prefill.release(stay)
+            self.prefills.flows[prefill].pop(flow, None)
+            self._leave_if_drained(self.prefills, prefill)
+        over(flow.chooser, flow.told_prefill)
+        if flow.over or not prefill.alive or not decode.alive:
+            return  # it moved, or will when that is noticed
+        flow.delivered = True
+        flow.chooser.health.succeeded(prefill.name, self.clock.now_s)
+        self._first_token(flow.request)
+        if flow.at_decode.left:
+            decode.deliver(flow.at_decode)
+        else:
+            decode.cancel(flow.at_decode)
+            self.finished(decode, flow.at_decode)
+
+    def _first_token(self, request: Request) -> None:
+        if request.first_s < 0:
+            request.first_s = self.clock.now_s
+
+    # --- workers that come, change and go
+
+    def _group(self, role: Role, engine: Engine, make: MakePolicy, routers: int) -> Group:
+        setup = self._setup
+        return Group(role, engine, Routers(make, routers, f"{setup.seed}/{role}", setup.news, engine.page_tokens))
+
+    def _join(self, group: Group) -> None:
+        worker = Worker(f"{group.role}-{len(group.workers):05}", group.engine, self.clock, self)
+        group.beats[len(group.workers) % BEATS].append(worker)
+        group.numbers[worker] = len(group.workers)
+        group.workers.append(worker)
+        group.by_name[worker.name] = worker
+        group.flows[worker] = {}
+        group.accepted[worker] = 0
+        group.routers.add(worker, self.clock.now_s)
+        stranded, self._stranded = self._stranded, []
+        for request, generated in stranded:
+            self._dispatch(request, generated)
+
+    def _happen(self, incident: Incident) -> None:
+        group = self.prefills if incident.role == "prefill" else self.decodes
+        if incident.kind == "add":
+            self._join(group)
+            return
+        worker = group.workers[incident.worker]
+        if incident.kind == "slow":
+            worker.set_slowness(incident.factor)
+        elif incident.kind == "lie":
+            group.lies[worker] = incident.factor
+        elif incident.kind == "drain":
+            worker.draining = True
+            group.routers.remove(worker.name)
+            self._leave_if_drained(group, worker)
+        elif worker.alive:
+            worker.stop()
+            self.clock.at(self.clock.now_s + self._setup.news.lost_s, self._lost, (group, worker))
+
+    def _leave_if_drained(self, group: Group, worker: Worker) -> None:
+        if worker.draining and worker.alive and not group.flows[worker]:
+            worker.stop()
+
+    def _lost(self, at: tuple[Group, Worker]) -> None:
+        """It is noticed that a worker is gone: what it had goes on elsewhere."""
+        group, worker = at
+        group.routers.remove(worker.name)
+        flows, group.flows[worker] = group.flows[worker], {}
+        for flow in flows:
+            if flow.over:
+                continue
+            self.measured.moved += 1
+            if worker is flow.prefill:
+                self._compute_at_decode(flow)
+            else:
+                self._move(flow)
+
+    def _compute_at_decode(self, flow: Flow) -> None:
+        """Prefill is gone before all was moved."""
+        if flow.delivered or not flow.decode.alive:
+            return
+        old = flow.at_decode
+        flow.decode.cancel(old)
+        flow.prefill = flow.at_prefill = None
+        flow.computed_s = -1.0
+        flow.at_decode = Stay(flow.request, Part.FULL, old.tokens, old.left + 1)
+        flow.at_decode.flow = flow
+        flow.decode.submit(flow.at_decode)
+
+    def _move(self, flow: Flow) -> None:
+        """Decode is gone: from the tokens that went out, all over again."""
+        flow.over = True
+        over(flow.frontend, flow.told)
+        stay, prefill = flow.at_decode, flow.prefill
+        left = stay.left + (stay.part is Part.DECODE and not flow.delivered)
+        if prefill is not None and prefill.alive and not flow.delivered and flow.at_prefill is not None:
+            self._drop_prompt(flow, prefill, flow.at_prefill)
+        flow.request.moves += 1
+        self._dispatch(flow.request, flow.request.output - left)
+
+    def _drop_prompt(self, flow: Flow, prefill: Worker, stay: Stay) -> None:
+        over(flow.chooser, flow.told_prefill)
+        if flow.computed_s < 0:
+            prefill.cancel(stay)
+        elif flow.reserved_s < 0:
+            prefill.release(stay)  # else the transfer that was begun gives its pages back
+        self.prefills.flows[prefill].pop(flow, None)
+        self._leave_if_drained(self.prefills, prefill)
+
+    def _beat(self, at: tuple[Group, int]) -> None:
+        """Some of the workers of a group say how they are."""
+        group, turn = at
+        gone = False
+        for worker in group.beats[turn % BEATS]:
+            if not worker.alive:
+                gone = True
+                continue
+            now = (group.accepted[worker], len(group.flows[worker]), worker.pool.used, worker.queued_now())
+            if group.told.get(worker) != now:  # what changes nothing need not be heard
+                group.told[worker] = now
+                group.routers.heard(self._heartbeat(group, worker), self.clock.now_s)
+        if gone:
+            group.beats[turn % BEATS] = [worker for worker in group.beats[turn % BEATS] if worker.alive]
+        self.clock.at(self.clock.now_s + self._setup.news.heartbeat_s / BEATS, self._beat, (group, turn + 1))
+
+    def _heartbeat(self, group: Group, worker: Worker) -> Heartbeat:
+        told = group.lies.get(worker, 1.0)
+        return Heartbeat(
+            instance_id=worker.name,
+            epoch=worker.name,
+            step=worker.steps,
+            busy=not worker.idle,
+            held_pages=int(worker.pool.used * told),
+            total_pages=worker.pool.total,
+            queued_tokens=int(worker.queued_now() * told),
+            prompt_tokens_per_s=worker.prompt_tokens_per_s,
+            accepted=group.accepted[worker],
+            num_requests=int(len(group.flows[worker]) * told),
+        )

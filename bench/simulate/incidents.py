@@ -1,0 +1,63 @@
+"""Things that happen to workers, and how a command line names them."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Role = Literal["prefill", "decode"]
+Kind = Literal["crash", "slow", "lie", "add", "drain"]
+
+ROLES: Final[dict[str, Role]] = {"prefill": "prefill", "decode": "decode"}
+FACTORED: Final[dict[str, Kind]] = {"slow": "slow", "lie": "lie"}
+PLAIN: Final[dict[str, Kind]] = {"crash": "crash", "drain": "drain"}
+SYNTAX: Final = (
+    "`crash ROLE WORKER AT`, `drain ROLE WORKER AT`, `slow ROLE WORKER AT FACTOR` (of each step), `lie ROLE WORKER AT FACTOR` "
+    "(of the load its heartbeats tell), `add ROLE COUNT AT`, `flap ROLE WORKER AT UP DOWN TIMES`; seconds, workers from 0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Something that happens at `at_s` to the `worker`th worker of a role, counted in the order in which they came."""
+
+    at_s: float
+    kind: Kind
+    role: Role = "decode"
+    worker: int = 0
+    factor: float = 1.0  # of `slow`: of each step; of `lie`: of the load that heartbeats tell
+
+
+def flapping(
+    role: Role, worker: int, first_s: float, up_s: float, down_s: float, times: int, known: int
+) -> list[Incident]:
+    """A worker that crashes `times` times, is away for `down_s` and back for `up_s`, under a new id each time.
+
+    `known` workers of the role came before it comes back for the first time, and none comes besides.
+    """
+    incidents = []
+    for turn in range(times):
+        at_s = first_s + turn * (up_s + down_s)
+        incidents.append(Incident(at_s, "crash", role, worker if turn == 0 else known + turn - 1))
+        incidents.append(Incident(at_s + down_s, "add", role))
+    return incidents
+
+
+def parse(text: str, known: dict[Role, int]) -> list[Incident]:
+    """What SYNTAX says; `known` is how many workers of each role there are at the start. Raises: ValueError."""
+    words = text.split()
+    try:
+        kind, number, times = words[0], int(words[2]), [float(word) for word in words[3:]]
+        role = ROLES[words[1]]
+        if kind == "flap":
+            at_s, up_s, down_s, count = times
+            return flapping(role, number, at_s, up_s, down_s, int(count), known[role])
+        if kind == "add":
+            (at_s,) = times
+            return [Incident(at_s, "add", role) for _ in range(number)]
+        at_s, *factor = times
+        if kind in FACTORED and len(factor) == 1:
+            return [Incident(at_s, FACTORED[kind], role, number, factor[0])]
+        if factor:
+            raise ValueError(f"{len(times)} numbers")
+        return [Incident(at_s, PLAIN[kind], role, number)]
+    except (ValueError, LookupError) as exc:
+        raise ValueError(f"{text!r} is none of {SYNTAX}: {exc}") from exc

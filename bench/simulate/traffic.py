@@ -1,0 +1,126 @@
+"""Who asks for what, and when: traces, and synthetic loads that share prefixes. Made as they are needed, not before."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+
+from bench.load.replay import BLOCK, read_trace
+from bench.load.workloads import lognormal, poisson_times_s
+
+HASH_BYTES = 16
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, and what became of it."""
+
+    number: int
+    at_s: float
+    prompt: int  # tokens
+    output: int
+    blocks: list[bytes]  # of its full blocks
+    session: str = ""
+    first_s: float = -1.0  # its first token; -1: it has none
+    moves: int = 0  # after failures
+
+
+class Names:
+    """Equal blocks are one object, so that a long trace takes little memory."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, bytes] = {}
+
+    def of(self, block: int) -> bytes:
+        """The name of a block whose id others may have as well."""
+        return self._names.setdefault(block, block.to_bytes(HASH_BYTES, "little"))
+
+
+def trace(path: Path, count: int | None = None, speed: float = 1.0) -> Iterator[Request]:
+    """Requests of a trace in Mooncake's format. A block is 512 tokens, and one that is not full is nobody's to find.
+
+    A session is what has the same second block: the first is the same for nearly all, and the trace names no sessions.
+    Raises: ValueError, OSError.
+    """
+    names = Names()
+    for number, line in enumerate(read_trace(path, count)):
+        ids = line.hash_ids[: line.input_length // BLOCK]
+        session = f"block-{ids[1]}" if len(ids) > 1 else f"alone-{number}"
+        blocks = [names.of(block) for block in ids]
+        at_s = line.timestamp_ms / 1000 / speed
+        yield Request(number, at_s, max(1, line.input_length), max(1, line.output_length), blocks, session)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of synthetic requests, in tokens: means, but for the prefix and the block."""
+
+    prefix: int = 2048
+    question: int = 512
+    answer: int = 128
+    sigma: float = 0.8  # of questions and answers, whose lengths are log-normal
+    block: int = BLOCK
+
+
+def shared_prefixes(
+    seed: int, count: int, rate: float, groups: int, skew: float, lengths: Lengths = Lengths()
+) -> Iterator[Request]:
+    """Poisson arrivals at `rate` a second, each a question of its own behind one of `groups` system prompts.
+
+    System prompt k is asked in proportion to 1 / k**skew: 0 is uniform, and with 1 and more a few are most of the load.
+    """
+    draw = random.Random(seed)
+    names = Names()
+    weights = list(itertools.accumulate(1 / k**skew for k in range(1, groups + 1)))
+    times = poisson_times_s(draw, rate)
+    shared = lengths.prefix // lengths.block
+    for number in range(count):
+        group = draw.choices(range(groups), cum_weights=weights)[0]
+        prompt = lengths.prefix + lognormal(draw, lengths.question, lengths.sigma)
+        blocks = [names.of(group * shared + i) for i in range(shared)]
+        blocks += _own_blocks(number, prompt // lengths.block - shared)
+        answer = lognormal(draw, lengths.answer, lengths.sigma)
+        yield Request(number, next(times), prompt, answer, blocks, f"group-{group}")
+
+
+def conversations(
+    seed: int, count: int, rate: float, turns: float, think_s: float, lengths: Lengths = Lengths()
+) -> Iterator[Request]:
+    """Conversations that all begin with one system prompt; each turn repeats everything before it, answers too.
+
+    Args:
+        seed: of the draws.
+        count: requests in all.
+        rate: requests a second, on average, once it has settled: conversations begin at `rate / turns`.
+        turns: of a conversation on average; the number is geometric.
+        think_s: mean time from one turn's arrival to the next one's.
+        lengths: of the system prompt, and of each turn.
+    """
+    draw = random.Random(seed)
+    shared = [block.to_bytes(HASH_BYTES, "little") for block in range(lengths.prefix // lengths.block)]
+    begins = poisson_times_s(draw, rate / turns)
+    turn_s: list[tuple[float, int, int]] = []  # of each next turn: when, whose, tokens before it
+    begin_s, begun = next(begins), 0
+    known: dict[int, list[bytes]] = {}  # blocks of a conversation
+    for number in range(count):
+        while not turn_s or begin_s <= turn_s[0][0]:
+            heappush(turn_s, (begin_s, begun, lengths.prefix))
+            known[begun] = list(shared)
+            begin_s, begun = next(begins), begun + 1
+        at_s, who, before = heappop(turn_s)
+        prompt = before + lognormal(draw, lengths.question, lengths.sigma)
+        answer = lognormal(draw, lengths.answer, lengths.sigma)
+        blocks = known[who] = known[who] + _own_blocks(number, prompt // lengths.block - len(known[who]))
+        if draw.random() < 1 / turns:
+            del known[who]
+        else:
+            heappush(turn_s, (at_s + draw.expovariate(1 / think_s), who, prompt + answer))
+        yield Request(number, at_s, prompt, answer, blocks, f"conversation-{who}")
+
+
+def _own_blocks(number: int, count: int) -> list[bytes]:
+    """Names that no other request makes."""
+    base = (number + 1) << 64
+    return [(base + i).to_bytes(HASH_BYTES, "little") for i in range(max(0, count))]

@@ -1,0 +1,390 @@
+"""One simulated worker: the engine's scheduler and cost model, with many steps taken at once.
+
+A step computes a token of each running decode, then chunks of prompts, first come first served, from one budget of
+tokens (`engine/scheduler/scheduler.py`). It takes as long as `MockConfig.duration_s` says. Between two events that change
+what is in a step, each step is longer than the one before by the same amount, because each context and the prompt's
+start have grown alike. So such steps are one `Run`, with its end in closed form, however many tokens are in it.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from heapq import heappop, heappush
+from math import ceil, sqrt
+from typing import Any, Final, Protocol
+
+from bench.simulate.clock import Clock
+from bench.simulate.prefix import PagePool
+from bench.simulate.traffic import Request
+from engine.mock.config import MockConfig, attended
+
+WEIGHT: Final = 0.2  # of the latest steps in the speed of prompts
+
+
+class Part(Enum):
+    """What of a request a worker does."""
+
+    FULL = auto()
+    PREFILL = auto()  # the prompt and its first token
+    DECODE = auto()  # what follows, once the KV is there
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How a worker is set up; `page_tokens` is a block of the trace."""
+
+    cost: MockConfig = field(default_factory=MockConfig)
+    num_pages: int = 512
+    page_tokens: int = 512
+    max_running: int = 64
+    max_step_tokens: int = 2048
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """One request at one worker."""
+
+    request: Request
+    part: Part
+    tokens: int  # to be computed or found before the next one can be drawn
+    left: int  # tokens to draw here; once it decodes, those that were left when it began to
+    cached: int = 0  # of `tokens`, found here
+    computed: int = 0  # of `tokens`, found and computed
+    began_s: float = 0.0  # computing
+    shared: list[bytes] = field(default_factory=list)  # its blocks
+    private: int = 0  # its pages
+    last_step: int = -1  # of the worker, at whose end it has its last token; -1: it does not decode
+    flow: Any = None  # the owner's
+    gone: bool = False  # its request has left: what is done for it is dropped
+
+
+class Owner(Protocol):
+    """Who is told what became of a stay."""
+
+    def reserved(self, worker: "Worker", stay: Stay) -> None:
+        """A DECODE stay has its pages."""
+
+    def computed(self, worker: "Worker", stay: Stay) -> None:
+        """The prompt is computed and one token drawn."""
+
+    def finished(self, worker: "Worker", stay: Stay) -> None:
+        """The last token is drawn; its pages are given back."""
+
+    def stepped(self, steps: int, each_s: float, decodes: int) -> None:
+        """`decodes` requests got a token in each of `steps` steps of `each_s` on average."""
+
+    def changed(self, worker: "Worker", stored: list[bytes], removed: list[bytes]) -> None:
+        """The prefix cache gained and lost blocks."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Steps from `start_s` on: the first takes `first_s`, each further one `grow_s` more than the one before."""
+
+    start_s: float
+    first_s: float
+    grow_s: float
+    steps: int
+    decodes: int
+    chunks: list[tuple[Stay, int]]  # tokens of each step
+
+    def seconds(self, steps: int) -> float:
+        """Until `steps` of its steps are over."""
+        return steps * self.first_s + self.grow_s * (steps * (steps - 1) / 2)
+
+    def steps_until(self, now_s: float) -> int:
+        """Steps that are over at `now_s`, counting one that is not yet, at most all."""
+        wanted = now_s - self.start_s
+        if self.first_s <= 0:
+            return self.steps
+        if self.grow_s <= 0:
+            found = ceil(wanted / self.first_s - 1e-9)
+        else:  # g/2 n² + (f - g/2) n = wanted
+            half, linear = self.grow_s / 2, self.first_s - self.grow_s / 2
+            found = ceil((sqrt(linear * linear + 4 * half * wanted) - linear) / (2 * half) - 1e-9)
+        return min(self.steps, max(1, found))
+
+
+class Worker:
+    """What one worker has to do, and until when."""
+
+    def __init__(self, name: str, engine: Engine, clock: Clock, owner: Owner, slowness: float = 1.0) -> None:
+        self.name = name
+        self.engine = engine
+        self.pool = PagePool(engine.num_pages)
+        self.alive = True
+        self.draining = False
+        self.slowness = slowness  # factor of every step
+        self.since_s = clock.now_s
+        self.until_s: float | None = None  # when it ended
+        self.waiting: deque[Stay] = deque()
+        self.prompts: list[Stay] = []
+        self.reserved: dict[Stay, None] = {}  # in the order of their admission
+        self.decodes = 0
+        self.steps = 0
+        self.context = 0  # tokens that the decodes attend to in the next step
+        self.queued_tokens = 0  # of prompts, accepted and neither computed nor found; as of the last run
+        self.prompt_tokens_per_s = 0.0
+        self.busy_s = 0.0
+        self.prompt_tokens = 0  # of prompts that were computed here
+        self.cached_tokens = 0  # of those, found
+        self._ends: list[tuple[int, int, Stay]] = []
+        self._delivered: list[Stay] = []
+        self._run: Run | None = None
+        self._version = 0
+        self._settling = False  # a run has ended, the next one is not planned yet
+        self._number = 0
+        self._clock = clock
+        self._owner = owner
+
+    @property
+    def running(self) -> int:
+        """Places of the batch that are taken."""
+        return len(self.prompts) + self.decodes + len(self.reserved)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has anything here."""
+        return not self.waiting and not self.running and not self.pool.used
+
+    def queued_now(self) -> int:
+        """Prompt tokens accepted and not computed, at this moment."""
+        run = self._run
+        if run is None or not run.chunks:
+            return self.queued_tokens
+        done = max(0, run.steps_until(self._clock.now_s) - 1)
+        return self.queued_tokens - done * sum(length for _, length in run.chunks)
+
+    def found(self, request: Request, tokens: int) -> int:
+        """Of the first `tokens` of a request, those whose KV stands here; the last one is always computed."""
+        page = self.engine.page_tokens
+        return self.pool.match(request.blocks, (tokens - 1) // page) * page
+
+    def submit(self, stay: Stay) -> None:
+        """Queue a stay."""
+        if stay.part is not Part.DECODE:
+            self.queued_tokens += stay.tokens
+        self.waiting.append(stay)
+        if self.waiting[0] is stay:  # who is behind another waits for the same pages or places
+            self.poke()
+
+    def deliver(self, stay: Stay) -> None:
+        """The KV of a reserved stay is here: it decodes from the next step on."""
+        self._delivered.append(stay)
+        self._interrupt()
+
+    def release(self, stay: Stay) -> None:
+        """Nobody needs the pages of a stay any more."""
+        self.pool.give_back(stay.shared, stay.private)
+        stay.shared, stay.private = [], 0
+        self.poke()
+
+    def cancel(self, stay: Stay) -> None:
+        """Forget a stay that waits or is reserved; one that computes is dropped when it has."""
+        stay.gone = True
+        if stay in self.waiting:
+            self.waiting.remove(stay)
+            if stay.part is not Part.DECODE:
+                self.queued_tokens -= stay.tokens
+        elif stay in self.reserved:
+            del self.reserved[stay]
+            if stay in self._delivered:
+                self._delivered.remove(stay)
+            self.release(stay)
+
+    def stop(self) -> list[Stay]:
+        """It is gone, at once. Returns: what it had, with `left` as it was."""
+        lost = [*self.waiting, *self.prompts, *self.reserved]
+        done = self._run.steps_until(self._clock.now_s) - 1 if self._run else 0
+        self._account(done)
+        for last_step, _, stay in self._ends:
+            stay.left = last_step - self.steps
+            lost.append(stay)
+        self.alive, self._run, self.until_s = False, None, self._clock.now_s
+        self._version += 1
+        return lost
+
+    def poke(self) -> None:
+        """Something may have changed that lets a step begin, or the next one be another."""
+        if self._settling:
+            return
+        if self._run is None:
+            self._begin()
+        elif self._admit_reserved() and self.running < self.engine.max_running and not self._is_full(self._run):
+            self._interrupt()
+
+    def set_slowness(self, slowness: float) -> None:
+        """From the next step on, each takes `slowness` times as long as it would."""
+        self.slowness = slowness
+        if self._run is not None:
+            self._interrupt()
+
+    def _is_full(self, run: Run) -> bool:
+        return run.decodes + sum(length for _, length in run.chunks) >= self.engine.max_step_tokens
+
+    def _interrupt(self) -> None:
+        """End the run with the step that is under way."""
+        run = self._run
+        if run is None:
+            if not self._settling:
+                self._begin()
+            return
+        steps = run.steps_until(self._clock.now_s)
+        if steps < run.steps:
+            run.steps = steps
+            self._schedule(run)
+
+    def _schedule(self, run: Run) -> None:
+        self._version += 1
+        self._clock.at(max(self._clock.now_s, run.start_s + run.seconds(run.steps)), self._end, self._version)
+
+    def _begin(self) -> None:
+        """Plan the next run, if there is anything to do."""
+        if not self.alive:
+            return
+        for stay in self._delivered:
+            del self.reserved[stay]
+            self._decode(stay)
+        self._delivered.clear()
+        chunks = self._chunks()
+        if news := self.pool.news():
+            self._owner.changed(self, *news)
+        if not chunks and not self.decodes:
+            self._run = None
+            return
+        self._run = run = self._plan(chunks)
+        self._schedule(run)
+
+    def _chunks(self) -> list[tuple[Stay, int]]:
+        """The prompts of the next step."""
+        budget = self.engine.max_step_tokens - self.decodes
+        chunks = []
+        for stay in self.prompts:
+            if not budget:
+                break
+            chunks.append((stay, min(budget, stay.tokens - stay.computed)))
+            budget -= chunks[-1][1]
+        while self._admit_reserved() and budget and self._admit(self.waiting[0]):
+            stay = self.waiting.popleft()
+            stay.began_s = self._clock.now_s
+            self.queued_tokens -= stay.cached
+            self.prompts.append(stay)
+            chunks.append((stay, min(budget, stay.tokens - stay.computed)))
+            budget -= chunks[-1][1]
+        return chunks
+
+    def _admit_reserved(self) -> bool:
+        """Let those in front who wait for pages alone have them. Returns: whether another one is in front."""
+        while self.waiting and self.waiting[0].part is Part.DECODE:
+            if not self._admit(self.waiting[0]):
+                return False
+            stay = self.waiting.popleft()
+            self.reserved[stay] = None
+            self._owner.reserved(self, stay)
+        return bool(self.waiting)
+
+    def _admit(self, stay: Stay) -> bool:
+        if self.running >= self.engine.max_running:
+            return False
+        page = self.engine.page_tokens
+        blocks = stay.request.blocks
+        found = self.found(stay.request, stay.tokens) // page
+        last = stay.tokens + stay.left - (stay.part is not Part.DECODE)  # the KV of the last token is never computed
+        if not self.pool.take(blocks[:found], private := -(-last // page) - found):
+            return False
+        stay.shared, stay.private = list(blocks[:found]), private
+        stay.cached = stay.computed = found * page
+        return True
+
+    def _plan(self, chunks: list[tuple[Stay, int]]) -> Run:
+        cost, slowness = self.engine.cost, self.slowness
+        tokens = sum(length for _, length in chunks)
+        pairs = sum(attended(stay.computed, length) for stay, length in chunks)
+        first_s = cost.duration_s(tokens, self.decodes, self.context, pairs) * slowness
+        grow_s = self.decodes * cost.context_token_s
+        steps = self._ends[0][0] - self.steps if self._ends else 1 << 60
+        if chunks:
+            stay, length = chunks[0]
+            alone = len(chunks) == 1 and self.decodes + length == self.engine.max_step_tokens
+            steps = min(steps, (stay.tokens - stay.computed) // length) if alone else 1
+            grow_s += length * length * cost.attention_s
+        return Run(self._clock.now_s, first_s, grow_s / cost.speedup * slowness, steps, self.decodes, chunks)
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return  # it was planned anew
+        run = self._run
+        assert run is not None
+        self._account(run.steps)
+        self._run, self._settling = None, True
+        for stay, _ in run.chunks:
+            if stay.computed == stay.tokens:
+                self._prompt_done(stay)
+        while self._ends and self._ends[0][0] <= self.steps:
+            stay = heappop(self._ends)[2]
+            self.decodes -= 1
+            self.context -= stay.tokens + 1 + stay.left
+            self._leave(stay)
+        self._settling = False
+        self._begin()
+
+    def _account(self, steps: int) -> None:
+        """`steps` steps of the run are over."""
+        run = self._run
+        if run is None or steps <= 0:
+            return
+        seconds = run.seconds(steps)
+        self.busy_s += seconds
+        self.steps += steps
+        self.context += run.decodes * steps
+        for stay, length in run.chunks:
+            stay.computed += length * steps
+            self.queued_tokens -= length * steps
+        if run.chunks and seconds > 0:
+            speed = sum(length for _, length in run.chunks) * steps / seconds
+            before = self.prompt_tokens_per_s or speed
+            self.prompt_tokens_per_s = before + (1 - (1 - WEIGHT) ** steps) * (speed - before)
+        if run.decodes:
+            self._owner.stepped(steps, seconds / steps, run.decodes)
+
+    def _prompt_done(self, stay: Stay) -> None:
+        self.prompts.remove(stay)
+        self.prompt_tokens += stay.tokens
+        self.cached_tokens += stay.cached
+        self._publish(stay)
+        if stay.gone:
+            self._give_back(stay)
+            return
+        if stay.part is Part.FULL and stay.left > 1:
+            stay.left -= 1
+            self._decode(stay)
+            self._owner.computed(self, stay)
+            return
+        self._owner.computed(self, stay)
+        if stay.part is Part.FULL:
+            self._leave(stay)
+
+    def _decode(self, stay: Stay) -> None:
+        """`stay` is in the batch from the next step on, for `left` tokens."""
+        if stay.part is Part.DECODE:
+            self._publish(stay)
+        self._number += 1
+        stay.last_step = self.steps + stay.left
+        heappush(self._ends, (stay.last_step, self._number, stay))
+        self.decodes += 1
+        self.context += stay.tokens + 1  # the token drawn is computed next
+
+    def _publish(self, stay: Stay) -> None:
+        full = stay.request.blocks[len(stay.shared) : stay.tokens // self.engine.page_tokens]
+        mine = self.pool.publish(full)
+        stay.shared += mine
+        stay.private -= len(mine)
+
+    def _leave(self, stay: Stay) -> None:
+        self._give_back(stay)
+        if not stay.gone:
+            self._owner.finished(self, stay)
+
+    def _give_back(self, stay: Stay) -> None:
+        self.pool.give_back(stay.shared, stay.private)
+        stay.shared, stay.private = [], 0

@@ -1,0 +1,226 @@
+"""A worker tells which blocks its prefix cache gains and loses, in numbered batches, and dumps all of them to whoever asks."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Final
+
+from components.aio import background
+from components.errors import MeshError, Overloaded, Rejected, StaleInstance
+from components.messaging.bus import Bus
+from components.messaging.service import Endpoint
+from components.routing.block_hash import HASH_BYTES
+from components.wire.kv_events import (
+    DUMP_PART_BLOCKS,
+    MAX_BATCH_BLOCKS,
+    FetchKvDump,
+    KvDumpPart,
+    KvEventBatch,
+    pack_batch,
+    pack_hashes,
+)
+
+EVERY_S: Final = 0.05  # a batch at most so often: a thousand workers are 20,000 messages a second to every router
+MAX_WAITING_BLOCKS: Final = 65_536  # 1 MB that NATS does not take; more is dropped
+SIGN_AFTER_S: Final = 0.5  # of silence: an empty batch, for the last one may have been lost
+SIGN_AT_LEAST_S: Final = 60.0  # the pauses between these double
+MAX_DUMPS: Final = 8  # of more than one part, at once
+DUMP_IDLE_S: Final = 10.0  # nobody has asked for the next part: it is forgotten
+
+
+class EventLog:
+    """Changes of one worker's cache as numbered batches. No I/O.
+
+    A change waits until `seal` makes batches of what waits; a block that comes and goes in between is not mentioned. When too
+    much waits, it is dropped and a number with it: whoever reads sees that one is missing. Numbers are never used twice.
+    """
+
+    def __init__(self, max_waiting: int = MAX_WAITING_BLOCKS, max_batch: int = MAX_BATCH_BLOCKS) -> None:
+        self.number = 0  # of the latest batch, sent or dropped
+        self.dropped = 0  # numbers that nobody gets, since start
+        self._max_waiting = max_waiting
+        self._max_batch = max_batch
+        self._cached: dict[bytes, None] = {}  # in the order they came: parents first
+        self._waiting: dict[bytes, bool] = {}  # block: whether it was stored, or removed, since the latest batch
+
+    def __len__(self) -> int:
+        """Blocks that wait."""
+        return len(self._waiting)
+
+    def take(self, changes: Iterable[tuple[bytes, bool]]) -> None:
+        """Blocks that were stored (True) or removed, in order; what changes nothing is ignored."""
+        cached, waiting = self._cached, self._waiting
+        for block, is_stored in changes:
+            if is_stored == (block in cached):
+                continue
+            if is_stored:
+                cached[block] = None
+            else:
+                del cached[block]
+            if block in waiting:
+                del waiting[block]  # as it was at the latest batch
+            else:
+                waiting[block] = is_stored
+        if len(waiting) > self._max_waiting:
+            self.drop()
+
+    def seal(self, instance_id: str, epoch: str) -> list[KvEventBatch]:
+        """What waits, as the next batches; nothing waits afterwards."""
+        waiting, self._waiting = list(self._waiting.items()), {}
+        return [
+            self._batch(instance_id, epoch, waiting[at : at + self._max_batch])
+            for at in range(0, len(waiting), self._max_batch)
+        ]
+
+    def sign(self, instance_id: str, epoch: str) -> KvEventBatch:
+        """An empty batch: whoever has missed the one before it learns so. Only when nothing waits."""
+        assert not self._waiting
+        return self._batch(instance_id, epoch, [])
+
+    def drop(self) -> None:
+        """Give up what waits: nobody will get it as a batch."""
+        self._waiting = {}
+        self.number += 1
+        self.dropped += 1
+
+    def dump(self) -> bytes:
+        """Hashes of all that is cached, as after the latest batch. Only when nothing waits.
+
+        Otherwise a block in it might go before it was ever mentioned, and then the batch would not mention it either.
+        """
+        assert not self._waiting
+        return pack_hashes(self._cached)
+
+    def _batch(self, instance_id: str, epoch: str, changes: list[tuple[bytes, bool]]) -> KvEventBatch:
+        self.number += 1
+        stored = [block for block, is_stored in changes if is_stored]
+        removed = [block for block, is_stored in changes if not is_stored]
+        return KvEventBatch(instance_id, epoch, self.number, stored, removed)
+
+
+@dataclass(slots=True)
+class _Dump:
+    number: int
+    blocks: bytes
+    asked: float  # monotonic time, the last
+
+
+class KvEventPublisher:
+    """One worker's events on their way to routers; `publish_kv_events` runs it."""
+
+    def __init__(self, bus: Bus, subject: str, instance_id: str, epoch: Callable[[], str], *, on: bool = True) -> None:
+        self.log = EventLog()
+        self._bus = bus
+        self._subject = f"{subject}.kv_events"
+        self._instance_id = instance_id
+        self._epoch = epoch
+        self._on = on
+        self._sealed: deque[KvEventBatch] = deque()
+        self._dumps: dict[str, _Dump] = {}
+        self._wake = asyncio.Event()
+
+    def take(self, changes: Iterable[tuple[bytes, bool]]) -> None:
+        """What one step changed: blocks that were stored (True) or removed, in order."""
+        self.log.take(changes)
+        if self.log:
+            self._wake.set()
+
+    def endpoints(self) -> list[Endpoint]:
+        """The call for a dump."""
+        return [Endpoint("kv_dump", FetchKvDump, self.dump)] if self._on else []
+
+    async def dump(self, request: FetchKvDump) -> KvDumpPart:
+        """Begin a dump, or go on with one. Raises: StaleInstance; Overloaded; Rejected, for one that was forgotten."""
+        if not self._epoch() or request.epoch != self._epoch():
+            raise StaleInstance(f"instance {self._instance_id} has epoch {self._epoch() or 'none'} now")
+        return self._next_part(request) if request.dump_id else self._begin(request)
+
+    async def run(self) -> None:
+        """Publish for ever: what gathers between two batches leaves as one."""
+        pause_s = SIGN_AFTER_S
+        while True:
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pause_s = min(2 * pause_s, SIGN_AT_LEAST_S)
+                self._seal()
+                self._sealed.append(self.log.sign(self._instance_id, self._epoch()))
+            else:
+                pause_s = SIGN_AFTER_S
+                self._wake.clear()
+                self._seal()
+            await self._send()
+            await asyncio.sleep(EVERY_S)
+
+    def _seal(self) -> None:
+        if self._epoch():
+            self._sealed.extend(self.log.seal(self._instance_id, self._epoch()))
+        elif self.log:  # nobody follows a worker that is not registered
+            self.log.drop()
+
+    async def _send(self) -> None:
+        while self._sealed:
+            batch = self._sealed.popleft()
+            if not batch.epoch:
+                continue
+            try:
+                await self._bus.publish_bytes(self._subject, pack_batch(batch))
+            except MeshError:  # the bus reports its own outages, and the missing number this one
+                self.log.dropped += 1
+
+    def _begin(self, request: FetchKvDump) -> KvDumpPart:
+        self._seal()
+        self._wake.set()
+        if request.have == self.log.number:
+            return KvDumpPart(number=self.log.number, unchanged=True)
+        dump = _Dump(self.log.number, self.log.dump(), time.monotonic())
+        dump_id = ""
+        if len(dump.blocks) > DUMP_PART_BLOCKS * HASH_BYTES:
+            dump_id = self._keep(dump)
+        return _part(dump, dump_id, 0)
+
+    def _keep(self, dump: _Dump) -> str:
+        for old_id, old in list(self._dumps.items()):
+            if dump.asked - old.asked > DUMP_IDLE_S:
+                del self._dumps[old_id]
+        if len(self._dumps) >= MAX_DUMPS:
+            raise Overloaded(f"{MAX_DUMPS} dumps are being fetched from {self._instance_id}")
+        dump_id = token_hex(4)
+        self._dumps[dump_id] = dump
+        return dump_id
+
+    def _next_part(self, request: FetchKvDump) -> KvDumpPart:
+        dump = self._dumps.get(request.dump_id)
+        if dump is None or request.first < 0:
+            raise Rejected(f"{self._instance_id} has no dump {request.dump_id[:16]!r} any more", param="dump_id")
+        dump.asked = time.monotonic()
+        part = _part(dump, request.dump_id, request.first)
+        if request.first + DUMP_PART_BLOCKS >= part.num_blocks:
+            del self._dumps[request.dump_id]
+        return part
+
+
+def _part(dump: _Dump, dump_id: str, first: int) -> KvDumpPart:
+    blocks = dump.blocks[first * HASH_BYTES : (first + DUMP_PART_BLOCKS) * HASH_BYTES]
+    return KvDumpPart(number=dump.number, blocks=blocks, num_blocks=len(dump.blocks) // HASH_BYTES, dump_id=dump_id)
+
+
+@asynccontextmanager
+async def publish_kv_events(
+    bus: Bus, subject: str, instance_id: str, epoch: Callable[[], str], *, on: bool = True
+) -> AsyncIterator[KvEventPublisher]:
+    """A publisher whose batches leave while inside; `epoch` is "" while the worker is not registered.
+
+    Off, it says nothing and answers no call.
+    """
+    publisher = KvEventPublisher(bus, subject, instance_id, epoch, on=on)
+    if not on:
+        yield publisher
+        return
+    async with background(publisher.run(), "kv-events"):
+        yield publisher

@@ -1,0 +1,199 @@
+"""A router's mirror of what the instances of a role have cached, kept from their events; who cannot be followed is empty."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from components.aio import background
+from components.discovery.book import InstanceBook
+from components.errors import MalformedMessage, MeshError
+from components.messaging.bus import Bus
+from components.routing.kv_following import BlockIndex, Follower
+from components.wire.instances import InstanceRecord, Role
+from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_batch, unpack_hashes
+
+log = logging.getLogger(__name__)
+
+DUMP_TIMEOUT_S: Final = 2.0  # for each part
+DUMPS_AT_ONCE: Final = 16
+SLICE_BLOCKS: Final = 1024  # of a dump, before others get their turn: about a millisecond
+FIRST_WAIT_S: Final = 0.1  # after a dump that failed; doubles
+LAST_WAIT_S: Final = 5.0
+CALM_S: Final = 10.0  # since the last dump: the waits begin anew
+LOOK_EVERY_S: Final = 0.5  # at the connection
+
+
+@dataclass(slots=True)
+class FollowCounts:
+    """What following has met, since start."""
+
+    batches: int = 0
+    gaps: int = 0
+    dumps: int = 0  # complete, the unchanged ones included
+    failed_dumps: int = 0
+
+
+@dataclass(slots=True)
+class _Instance:
+    record: InstanceRecord
+    follower: Follower
+    task: asyncio.Task[None] | None = None  # that fetches a dump
+    wait_s: float = 0.0  # before the next dump
+    dumped: float = 0.0  # monotonic time
+
+
+class KvMirror:
+    """Follows the instances of one role that publish KV events; `follow_kv_events` runs it."""
+
+    def __init__(self, bus: Bus, role: Role, book: InstanceBook, index: BlockIndex) -> None:
+        self.counts = FollowCounts()
+        self._bus = bus
+        self._role = role
+        self._index = index
+        self._instances: dict[str, _Instance] = {}
+        self._asking: set[str] = set()  # instances whose dump is needed and not asked for
+        self._wake = asyncio.Event()
+        self._turns = asyncio.Semaphore(DUMPS_AT_ONCE)
+        for record in book.of_role(role):
+            self._changed(None, record)
+        book.subscribe(self._changed)
+
+    def is_current(self, instance_id: str) -> bool:
+        """Whether the instance is followed and all that it has said is in the index."""
+        instance = self._instances.get(instance_id)
+        return instance is not None and not instance.follower.needs_dump
+
+    async def receive(self, message: Msg) -> None:
+        """A batch arrived; one of another epoch, or of an instance not in etcd, says nothing."""
+        try:
+            batch = unpack_batch(message.data)
+        except MalformedMessage as exc:
+            log.warning("KV events refused", extra={"cause": exc.message})
+            return
+        instance = self._instances.get(batch.instance_id)
+        if instance is None or instance.record.epoch != batch.epoch:
+            return
+        self.counts.batches += 1
+        follower = instance.follower
+        gaps = follower.gaps
+        follower.received(batch)
+        if follower.gaps > gaps:
+            self.counts.gaps += 1
+            self._ask(instance)
+
+    async def run(self) -> None:
+        """Fetch dumps for ever, each in a task of its own."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                for instance_id in self._asking:
+                    instance = self._instances[instance_id]
+                    if instance.task is None:
+                        instance.task = tasks.create_task(self._sync(instance), name=f"kv-dump {instance_id}")
+                self._asking.clear()
+
+    async def watch_connection(self) -> None:
+        """After a reconnect ask everyone, for ever: what was sent meanwhile is lost."""
+        seen = self._bus.client.stats["reconnects"]
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            before, seen = seen, self._bus.client.stats["reconnects"]
+            if seen != before:
+                for instance in self._instances.values():
+                    instance.follower.doubt()
+                    self._ask(instance)
+
+    def _ask(self, instance: _Instance) -> None:
+        self._asking.add(instance.record.instance_id)
+        self._wake.set()
+
+    async def _sync(self, instance: _Instance) -> None:
+        """Fetch dumps until one is followed by all that has arrived since, or the instance is not followed any more."""
+        follower = instance.follower
+        while follower.needs_dump and self._is_followed(instance):
+            if time.monotonic() - instance.dumped > CALM_S:
+                instance.wait_s = 0.0
+            await asyncio.sleep(instance.wait_s * random.uniform(0.5, 1.0))
+            instance.wait_s = min(max(FIRST_WAIT_S, 2 * instance.wait_s), LAST_WAIT_S)
+            instance.dumped = time.monotonic()
+            try:
+                async with self._turns:
+                    await self._fetch(instance)
+            except MeshError as exc:
+                self.counts.failed_dumps += 1
+                if self._is_followed(instance):
+                    follower.forget()
+                facts = {"instance": instance.record.instance_id, "cause": exc.message}
+                log.info("KV dump failed, trying again", extra=facts)
+        instance.task = None
+
+    async def _fetch(self, instance: _Instance) -> None:
+        """One dump, into the index. Raises: MeshError."""
+        record, follower = instance.record, instance.follower
+        have = follower.dump_asked()
+        part = await self._part(record, FetchKvDump(epoch=record.epoch, have=have))
+        if part.unchanged and have is not None:
+            if self._is_followed(instance):
+                self._end(follower, have)
+            return
+        if self._is_followed(instance):
+            follower.dump_begins()
+        first = 0
+        while self._is_followed(instance):
+            blocks = unpack_hashes(part.blocks)
+            for at in range(0, len(blocks), SLICE_BLOCKS):
+                follower.dump_part(blocks[at : at + SLICE_BLOCKS])
+                await asyncio.sleep(0)
+                if not self._is_followed(instance):
+                    return
+            first += len(blocks)
+            if first >= part.num_blocks:
+                self._end(follower, part.number)
+                return
+            if not blocks:
+                raise MalformedMessage(f"a dump of {part.num_blocks} blocks ends after {first}")
+            part = await self._part(record, FetchKvDump(epoch=record.epoch, dump_id=part.dump_id, first=first))
+
+    def _end(self, follower: Follower, number: int) -> None:
+        self.counts.dumps += 1
+        gaps = follower.gaps
+        follower.dump_ends(number)
+        self.counts.gaps += follower.gaps - gaps
+
+    async def _part(self, record: InstanceRecord, request: FetchKvDump) -> KvDumpPart:
+        return await self._bus.call(f"{record.subject}.kv_dump", request, KvDumpPart, timeout_s=DUMP_TIMEOUT_S)
+
+    def _is_followed(self, instance: _Instance) -> bool:
+        return self._instances.get(instance.record.instance_id) is instance
+
+    def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        if was is not None and was.role == self._role and was.instance_id in self._instances:
+            instance = self._instances.pop(was.instance_id)
+            instance.follower.forget()
+            self._asking.discard(was.instance_id)
+        if now is not None and now.role == self._role and now.kv_events:
+            follower = Follower(now.instance_id, now.epoch, self._index)
+            self._instances[now.instance_id] = instance = _Instance(now, follower)
+            self._ask(instance)
+
+
+@asynccontextmanager
+async def follow_kv_events(
+    bus: Bus, namespace: str, role: Role, book: InstanceBook, index: BlockIndex
+) -> AsyncIterator[KvMirror]:
+    """While inside, `index` holds what the instances of a role have cached, as far as they tell."""
+    mirror = KvMirror(bus, role, book, index)
+    async with (
+        bus.subscription(f"{namespace}.{role}.*.kv_events", mirror.receive),
+        background(mirror.run(), f"kv-dumps-{role}"),
+        background(mirror.watch_connection(), f"kv-connection-{role}"),
+    ):
+        yield mirror

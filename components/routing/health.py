@@ -1,0 +1,111 @@
+"""Who may be chosen now: not who has just failed, and little of who has just come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from components.routing.breaker import USUAL, Breaker, BreakerSettings, BreakerState
+from components.routing.choice import Member
+
+WARM_S: Final = 10.0
+FIRST_SHARE: Final = 0.1  # of an equal share of the requests, for one that has just come
+MOST_CREDIT: Final = 2.0  # requests that one may have missed and get at once
+
+
+@dataclass(slots=True)
+class _Warming:
+    since_s: float
+    credit: float = 1.0  # requests it may be chosen for; the first at once
+
+
+class Health:
+    """Breakers and warming of one role's instances. Draws come from `rng` alone.
+
+    An instance that came, or came back, takes part in a choice only while it has credit. Each request that goes anywhere
+    gives it a part of an equal share, 1/n, and that part grows from a tenth to the whole in `warm_s`. So it gets at most
+    that, whatever a policy would like to give to one with nothing to do. Where everybody is new, nobody waits.
+    """
+
+    def __init__(self, rng: Random, settings: BreakerSettings = USUAL, warm_s: float = WARM_S) -> None:
+        self._rng = rng
+        self._settings = settings
+        self._warm_s = warm_s
+        self._known: set[str] = set()
+        self._breakers: dict[str, Breaker] = {}  # of those that failed last
+        self._warming: dict[str, _Warming] = {}
+
+    def joined(self, instance_id: str, now_s: float) -> None:
+        """An instance registered, perhaps anew: nothing of its past holds."""
+        self.left(instance_id)
+        self._known.add(instance_id)
+        self._warming[instance_id] = _Warming(now_s)
+
+    def left(self, instance_id: str) -> None:
+        """An instance is gone, and everything about it."""
+        self._known.discard(instance_id)
+        self._warming.pop(instance_id, None)
+        self._breakers.pop(instance_id, None)
+
+    def candidates(self, members: Sequence[Member], now_s: float) -> Sequence[Member]:
+        """Those of `members` that may get a request now, in their order; none when every breaker is open."""
+        if self._breakers:
+            members = [m for m in members if self._ready_s(m.instance_id) <= now_s]
+        if not self._warming:
+            return members
+        self._end_of_warming(now_s)
+        warm = [m for m in members if (w := self._warming.get(m.instance_id)) is None or w.credit >= 1]
+        if any(m.instance_id not in self._warming for m in warm):
+            return warm
+        return members
+
+    def ready_s(self, members: Sequence[Member]) -> float:
+        """When the first of `members` may get a request, for a Retry-After. 0: any time."""
+        return min((self._ready_s(m.instance_id) for m in members), default=0.0)
+
+    def state(self, instance_id: str) -> BreakerState:
+        """Of the instance's breaker."""
+        breaker = self._breakers.get(instance_id)
+        return BreakerState.CLOSED if breaker is None else breaker.state
+
+    def sent(self, instance_id: str, now_s: float) -> None:
+        """A request goes to that instance."""
+        if (breaker := self._breakers.get(instance_id)) is not None:
+            breaker.sent(now_s)
+        if self._warming:
+            self._give_credit(now_s)
+            if (warming := self._warming.get(instance_id)) is not None:
+                warming.credit = max(warming.credit - 1, 0.0)
+
+    def succeeded(self, instance_id: str, now_s: float) -> None:
+        """A request came back well: the count of failures begins anew, and who had been given up is warmed again."""
+        breaker = self._breakers.get(instance_id)
+        if breaker is None:
+            return
+        if breaker.succeeded():
+            self._warming[instance_id] = _Warming(now_s)
+        if breaker.state is BreakerState.CLOSED:
+            del self._breakers[instance_id]
+
+    def failed(self, instance_id: str, now_s: float) -> None:
+        """A request failed there in a way that speaks against the instance; a refusal does not."""
+        if instance_id not in self._known:
+            return
+        if instance_id not in self._breakers:
+            self._breakers[instance_id] = Breaker(instance_id, self._rng, self._settings)
+        self._breakers[instance_id].failed(now_s)
+
+    def _ready_s(self, instance_id: str) -> float:
+        breaker = self._breakers.get(instance_id)
+        return 0.0 if breaker is None else breaker.ready_s
+
+    def _end_of_warming(self, now_s: float) -> None:
+        over = [i for i, w in self._warming.items() if now_s - w.since_s >= self._warm_s]
+        for instance_id in over:
+            del self._warming[instance_id]
+
+    def _give_credit(self, now_s: float) -> None:
+        each = 1 / max(len(self._known), 1)
+        for warming in self._warming.values():
+            share = min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * (now_s - warming.since_s) / self._warm_s)
+            warming.credit = min(warming.credit + share * each, MOST_CREDIT)

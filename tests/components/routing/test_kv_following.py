@@ -1,0 +1,220 @@
+"""Caches, their numbered batches, a network that loses, doubles and reorders, and the index behind it, beside plain sets."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from components.messaging.kv_publisher import EventLog
+from components.routing.kv_following import MAX_HELD, MAX_HELD_BLOCKS, Follower
+from components.routing.kv_index import KvIndex
+from components.wire.kv_events import KvEventBatch, pack_batch, unpack_batch, unpack_hashes
+
+BLOCKS = [bytes([n]) * 16 for n in range(12)]
+NAMES = ["a", "b"]
+MAX_WAITING = 4
+MAX_BATCH = 2
+
+names = st.sampled_from(NAMES)
+changes = st.lists(st.tuples(st.sampled_from(BLOCKS), st.booleans()), max_size=8)
+
+
+@dataclass(slots=True)
+class Cache:
+    """One worker: what it has cached, and what it had right after each number."""
+
+    name: str
+    log: EventLog = field(default_factory=lambda: EventLog(MAX_WAITING, MAX_BATCH))
+    epoch: int = 0
+    blocks: set[bytes] = field(default_factory=set)
+    at: dict[int, frozenset[bytes]] = field(default_factory=dict)
+    wire: list[bytes] = field(default_factory=list)  # batches on their way
+
+    def change(self, some: list[tuple[bytes, bool]]) -> None:
+        dropped = self.log.dropped
+        for block, is_stored in some:
+            (self.blocks.add if is_stored else self.blocks.discard)(block)
+        self.log.take(some)
+        if self.log.dropped > dropped:
+            self.at[self.log.number] = frozenset(self.blocks)
+
+    def seal(self) -> None:
+        self.send(self.log.seal(self.name, str(self.epoch)))
+
+    def send(self, batches: list[KvEventBatch]) -> None:
+        state = set(self.at[batches[0].number - 1]) if batches else self.blocks
+        for batch in batches:
+            assert len(batch.stored) + len(batch.removed) <= MAX_BATCH
+            state = (state | set(batch.stored)) - set(batch.removed)
+            self.at[batch.number] = frozenset(state)
+        assert state == self.blocks, "batches say all that has changed"
+        self.wire += map(pack_batch, batches)
+
+
+class FollowingMachine(RuleBasedStateMachine):
+    """One router follows two workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = KvIndex()
+        self.caches = {name: Cache(name) for name in NAMES}
+        self.followers = {name: Follower(name, "0", self.index) for name in NAMES}
+        self.dumps: dict[str, tuple[int, list[bytes]]] = {}  # under way: the number, and what has not arrived
+        for cache in self.caches.values():
+            cache.at[0] = frozenset()
+
+    @rule(name=names, some=changes)
+    def change(self, name: str, some: list[tuple[bytes, bool]]) -> None:
+        self.caches[name].change(some)
+
+    @rule(name=names)
+    def seal(self, name: str) -> None:
+        self.caches[name].seal()
+
+    @rule(name=names, at=st.integers(0, 9))
+    def arrive(self, name: str, at: int) -> None:
+        """Not always the first one."""
+        wire = self.caches[name].wire
+        if wire:
+            self._receive(name, wire.pop(at % len(wire) if at > 6 else 0))
+
+    @rule(name=names, at=st.integers(0, 9))
+    def arrive_and_stay(self, name: str, at: int) -> None:
+        wire = self.caches[name].wire
+        if wire:
+            self._receive(name, wire[at % len(wire)])
+
+    @rule(name=names, at=st.integers(0, 9))
+    def lose(self, name: str, at: int) -> None:
+        wire = self.caches[name].wire
+        if wire:
+            del wire[at % len(wire)]
+
+    @rule(name=names)
+    def register_anew(self, name: str) -> None:
+        """Its cache is as it was; what is on its way says the old epoch."""
+        cache = self.caches[name]
+        cache.epoch += 1
+        self.followers[name].forget()
+        self.followers[name] = Follower(name, str(cache.epoch), self.index)
+        self.dumps.pop(name, None)
+        assert not self.index.blocks_of(name)
+
+    @rule(name=names)
+    def restart(self, name: str) -> None:
+        """An empty cache that counts from the start, under the same name."""
+        epoch = self.caches[name].epoch
+        wire = self.caches[name].wire
+        self.caches[name] = Cache(name, epoch=epoch, wire=wire, at={0: frozenset()})
+        self.register_anew(name)
+
+    @rule(name=names)
+    def doubt(self, name: str) -> None:
+        self.followers[name].doubt()
+
+    @rule(name=names)
+    def ask(self, name: str) -> None:
+        cache, follower = self.caches[name], self.followers[name]
+        if not follower.needs_dump or name in self.dumps:
+            return
+        cache.seal()
+        have = follower.dump_asked()
+        if have == cache.log.number:
+            follower.dump_ends(have)
+            return
+        follower.dump_begins()
+        self.dumps[name] = (cache.log.number, unpack_hashes(cache.log.dump()))
+
+    @rule(name=names, count=st.integers(0, 4))
+    def dump_part(self, name: str, count: int) -> None:
+        if name not in self.dumps:
+            return
+        number, left = self.dumps[name]
+        self.followers[name].dump_part(left[:count])
+        self.dumps[name] = (number, left[count:])
+        if not left[count:]:
+            del self.dumps[name]
+            self.followers[name].dump_ends(number)
+
+    @precondition(lambda self: self.dumps)
+    @rule(name=names)
+    def dump_fails(self, name: str) -> None:
+        if self.dumps.pop(name, None):
+            self.followers[name].forget()
+            assert not self.index.blocks_of(name)
+
+    @invariant()
+    def what_is_followed_is_exact(self) -> None:
+        for name, follower in self.followers.items():
+            if follower.number is not None:
+                assert self.index.blocks_of(name) == self.caches[name].at[follower.number]
+
+    def teardown(self) -> None:
+        """All that is on its way arrives, a sign of life, dumps as long as they are needed: nothing is missing."""
+        for name, cache in self.caches.items():
+            self.dump_part(name, len(BLOCKS))
+            cache.seal()
+            while cache.wire:
+                self.arrive(name, 0)
+            self._receive(name, pack_batch(cache.log.sign(name, str(cache.epoch))))
+            for _ in range(2):
+                self.ask(name)
+                self.dump_part(name, len(BLOCKS))
+            assert not self.followers[name].needs_dump
+            assert self.index.blocks_of(name) == cache.blocks
+
+    def _receive(self, name: str, data: bytes) -> None:
+        batch = unpack_batch(data)
+        if batch.epoch == self.followers[name].epoch:
+            self.followers[name].received(batch)
+
+
+TestFollowing = FollowingMachine.TestCase
+TestFollowing.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+def test_a_block_that_comes_and_goes_between_two_batches_is_not_mentioned() -> None:
+    log = EventLog()
+    one, two = BLOCKS[:2]
+    log.take([(one, True), (two, True), (one, False), (one, False)])
+    assert log.seal("a", "0") == [KvEventBatch("a", "0", 1, [two], [])]
+    log.take([(two, False), (two, True)])
+    assert (len(log), log.seal("a", "0"), log.number) == (0, [], 1)
+
+
+def test_too_much_that_waits_is_dropped_with_its_number() -> None:
+    log = EventLog(max_waiting=3)
+    log.take((block, True) for block in BLOCKS[:4])
+    assert (len(log), log.number, log.dropped) == (0, 1, 1)
+    assert log.sign("a", "0").number == 2
+    assert unpack_hashes(log.dump()) == BLOCKS[:4], "in the order they came"
+
+
+def test_batches_held_for_too_long_are_given_up_and_a_dump_is_needed_again() -> None:
+    index = KvIndex()
+    follower = Follower("a", "0", index)
+    for number in range(1, MAX_HELD + 3):
+        follower.received(KvEventBatch("a", "0", number, [BLOCKS[0]], []))
+    assert len(follower._held) <= MAX_HELD
+    for number in range(4):
+        follower.received(KvEventBatch("a", "0", MAX_HELD + number, [bytes(16)] * (MAX_HELD_BLOCKS // 2), []))
+    assert sum(len(batch.stored) for batch in follower._held.values()) <= MAX_HELD_BLOCKS
+    follower.dump_begins()
+    follower.dump_ends(1)
+    assert follower.needs_dump
+    follower.dump_begins()
+    follower.dump_ends(MAX_HELD + 3)
+    assert not follower.needs_dump
+
+
+def test_a_doubt_that_comes_while_a_dump_is_fetched_is_not_forgotten() -> None:
+    follower = Follower("a", "0", KvIndex())
+    assert follower.dump_asked() is None
+    follower.dump_begins()
+    follower.doubt()
+    follower.dump_ends(7)
+    assert follower.needs_dump
+    assert follower.dump_asked() == 7
+    follower.dump_ends(7)
+    assert not follower.needs_dump

@@ -1,0 +1,471 @@
+"""The law of each policy: what it may never do, and what it does to a fleet over many requests."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.routing.affinity import SPILL_TOKENS, SessionAffinity
+from components.routing.bucket import LEARN_EVERY, Bucket
+from components.routing.cache_aware import CacheAware
+from components.routing.choice import Ask, Choice, Member, Policy
+from components.routing.hashing import (
+    LOAD_FACTOR,
+    SLACK_TOKENS,
+    BoundedHashing,
+    Rendezvous,
+    prefix_only,
+    session_or_prefix,
+)
+from components.routing.kv_aware import SPEED_RANGE, KvAware, KvWeights
+from components.routing.load import REQUEST_TOKENS, memory_load, prompt_load
+from components.routing.policies import DEFAULT, LOADS, POLICIES, Phase, PolicyName, make_policy
+from components.routing.policy import LeastLoad, PowerOfTwo, RandomChoice
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
+def fleet(count: int) -> list[Member]:
+    return [Member(f"i{at:04}") for at in range(count)]
+
+
+def requests_of(member: Member, tokens: int) -> float:
+    return member.running
+
+
+def choose(policy: Policy, ask: Ask, members: Sequence[Member], cached: Mapping[str, int] | None = None) -> Choice:
+    chosen = policy.choose(ask, members, cached or {}, 0.0)
+    assert chosen is not None
+    assert any(chosen.member is m for m in members)
+    assert chosen.why
+    return chosen
+
+
+def give(member: Member, tokens: int) -> None:
+    """What the load book would add."""
+    member.running += 1
+    member.queued_tokens += tokens
+    member.used_pages += math.ceil(tokens / member.page_size)
+
+
+def named(members: list[Member]) -> list[Member]:
+    for at, member in enumerate(members):
+        member.instance_id = f"i{at:02}"
+    return members
+
+
+members_lists = st.lists(
+    st.builds(
+        Member,
+        instance_id=st.just(""),
+        queued_tokens=st.integers(0, 100_000),
+        running=st.integers(0, 300),
+        used_pages=st.integers(0, 10_000),
+        total_pages=st.sampled_from([0, 5_000, 20_000]),
+        prompt_tokens_per_s=st.sampled_from([0.0, 1.0, 900.0, 1000.0, 1e12]),
+        page_size=st.sampled_from([16, 64]),
+    ),
+    min_size=1,
+    max_size=12,
+).map(named)
+asks = st.builds(
+    Ask,
+    num_tokens=st.integers(0, 20_000),
+    session=st.sampled_from(["", "s", "t"]),
+    prefix=st.sampled_from([b"", b"p", b"q"]),
+    explain=st.booleans(),
+)
+cached_maps = st.dictionaries(st.sampled_from([f"i{at:02}" for at in range(14)]), st.integers(1, 20_000), max_size=14)
+
+
+# every policy
+
+
+@given(
+    st.sampled_from(POLICIES),
+    st.sampled_from(PHASES),
+    members_lists,
+    st.lists(st.tuples(asks, cached_maps), max_size=8),
+    st.integers(0, 9),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_policy_chooses_a_member_leaves_all_as_they_are_and_repeats_itself_with_its_seed(
+    name: PolicyName, phase: Phase, members: list[Member], sequence: list[tuple[Ask, dict[str, int]]], seed: int
+) -> None:
+    before = repr(members)
+    one, other = (make_policy(name, phase, Random(seed)) for _ in range(2))
+    for ask, cached in sequence:
+        choice = choose(one, ask, members, cached)
+        again = choose(other, ask, members, cached)
+        assert again.member is choice.member
+        if choice.costs is not None:
+            assert ask.explain
+            assert set(choice.costs) <= {m.instance_id for m in members}
+            assert choice.costs[choice.member.instance_id] < math.inf
+    assert repr(members) == before
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_from_nobody_nobody_is_chosen(name: PolicyName, phase: Phase) -> None:
+    assert make_policy(name, phase, Random(0)).choose(Ask(5, session="s", prefix=b"p"), [], {}, 0.0) is None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_equal_requests_of_many_sessions_spread_evenly(name: PolicyName) -> None:
+    """Also those that know no load: for 4,000 requests on ten instances, 300 to 500 each."""
+    policy, members = make_policy(name, "prefill", Random(1)), fleet(10)
+    for at in range(4000):
+        ask = Ask(200, session=str(at), prefix=str(at).encode())
+        give(choose(policy, ask, members).member, 200)
+    assert min(m.running for m in members) >= 300
+    assert max(m.running for m in members) <= 500
+
+
+# those that look at the load
+
+
+@given(members_lists, asks, cached_maps, st.sampled_from(PHASES), st.sampled_from([0.0, 0.5, 1.0]))
+def test_least_load_is_a_minimum(
+    members: list[Member], ask: Ask, cached: dict[str, int], phase: Phase, overlap: float
+) -> None:
+    def cost(member: Member) -> float:
+        hit = min(cached.get(member.instance_id, 0), ask.num_tokens)
+        return LOADS[phase](member, ask.num_tokens) - overlap * hit
+
+    chosen = choose(LeastLoad(Random(0), LOADS[phase], overlap), ask, members, cached)
+    assert cost(chosen.member) == min(map(cost, members))
+
+
+def test_equals_are_drawn_so_that_routers_do_not_agree_on_the_first() -> None:
+    members, policy = fleet(8), LeastLoad(Random(2), prompt_load)
+    found = Counter(choose(policy, Ask(9), members).member.instance_id for _ in range(800))
+    assert len(found) == 8
+    assert min(found.values()) > 60
+
+
+def test_least_load_keeps_requests_within_one_of_each_other() -> None:
+    members, policy = fleet(7), LeastLoad(Random(2), prompt_load)
+    for _ in range(500):
+        give(choose(policy, Ask(100), members).member, 100)
+        assert max(m.running for m in members) - min(m.running for m in members) <= 1
+
+
+def test_decode_by_default_prefers_the_cached_prefix_until_memory_says_otherwise() -> None:
+    members = fleet(3)
+    for member in members:
+        member.total_pages = 1000
+    policy = make_policy(DEFAULT["decode"], "decode", Random(0))
+    cached = {"i0001": 800}
+    assert choose(policy, Ask(1000), members, cached).member.instance_id == "i0001"
+    members[1].used_pages = 60  # 960 tokens are more than 800 saved
+    assert choose(policy, Ask(1000), members, cached).member.instance_id != "i0001"
+
+
+def test_what_finds_no_room_in_memory_weighs_tenfold() -> None:
+    roomy, full = Member("a", used_pages=950, total_pages=2000), Member("b", used_pages=900, total_pages=910)
+    assert memory_load(full, 160) == memory_load(Member("b", used_pages=900), 160)
+    assert memory_load(full, 176) == 900 * 16 + 176 + 10 * 16
+    assert choose(LeastLoad(Random(0), memory_load), Ask(320), [roomy, full]).member is roomy
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fullest_under_two_choices_is_near_the_mean_however_long_it_goes_on(seed: int) -> None:
+    """With n instances and any number of requests, log2(log2 n) + O(1) above the mean; one choice: sqrt(m/n · log n)."""
+    two, one = fleet(256), fleet(256)
+    by_two, by_one = PowerOfTwo(Random(seed), requests_of), RandomChoice(Random(seed))
+    for _ in range(256 * 60):
+        give(choose(by_two, Ask(1), two).member, 1)
+        give(choose(by_one, Ask(1), one).member, 1)
+    assert max(m.running for m in two) - 60 <= math.log2(math.log2(256)) + 2
+    assert max(m.running for m in one) - 60 > 12
+
+
+def test_two_choices_are_two_instances_and_all_pairs_come() -> None:
+    members, policy = fleet(3), PowerOfTwo(Random(0), requests_of)
+    members[0].running = 9
+    pairs = Counter(frozenset(choose(policy, Ask(1, explain=True), members).costs or ()) for _ in range(600))
+    assert {len(pair) for pair in pairs} == {2}
+    assert len(pairs) == 3
+    assert min(pairs.values()) > 140
+    assert all(choose(policy, Ask(1), members).member is not members[0] for _ in range(50))
+
+
+# kv_aware
+
+
+@given(members_lists, asks, cached_maps, st.sampled_from([0.0, 0.3, 5.0]))
+@settings(max_examples=300)
+def test_kv_aware_chooses_nobody_above_its_bound(
+    members: list[Member], ask: Ask, cached: dict[str, int], temperature: float
+) -> None:
+    weights = KvWeights(temperature=temperature)
+    chosen = choose(KvAware(Random(0), weights), ask, members, cached).member
+    count = len(members)
+    assert chosen.running <= 2 * sum(m.running for m in members) / count + weights.spill_requests
+    assert chosen.queued_tokens <= 2 * sum(m.queued_tokens for m in members) / count + weights.spill_tokens
+
+
+@given(members_lists, asks, cached_maps)
+def test_kv_aware_at_temperature_zero_is_the_least_expected_work_of_those_not_too_full(
+    members: list[Member], ask: Ask, cached: dict[str, int]
+) -> None:
+    for member in members:
+        member.prompt_tokens_per_s = 0.0
+    count, weights = len(members), KvWeights(spill_requests=0, spill_tokens=0)
+
+    def cost(member: Member) -> float:
+        hit = min(cached.get(member.instance_id, 0), ask.num_tokens)
+        return member.queued_tokens + REQUEST_TOKENS * member.running + ask.num_tokens - hit
+
+    fit = [
+        m
+        for m in members
+        if m.running <= 2 * sum(o.running for o in members) / count
+        and m.queued_tokens <= 2 * sum(o.queued_tokens for o in members) / count
+    ]
+    chosen = choose(KvAware(Random(0), weights), ask, members, cached).member
+    assert cost(chosen) == min(map(cost, fit))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_kv_aware_without_an_index_spreads_evenly(temperature: float) -> None:
+    members, policy, rng = fleet(8), KvAware(Random(3), KvWeights(temperature=temperature)), Random(4)
+    for _ in range(4000):
+        tokens = rng.randrange(100, 3000)
+        give(choose(policy, Ask(tokens), members).member, tokens)
+    total = sum(m.queued_tokens for m in members)
+    assert max(m.queued_tokens for m in members) <= 1.05 * total / 8
+    assert min(m.queued_tokens for m in members) >= 0.95 * total / 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_hot_prefix_never_makes_one_instance_carry_more_than_twice_the_mean_and_the_slack(temperature: float) -> None:
+    """Worst case: all ask for the prefix, one has it, nothing of it ever spreads, and nothing gets done."""
+    weights = KvWeights(temperature=temperature)
+    members, policy = fleet(10), KvAware(Random(5), weights)
+    for _ in range(3000):
+        chosen = choose(policy, Ask(10_000), members, {"i0004": 9_990}).member
+        give(chosen, 10 if chosen.instance_id == "i0004" else 10_000)
+        mean = sum(m.running for m in members) / 10
+        mean_queued = sum(m.queued_tokens for m in members) / 10
+        assert max(m.running for m in members) <= 2 * mean + weights.spill_requests + 1
+        assert max(m.queued_tokens for m in members) <= 2 * mean_queued + weights.spill_tokens + 10_000
+    hot = members[4].running
+    assert hot > 1.5 * max(m.running for m in members if m is not members[4])  # it is used all the same
+
+
+def test_kv_aware_goes_to_the_cache_while_that_is_less_work_than_elsewhere() -> None:
+    members, policy = fleet(4), KvAware(Random(0))
+    ask, cached = Ask(4000), {"i0002": 3000}
+    assert choose(policy, ask, members, cached).member is members[2]
+    members[2].queued_tokens = 2990
+    assert choose(policy, ask, members, cached).member is members[2]
+    members[2].queued_tokens = 3010
+    assert choose(policy, ask, members, cached).member is not members[2]
+    half = KvAware(Random(0), KvWeights(cached=0.5))
+    members[2].queued_tokens = 1510
+    assert choose(half, ask, members, cached).member is not members[2]
+    assert choose(policy, ask, members, cached).member is members[2]
+
+
+def test_a_slow_instance_gets_less_and_one_that_boasts_or_moans_is_believed_so_far_only() -> None:
+    members, policy = fleet(6), KvAware(Random(0), KvWeights(spill=1e9))
+    for member, speed in zip(members, [1000.0, 1000.0, 1000.0, 500.0, 1e12, 1e-3], strict=True):
+        member.prompt_tokens_per_s = speed
+    for _ in range(4000):
+        give(choose(policy, Ask(1000), members).member, 1000)
+    usual, slow, boasts, moans = (members[at].running for at in (0, 3, 4, 5))
+    assert slow == pytest.approx(usual / 2, rel=0.05)
+    assert boasts == pytest.approx(usual * SPEED_RANGE, rel=0.05)
+    assert moans == pytest.approx(usual / SPEED_RANGE, rel=0.05)
+
+
+def test_temperature_makes_the_worse_choice_e_times_less_likely_for_a_prompt_of_cost() -> None:
+    members, policy = fleet(2), KvAware(Random(6), KvWeights(temperature=0.5))
+    members[1].queued_tokens = 500  # of a prompt of 1000: half a prompt, one temperature
+    found = Counter(choose(policy, Ask(1000), members).member.instance_id for _ in range(5000))
+    assert found["i0000"] / found["i0001"] == pytest.approx(math.e, rel=0.1)
+
+
+@pytest.mark.parametrize("wrong", [{"spill": 1.9}, {"temperature": -1.0}, {"cached": -0.1}])
+def test_weights_that_would_leave_nobody_or_turn_costs_around_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        KvWeights(**wrong)
+
+
+# cache_aware
+
+
+@pytest.mark.parametrize(
+    ("busy", "idle", "cached", "to_the_cache"),
+    [
+        (64, 0, 900, True),  # no more than 64 apart
+        (65, 0, 900, False),
+        (300, 200, 900, True),  # no more than 1.5 times
+        (301, 200, 900, False),
+        (10, 0, 300, False),  # no more than 0.3 of the prompt
+        (10, 0, 301, True),
+    ],
+)
+def test_cache_aware_switches_at_its_thresholds(busy: int, idle: int, cached: int, to_the_cache: bool) -> None:
+    members = fleet(3)
+    members[0].running, members[1].running, members[2].running = busy, idle, idle + 1
+    chosen = choose(CacheAware(Random(0)), Ask(1000), members, {"i0000": cached}).member
+    assert chosen is members[0 if to_the_cache else 1]
+
+
+def test_cache_aware_takes_the_longest_prefix_and_of_equal_ones_the_less_loaded() -> None:
+    members = fleet(4)
+    members[1].running, members[2].running = 5, 3
+    cached = {"i0000": 400, "i0001": 800, "i0002": 800}
+    assert choose(CacheAware(Random(0)), Ask(1000), members, cached).member is members[2]
+    assert choose(CacheAware(Random(0)), Ask(1000), members[:2], cached).member is members[1]
+
+
+# hashing
+
+
+def owners(members: Sequence[Member], keys: int) -> list[str]:
+    policy = BoundedHashing(Random(0), requests_of, session_or_prefix, "next")
+    return [choose(policy, Ask(1, session=f"user {at}"), members).member.instance_id for at in range(keys)]
+
+
+def test_a_key_moves_only_when_its_instance_goes_and_only_to_one_that_comes() -> None:
+    members, keys = fleet(20), 4000
+    before = owners(members, keys)
+    shares = Counter(before)
+    assert len(shares) == 20
+    assert all(abs(share - 200) < 5 * math.sqrt(200) for share in shares.values())
+    fewer = owners([m for m in members if m.instance_id != "i0007"], keys)
+    assert all(now == was for was, now in zip(before, fewer, strict=True) if was != "i0007")
+    heirs = Counter(now for was, now in zip(before, fewer, strict=True) if was == "i0007")
+    assert len(heirs) == 19
+    more = owners([*members, Member("new")], keys)
+    moved = [now for was, now in zip(before, more, strict=True) if was != now]
+    assert set(moved) == {"new"}
+    assert len(moved) == pytest.approx(keys / 21, rel=0.35)
+
+
+def test_scores_do_not_depend_on_process_or_company() -> None:
+    """Routers must agree without talking: the numbers are part of the protocol."""
+    assert Rendezvous().scores(b"key", [Member("a"), Member("b")]) == [3267134792968014736, 2951011398347298314]
+
+
+@pytest.mark.parametrize("instead", ["next", "least_load"])
+def test_one_hot_key_fills_nobody_above_the_bound(instead: str) -> None:
+    policy = BoundedHashing(Random(0), prompt_load, session_or_prefix, instead)
+    members = fleet(10)
+    for at in range(2000):
+        give(choose(policy, Ask(500, session="hot"), members).member, 500)
+        loads = [prompt_load(m, 0) for m in members]
+        assert max(loads) <= LOAD_FACTOR * sum(loads) / 10 + SLACK_TOKENS + 500 + REQUEST_TOKENS, at
+    assert min(m.running for m in members) < 200 < max(m.running for m in members)
+
+
+def test_a_key_stays_while_its_instance_has_room_and_goes_where_it_would_go_without_it_when_not() -> None:
+    members = fleet(6)
+    policy = BoundedHashing(Random(0), prompt_load, prefix_only, "next")
+    home = choose(policy, Ask(10, prefix=b"p"), members).member
+    home.queued_tokens = SLACK_TOKENS  # all the others have nothing to do
+    assert all(choose(policy, Ask(10, prefix=b"p", session=str(at)), members).member is home for at in range(20))
+    home.queued_tokens = 2 * SLACK_TOKENS
+    others = [m for m in members if m is not home]
+    substitutes = set()
+    for at in range(400):
+        ask = Ask(10, prefix=b"%d" % at)
+        substitute = choose(policy, ask, members).member
+        assert substitute is choose(policy, ask, others).member
+        substitutes.add(substitute.instance_id)
+    assert len(substitutes) == 5
+
+
+def test_a_prefix_whose_instance_is_too_full_or_a_request_without_one_goes_to_the_least_loaded() -> None:
+    members = fleet(6)
+    policy = BoundedHashing(Random(0), prompt_load, prefix_only, "least_load")
+    home = choose(policy, Ask(10, prefix=b"p"), members).member
+    home.queued_tokens = 2 * SLACK_TOKENS
+    drawn = {choose(policy, Ask(10, prefix=b"p"), members).member.instance_id for _ in range(100)}
+    assert len(drawn) == 5
+    assert choose(policy, Ask(10, session="no prefix"), members).why == "least load: no key"
+
+
+def test_names_of_instances_that_are_gone_are_forgotten() -> None:
+    rendezvous = Rendezvous()
+    for at in range(500):
+        rendezvous.scores(b"key", [Member(f"{at}-{i}") for i in range(4)])
+    assert len(rendezvous._names) <= 12
+
+
+# bucket
+
+
+def test_buckets_have_as_many_tokens_each_and_the_short_do_not_meet_the_long() -> None:
+    rng, policy, members = Random(7), Bucket(Random(8), prompt_load), fleet(6)
+    lengths = [int(rng.lognormvariate(6, 1.2)) + 1 for _ in range(LEARN_EVERY * 40)]
+    for length in lengths[: LEARN_EVERY * 16]:
+        choose(policy, Ask(length), members)
+    tokens: Counter[str] = Counter()
+    seen: dict[str, list[int]] = {m.instance_id: [] for m in members}
+    for length in lengths[LEARN_EVERY * 16 :]:
+        chosen = choose(policy, Ask(length), members).member.instance_id
+        tokens[chosen] += length
+        seen[chosen].append(length)
+    mean = sum(tokens.values()) / 6
+    assert all(0.7 * mean < tokens[m.instance_id] < 1.3 * mean for m in members)
+    for shorter, longer in zip(members, members[2:], strict=False):  # neighbours share a moving boundary
+        assert max(seen[shorter.instance_id]) < 1.5 * min(seen[longer.instance_id])
+
+
+def test_prompts_of_one_length_use_all_buckets() -> None:
+    policy, members = Bucket(Random(8), prompt_load), fleet(5)
+    found = Counter(choose(policy, Ask(100), members).member.instance_id for _ in range(2000))
+    assert all(320 < count < 480 for count in found.values())
+
+
+def test_buckets_give_way_to_the_least_load_when_the_fleet_is_unbalanced() -> None:
+    policy, members = Bucket(Random(8), prompt_load), fleet(3)
+    for at in range(LEARN_EVERY):
+        choose(policy, Ask(1 + at), members)
+    assert choose(policy, Ask(1), members).member is members[0]
+    members[0].queued_tokens, members[1].queued_tokens = 16385, 10
+    assert choose(policy, Ask(1), members).member is members[2]
+    members[0].queued_tokens = 16384
+    assert choose(policy, Ask(1), members).member is members[0]
+
+
+# session affinity
+
+
+def test_a_session_stays_until_its_instance_is_gone_or_too_full() -> None:
+    members = fleet(5)
+    policy = SessionAffinity(LeastLoad(Random(1), prompt_load), prompt_load)
+    ask = Ask(100, session="s")
+    home = choose(policy, ask, members).member
+    home.queued_tokens = SPILL_TOKENS
+    assert all(choose(policy, ask, [*members, Member(f"new{at}")]).member is home for at in range(9))
+    without = [m for m in members if m is not home]
+    second = choose(policy, ask, without).member
+    assert choose(policy, ask, members).member is second  # it has the cache now
+    second.queued_tokens = 10**6
+    assert choose(policy, ask, members).member not in (home, second)
+
+
+def test_sessions_are_forgotten_when_idle_and_never_more_than_so_many() -> None:
+    members = fleet(3)
+    policy = SessionAffinity(RandomChoice(Random(1)), prompt_load, idle_s=10, sessions=50)
+    used = []
+    for at in range(500):
+        policy.choose(Ask(1, session=str(at)), members, {}, 0.0)
+        assert len(policy) <= 51
+        if at % 10 == 0:
+            used.append(choose(policy, Ask(1, session="in use"), members).member)
+    assert all(member is used[0] for member in used)
+    policy.choose(Ask(1, session="last"), members, {}, 30.0)
+    assert len(policy) == 1
+    policy.choose(Ask(1), members, {}, 30.0)
+    assert len(policy) == 1
