@@ -49,7 +49,12 @@ class EngineConfig:
     lora: Annotated[
         dict[str, str], Field(description="LoRA adapters: name that clients ask for = directory as PEFT saves it")
     ] = field(default_factory=dict)
-    kv_events: Annotated[bool, Field(description="tell which blocks the prefix cache gains and loses")] = True
+    kv_events: Annotated[
+        bool,
+        Field(
+            description="tell which blocks the prefix cache gains and loses; no router of this version asks for them"
+        ),
+    ] = False
     mock: Annotated[MockConfig, Field(description="of `--model mock`")] = MockConfig()
     compile: Annotated[
         Literal["auto", "wait", "off"],

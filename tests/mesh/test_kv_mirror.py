@@ -72,7 +72,7 @@ async def ask(client: Client, prompts: list[list[int]], salt: str) -> None:
 
 
 def test_a_mirror_is_what_the_engines_hold_after_load_loss_and_restart(mock_mesh: MeshProcesses) -> None:
-    env = {"MESH_ENGINE__NUM_PAGES": str(NUM_PAGES)}
+    env = {"MESH_ENGINE__NUM_PAGES": str(NUM_PAGES), "MESH_ENGINE__KV_EVENTS": "true"}
     mock_mesh.modules |= dict.fromkeys(ROLES, MODULE)
     mock_mesh.start("bootstrap")
     first, _, _ = [mock_mesh._spawn(role, {**env, "ROLE": role}) for role in ("prefill", "prefill", "decode")]

@@ -249,7 +249,7 @@ async def test_dumps_are_few_and_forgotten_when_nobody_goes_on(
     async with worker(nats_url, namespace, InstanceBook()) as w, connect_bus(nats_url, "router") as bus:
 
         async def ask(**fields: object) -> KvDumpPart:
-            request = replace(FetchKvDump(epoch="1"), **fields)  # type: ignore[arg-type]
+            request = replace(FetchKvDump(epoch="1"), **fields)
             return await bus.call(f"{namespace}.prefill.w.kv_dump", request, KvDumpPart, timeout_s=5)
 
         with pytest.raises(StaleInstance):
