@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from bench.processes import model_name
-from bench.turns import Target, Work, by_turns, start_kvmesh
+from bench.turns import Concurrency, InputLen, Model, OutputLen, Requests, Rounds, Target, Work, by_turns, start_kvmesh
 
 TARGETS: Final = (Target("ttft_ms_p50", 1.10), Target("itl_ms_p99", 1.0))
 
@@ -23,12 +23,12 @@ def main(
     prefill: Annotated[int, typer.Option(min=1, help="prefill workers of the one mesh")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="its decode workers")] = 1,
     aggregated: Annotated[int | None, typer.Option(min=1, help="workers of the other; default: as many in all")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="each measures both, the other one first than the last")] = 3,
-    concurrency: Annotated[list[int], typer.Option(help="clients at once; may be given several times")] = [1, 8],  # noqa: B006
-    requests: Annotated[int, typer.Option(min=1, help="per client and round")] = 8,
-    input_len: Annotated[int, typer.Option(help="tokens")] = 256,
-    output_len: Annotated[int, typer.Option(min=2, help="tokens")] = 64,
-    model: Annotated[str, typer.Option(help="as services.local takes it")] = "smollm2-135m",
+    rounds: Rounds = 3,
+    concurrency: Concurrency = [1, 8],  # noqa: B006
+    requests: Requests = 8,
+    input_len: InputLen = 256,
+    output_len: OutputLen = 64,
+    model: Model = "smollm2-135m",
 ) -> None:
     """Measure both in turns, at each level of concurrency."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`

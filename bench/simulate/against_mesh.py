@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.load.client import Body, Run, open_loop
+from bench.load.client import Body, Run, body_of, open_loop
 from bench.load.report import quantile_ms
-from bench.load.workloads import words
+from bench.load.workloads import Ask, words
 from bench.processes import free_port, mesh, model_name
 from bench.simulate.fleet import Fleet, Link, Setup
 from bench.simulate.measured import Measured
@@ -37,8 +37,7 @@ def body(request: Request, model: str) -> Body:
     rest = request.prompt - PAGE * len(request.blocks)
     if rest:
         parts.append(words(random.Random(f"{request.number}/rest"), rest))
-    fields = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    return {"model": model, "prompt": " ".join(parts), "max_tokens": request.output, **fields}
+    return body_of(Ask(" ".join(parts), request.prompt, request.output), model)
 
 
 def in_mesh(requests: list[Request], prefill: int, decode: int, cost: MockConfig) -> Run:

@@ -1,4 +1,4 @@
-"""A cost model from a measured engine: the lines of `bench.engine` or `bench.gpu` become the constants of the mock engine."""
+"""A cost model from a measured engine: the lines of `bench.engine` become the constants of the mock engine."""
 
 import itertools
 import json

@@ -48,7 +48,6 @@ class Flow:
     """One request on its way through the workers that have it now."""
 
     request: Request
-    generated: int  # tokens, by workers that are gone
     decode: Worker
     at_decode: Stay
     frontend: Router
@@ -171,7 +170,7 @@ class Fleet:
         told = send(frontend, decode.name, number, to_compute, pages, self.clock.now_s)
         part = Part.DECODE if there else Part.FULL
         stay = Stay(request, part, tokens, left - (part is Part.DECODE))
-        flow = stay.flow = Flow(request, generated, decode, stay, frontend, chooser, told)
+        flow = stay.flow = Flow(request, decode, stay, frontend, chooser, told)
         self.decodes.flows[decode][flow] = None
         if there is not None:
             self._send_prompt(flow, *there)
@@ -355,7 +354,6 @@ class Fleet:
         left = stay.left + (stay.part is Part.DECODE and not flow.delivered)
         if prefill is not None and prefill.alive and not flow.delivered and flow.at_prefill is not None:
             self._drop_prompt(flow, prefill, flow.at_prefill)
-        flow.request.moves += 1
         self._dispatch(flow.request, flow.request.output - left)
 
     def _drop_prompt(self, flow: Flow, prefill: Worker, stay: Stay) -> None:

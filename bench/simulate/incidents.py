@@ -47,6 +47,8 @@ def parse(text: str, known: dict[Role, int]) -> list[Incident]:
     try:
         kind, number, times = words[0], int(words[2]), [float(word) for word in words[3:]]
         role = ROLES[words[1]]
+        if number < 0 or min(times, default=0.0) < 0:
+            raise ValueError("negative")
         if kind == "flap":
             at_s, up_s, down_s, count = times
             return flapping(role, number, at_s, up_s, down_s, int(count), known[role])

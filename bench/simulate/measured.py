@@ -3,11 +3,11 @@
 import statistics
 from array import array
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 from typing import Any, Final
 
+from bench.load.report import quantile_ms
 from bench.simulate.traffic import Request
 
 BINS: Final = 64  # of a factor e: a gap is known to 1.6 %
@@ -90,9 +90,9 @@ class Measured:
             "requests": len(self.ttft_s),
             "refused": self.refused,
             "moved": self.moved,
-            **{f"ttft_ms_p{q}": _ms(self.ttft_s, q) for q in (50, 90, 99)},
+            **{f"ttft_ms_p{q}": quantile_ms(self.ttft_s, q / 100) for q in (50, 90, 99)},
             **{f"itl_ms_p{q}": round(self.itl_s(q / 100) * 1000, 2) for q in (50, 90, 99)},
-            "tpot_ms_p50": _ms(self.tpot_s, 50),
+            "tpot_ms_p50": quantile_ms(self.tpot_s, 0.5),
             "cache_hit": round(sum(worker.cached_tokens for worker in self.workers) / prompts, 4),
             **{f"{role}_{name}": value for role in self._roles() for name, value in self._spread(role).items()},
             "slo": round(self.good / max(1, self.arrived), 4),
@@ -114,8 +114,3 @@ class Measured:
             return {"busy": 0.0, "spread": 0.0, "most": 0.0}
         spread = statistics.pstdev(busy) / mean
         return {"busy": round(mean, 3), "spread": round(spread, 3), "most": round(max(busy) / mean, 2)}
-
-
-def _ms(values: Sequence[float], percent: int) -> float:
-    ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] * 1000, 1) if ordered else 0.0

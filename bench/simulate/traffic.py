@@ -9,8 +9,7 @@ from pathlib import Path
 
 from bench.load.replay import BLOCK, read_trace
 from bench.load.workloads import lognormal, poisson_times_s
-
-HASH_BYTES = 16
+from components.routing.block_hash import HASH_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +23,6 @@ class Request:
     blocks: list[bytes]  # of its full blocks
     session: str = ""
     first_s: float = -1.0  # its first token; -1: it has none
-    moves: int = 0  # after failures
 
 
 class Names:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from heapq import heappop, heappush
 from math import ceil, sqrt
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from bench.simulate.clock import Clock
 from bench.simulate.prefix import PagePool
 from bench.simulate.traffic import Request
+from components.routing.local_prefill import SMOOTHING
 from engine.mock.config import MockConfig, attended
-
-WEIGHT: Final = 0.2  # of the latest steps in the speed of prompts
 
 
 class Part(Enum):
@@ -53,7 +52,6 @@ class Stay:
     began_s: float = 0.0  # computing
     shared: list[bytes] = field(default_factory=list)  # its blocks
     private: int = 0  # its pages
-    last_step: int = -1  # of the worker, at whose end it has its last token; -1: it does not decode
     flow: Any = None  # the owner's
     gone: bool = False  # its request has left: what is done for it is dropped
 
@@ -108,13 +106,13 @@ class Run:
 class Worker:
     """What one worker has to do, and until when."""
 
-    def __init__(self, name: str, engine: Engine, clock: Clock, owner: Owner, slowness: float = 1.0) -> None:
+    def __init__(self, name: str, engine: Engine, clock: Clock, owner: Owner) -> None:
         self.name = name
         self.engine = engine
         self.pool = PagePool(engine.num_pages)
         self.alive = True
         self.draining = False
-        self.slowness = slowness  # factor of every step
+        self.slowness = 1.0  # factor of every step
         self.since_s = clock.now_s
         self.until_s: float | None = None  # when it ended
         self.waiting: deque[Stay] = deque()
@@ -343,7 +341,7 @@ class Worker:
         if run.chunks and seconds > 0:
             speed = sum(length for _, length in run.chunks) * steps / seconds
             before = self.prompt_tokens_per_s or speed
-            self.prompt_tokens_per_s = before + (1 - (1 - WEIGHT) ** steps) * (speed - before)
+            self.prompt_tokens_per_s = before + (1 - (1 - SMOOTHING) ** steps) * (speed - before)
         if run.decodes:
             self._owner.stepped(steps, seconds / steps, run.decodes)
 
@@ -369,8 +367,7 @@ class Worker:
         if stay.part is Part.DECODE:
             self._publish(stay)
         self._number += 1
-        stay.last_step = self.steps + stay.left
-        heappush(self._ends, (stay.last_step, self._number, stay))
+        heappush(self._ends, (self.steps + stay.left, self._number, stay))
         self.decodes += 1
         self.context += stay.tokens + 1  # the token drawn is computed next
 

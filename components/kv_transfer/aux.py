@@ -132,8 +132,9 @@ class AuxBuffer:
         )
 
     def raw(self, slot: int) -> bytes:
-        """A slot as it lies in memory."""
-        raw: bytes = self._memory[slot].tobytes()
+        """A slot as it lies in memory, as far as its record goes: room for checksums that are not there is left out."""
+        num_checksums = max(0, int(self._heads[slot]["checked"]) - 1)
+        raw: bytes = self._memory[slot, : HEAD.itemsize + num_checksums * CHECKSUM.itemsize].tobytes()
         return raw
 
     def put(self, slot: int, raw: bytes) -> None:

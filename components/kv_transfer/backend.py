@@ -84,7 +84,7 @@ class KvTransfer(Protocol):
         """
 
     def hasten(self, notification: str) -> None:
-        """The peer has begun its last write before this notification: a backend that looks for it should look often now.
+        """The peer is about to write its last pages before this notification: a backend that looks for it should look often.
 
         A hint, which may be lost, and may come for what nobody expects any more.
         """
@@ -106,6 +106,22 @@ class OpenTransfer(Protocol):
             max_request_pages: aux slots have room for a checksum for each of so many pages.
         Raises: BackendUnavailable, saying what is missing.
         """
+
+
+def endpoint_of(backend: str, agent: str, agent_metadata: str, region: PageRegion, aux: AuxBuffer) -> KvEndpoint:
+    """What the other side needs to write into `region` and `aux` of this process."""
+    return KvEndpoint(
+        backend=backend,
+        agent=agent,
+        agent_metadata=agent_metadata,
+        base_address=region.address,
+        num_pages=region.num_pages,
+        device=region.device,
+        aux_address=aux.address,
+        aux_slots=aux.num_slots,
+        aux_slot_bytes=aux.slot_bytes,
+        layout=region.layout,
+    )
 
 
 def check_same_backend(ours: str, theirs: str) -> None:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from components.errors import BackendUnavailable
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend
+from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import Bell
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
@@ -38,18 +38,7 @@ class FakeKvTransfer:
     @property
     def endpoint(self) -> KvEndpoint:
         """What the other side needs to ring here."""
-        return KvEndpoint(
-            backend="fake",
-            agent=self._name,
-            agent_metadata=self.bell.address,
-            base_address=self._region.address,
-            num_pages=self._region.num_pages,
-            device=self._region.device,
-            aux_address=self.aux.address,
-            aux_slots=self.aux.num_slots,
-            aux_slot_bytes=self.aux.slot_bytes,
-            layout=self._region.layout,
-        )
+        return endpoint_of("fake", self._name, self.bell.address, self._region, self.aux)
 
     async def connect(self, peer: KvEndpoint) -> None:
         """Reach the peer's bell."""

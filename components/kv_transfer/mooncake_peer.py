@@ -66,7 +66,7 @@ class MooncakePeer:
         """Copy all pieces; returns when they have landed. Raises: TransferFailed, when none is in flight any more."""
         done: asyncio.Future[WriteStats] = asyncio.get_running_loop().create_future()
         self._thread.post(lambda: self._add(pieces, done))
-        # A cancelled caller must still learn when the last byte has left: the pages are not free before.
+        # A cancelled caller is not told of the end, but the thread still is: whoever needs to know it shields this call.
         return await asyncio.shield(done)
 
     async def stop(self) -> None:

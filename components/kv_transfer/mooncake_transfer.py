@@ -12,7 +12,7 @@ from typing import Any
 
 from components.errors import BackendUnavailable, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend
+from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import Bell
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
@@ -42,18 +42,7 @@ class MooncakeTransfer:
     def endpoint(self) -> KvEndpoint:
         """What the other side needs to write here."""
         assert self._segment, "start() first"
-        return KvEndpoint(
-            backend="mooncake",
-            agent=self._name,
-            agent_metadata=f"{self._segment},{self.bell.address}",
-            base_address=self._region.address,
-            num_pages=self._region.num_pages,
-            device=self._region.device,
-            aux_address=self.aux.address,
-            aux_slots=self.aux.num_slots,
-            aux_slot_bytes=self.aux.slot_bytes,
-            layout=self._region.layout,
-        )
+        return endpoint_of("mooncake", self._name, f"{self._segment},{self.bell.address}", self._region, self.aux)
 
     async def start(self) -> None:
         """Create the engine that listens and register the pool with it. Raises: BackendUnavailable."""

@@ -11,13 +11,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
 from components.errors import BackendUnavailable, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend
+from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend, endpoint_of
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
@@ -26,7 +26,6 @@ from components.wire.instances import KvEndpoint
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 POLL_WRITES_S: Final = 0.0002
 POLL_NOTIFICATIONS_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
@@ -154,18 +153,8 @@ class NixlTransfer:
         self._pages = self._prepare(
             "NIXL_INIT_AGENT", region.address, region.num_pages, layout.page_bytes, region.device
         )
-        return KvEndpoint(
-            backend=f"nixl/{self._backend}",
-            agent=self._name,
-            agent_metadata=base64.b64encode(self._agent.get_agent_metadata()).decode(),
-            base_address=region.address,
-            num_pages=region.num_pages,
-            device=region.device,
-            aux_address=aux.address,
-            aux_slots=aux.num_slots,
-            aux_slot_bytes=aux.slot_bytes,
-            layout=layout,
-        )
+        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        return endpoint_of(f"nixl/{self._backend}", self._name, metadata, region, aux)
 
     def _prepare(self, agent: str, address: int, count: int, size: int, device: str, *, stride: int = 0) -> Any:
         offsets = np.arange(count) * (stride or size)

@@ -127,6 +127,7 @@ class GenerationFields(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stop: Stops = []
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias = None
@@ -140,7 +141,6 @@ class GenerationFields(Strict):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     # labels: accepted, of no effect
     user: Annotated[str, Field(max_length=512)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # not honoured yet
     priority: Annotated[JsonValue, only(0)] = None
     skip_special_tokens: Annotated[JsonValue, only(True)] = None

@@ -13,7 +13,9 @@ class Ask:
     block_hashes: Sequence[bytes] = ()  # chained, of its full pages; empty where nobody caches
     session: str = ""  # what affinity goes by: requests with the same one belong together
     prefix: bytes = b""  # hash of the prompt's first tokens, for policies that hash
-    explain: bool = False  # whether the answer is to tell every instance's cost: that takes time
+    explain: bool = (
+        False  # whether the answer is to tell the costs that were compared, where there are any: that takes time
+    )
 
 
 @dataclass(slots=True)

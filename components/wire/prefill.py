@@ -19,7 +19,7 @@ class PrefillRequest:
     cache_salt: str = ""
     priority: int = 0  # lower goes first
     adapter: str = ""  # of the instance's record, where it stands with the identity that decode knows
-    adapter_identity: str = ""  # of the weights that decode has under that name
+    adapter_identity: str = ""  # of the weights that decode has compared its own with: those of this record
     layout: KvLayout | None = None  # of decode's pages: where ours do not fit, nothing is computed
     verify_kv: bool = False  # a checksum for each page sent goes into the aux slot
 

@@ -59,7 +59,7 @@ class PagesOffered:
 
 @message("kv-coming.v1")
 class KvComing:
-    """prefill → decode, on `<decode subject>.kv_coming`: the last pages of this room are being written. A hint: no answer."""
+    """prefill → decode, on `<decode subject>.kv_coming`: the last pages of this room follow at once. A hint: no answer."""
 
     room: str
 

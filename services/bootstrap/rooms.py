@@ -40,12 +40,24 @@ class Room:
     """One pairing. A party is (instance id, epoch)."""
 
     name: str
-    request_id: str
-    prefill: tuple[str, str]
-    decode: tuple[str, str]
     opening: OpenRoom
     deadline_unix_ms: int  # of its state
     lifecycle: Lifecycle[RoomState]
+
+    @property
+    def request_id(self) -> str:
+        """Whose transfer it is for."""
+        return self.opening.request_id
+
+    @property
+    def prefill(self) -> tuple[str, str]:
+        """The party that sends."""
+        return self.opening.prefill_id, self.opening.prefill_epoch
+
+    @property
+    def decode(self) -> tuple[str, str]:
+        """The party that receives."""
+        return self.opening.decode_id, self.opening.decode_epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +84,6 @@ class RoomBook:
         name = f"{self._replica_id}/{randbits(63):x}"
         self._rooms[name] = Room(
             name=name,
-            request_id=request.request_id,
-            prefill=(request.prefill_id, request.prefill_epoch),
-            decode=(request.decode_id, request.decode_epoch),
             opening=request,
             deadline_unix_ms=_earlier(request.offer_deadline_unix_ms, request.deadline_unix_ms),
             lifecycle=Lifecycle(f"room {name}", NEXT, S.OPEN),

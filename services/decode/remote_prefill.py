@@ -111,7 +111,7 @@ class RemotePrefill:
             fetch.receiver.failure.tell(kind(f"prefill {fetch.prefill.instance_id}: {failed.cause}"))
 
     def kv_coming(self, coming: KvComing) -> None:
-        """The last pages of a room are being written."""
+        """The last pages of a room are about to be written."""
         self._transfer.hasten(coming.room)
 
     async def run(self, fetch: Fetch, request: GenerateRequest) -> AuxRecord:

@@ -62,7 +62,8 @@ class Plan:
         """The cores, divided among the workers; `engine.cores` lends each what the others do not use.
 
         More threads than cores is a collapse, not a loss: OpenMP's threads spin at each barrier for one that has no core.
-        Measured on 2 cores with one prefill and one decode, 8 clients: 121 tokens/s with a thread each, 21 with two.
+        Measured eagerly, before cores were lent, on 2 cores with one prefill and one decode, 8 clients: 121 tokens/s with a
+        thread each, 21 with two.
         """
         workers = self.counts["prefill"] + self.counts["decode"]
         return max(1, len(os.sched_getaffinity(0)) // max(1, workers))

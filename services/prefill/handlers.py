@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from functools import cached_property
 from itertools import count
 
 from opentelemetry import trace
@@ -191,7 +192,7 @@ class PrefillService:
             adapter=request.adapter,
         )
         num_tokens = len(prompt.token_ids)
-        checksums = PageChecksums(self._engine.engine.kv_region) if request.verify_kv else None
+        checksums = self._checksums if request.verify_kv else None
         job = PrefillJob(
             request=request,
             sender=Sender(
@@ -221,6 +222,11 @@ class PrefillService:
             raise
         job.task = asyncio.create_task(self._run(job, bootstrap), name=f"prefill {request.request_id}")
         return PrefillAccepted(room=job.room.room, stamp=job.room.stamp, number=number)
+
+    @cached_property
+    def _checksums(self) -> PageChecksums:
+        """Of this instance's pages. Raises: Rejected, when they cannot be read."""
+        return PageChecksums(self._engine.engine.kv_region)
 
     async def _announce(self, offer: PagesOffered) -> None:
         """Decode looks for the end of a transfer more often when it is near; without this word it takes milliseconds longer."""
@@ -301,7 +307,7 @@ class PrefillService:
                 job.failure.tell(failed.error)
 
     async def _lease_lost(self) -> None:
-        # Decode may reuse its pages once etcd has dropped us, so nothing of ours may be written after that.
+        # Once etcd has dropped us and nobody listens under our name, decode reuses its pages: nothing may be written then.
         self.stop_all("the lease of this prefill instance was lost")
         while tasks := [job.task for job in self._jobs.values() if job.task is not None]:  # others will not write
             await asyncio.wait(tasks)

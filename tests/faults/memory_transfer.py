@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from components.errors import TransferFailed
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import WriteStats
+from components.kv_transfer.backend import WriteStats, endpoint_of
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
@@ -164,18 +164,7 @@ class MemoryTransfer:
         self.process = process
         self.peers: set[str] = set()
         self.expected: dict[str, asyncio.Future[None]] = {}
-        self.endpoint = KvEndpoint(
-            backend="memory",
-            agent=agent,
-            agent_metadata="",
-            base_address=region.address,
-            num_pages=region.num_pages,
-            device=region.device,
-            aux_address=self.aux.address,
-            aux_slots=self.aux.num_slots,
-            aux_slot_bytes=self.aux.slot_bytes,
-            layout=region.layout,
-        )
+        self.endpoint = endpoint_of("memory", agent, "", region, self.aux)
         self._fabric = fabric
         self._posted: set[asyncio.Future[WriteStats]] = set()
         fabric.agents[agent] = self

@@ -1,6 +1,7 @@
 """The four services as their `__main__` wires them, each a process of one event loop; only the edges are in memory."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
@@ -96,7 +97,7 @@ class Cluster:
         self.remote_prefill = remote_prefill
 
 
-class Node:
+class Node(ABC):
     """One process of the mesh."""
 
     role: Role
@@ -136,11 +137,13 @@ class Node:
             await self.leave.wait()
             await self._drain()
 
+    @abstractmethod
     async def _serve(self, stack: AsyncExitStack) -> None:
-        raise NotImplementedError
+        """Open what this process has, for as long as `stack` is."""
 
     async def _drain(self) -> None:
-        """Before it leaves."""
+        """Before it leaves; most have nothing to wait for."""
+        return
 
     def _kept(self) -> list[str]:
         return []

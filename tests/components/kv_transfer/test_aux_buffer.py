@@ -35,6 +35,16 @@ def test_the_first_tokens_logprobs_go_along(count: int, checksums: tuple[int, ..
     assert sends.read(1).logprobs is None, "of the record before it"
 
 
+@pytest.mark.parametrize("checksums", [None, (), (1, 2, 3)])
+def test_room_for_checksums_that_are_not_there_does_not_go_along(checksums: tuple[int, ...] | None) -> None:
+    """A slot of a worker with 960 pages a request did not fit into a doorbell's frame, so that no transfer went through."""
+    sends, receives = AuxBuffer(1, 2560), AuxBuffer(1, 2560)
+    sends.write(0, AuxRecord(1, 2, 3, 4, checksums))
+    assert len(sends.raw(0)) == HEAD.itemsize + 4 * len(checksums or ())
+    receives.put(0, sends.raw(0))
+    assert receives.read(0) == AuxRecord(1, 2, 3, 4, checksums)
+
+
 @pytest.mark.parametrize("field", [name for name in HEAD.names or () if name != "reserved"])
 def test_the_records_checksum_covers_every_field(field: str) -> None:
     aux = AuxBuffer(1, 4)

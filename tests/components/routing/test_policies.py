@@ -102,6 +102,8 @@ def test_a_policy_chooses_a_member_leaves_all_as_they_are_and_repeats_itself_wit
         choice = choose(one, ask, members, cached)
         again = choose(other, ask, members, cached)
         assert again.member is choice.member
+        if name in {"least_load", "kv_aware", "cache_aware"}:
+            assert (choice.costs is not None) == ask.explain
         if choice.costs is not None:
             assert ask.explain
             assert set(choice.costs) <= {m.instance_id for m in members}

@@ -496,7 +496,7 @@ async def test_a_decode_that_registers_anew_keeps_its_connection_and_loses_its_t
 
 
 async def test_a_lost_lease_is_answered_for_only_when_no_write_is_in_flight(prefill: Prefill) -> None:
-    """Decode reuses the pages once etcd has dropped this instance, and the new record would say so too early."""
+    """Decode reuses the pages once etcd and NATS know this instance no more, and the new record would say so too early."""
     prefill.transfer.gate.clear()
     await prefill.ask()
     await prefill.offer()
