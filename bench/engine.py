@@ -62,6 +62,12 @@ class TimedRunner:
         with self.timed():
             self._runner.copy_page(source, target)
 
+    def wait_s(self, *, prompts: bool) -> float:
+        return self._runner.wait_s(prompts=prompts)
+
+    def done(self) -> None:
+        self._runner.done()
+
     def rest(self) -> None:
         self._runner.rest()
 

@@ -23,7 +23,7 @@ TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 CPU_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/<pid>/stat, counted from the state
 STOP_TIMEOUT_S: Final = 60.0
 MESH_HOME: Final = Path("~/.cache/kvmesh").expanduser()
-NOT_INHERITED: Final = ("MESH_", "VLLM_", "OMP_", "KMP_")  # a figure must not depend on what a shell had set
+NOT_INHERITED: Final = ("MESH_", "VLLM_", "DYN_", "OMP_", "KMP_")  # a figure must not depend on what a shell had set
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,12 @@ def cpu_s(pids: Sequence[int]) -> float:
     """Processor time that these processes have used."""
     stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
     return sum(sum(map(int, stat[CPU_FIELDS])) for stat in stats) * TICK_S
+
+
+def machine_busy_s() -> float:
+    """Processor time that all processes of this machine have used, and what its host took away."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + irq + softirq + steal) * TICK_S
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def fleet(count: int, rng: Random) -> tuple[LoadBook, Health]:
     book, health = LoadBook(), Health(rng)
     for at in range(count):
         instance_id = f"prefill-{at:08x}"
-        book.joined(instance_id, "1", 0.0)
+        book.joined(instance_id, "1")
         health.joined(instance_id, -60.0)
         book.heard(heartbeat(instance_id, rng, 1), 0.0)
     return book, health

@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
 from bench.load.report import figures
-from bench.processes import TICK_S, Server, cpu_s, free_port, mesh
+from bench.processes import Server, cpu_s, free_port, machine_busy_s, mesh
 from bench.serve import Prepare, Run, measure
 
 COMPARED: Final = ("output_tok_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99")
@@ -88,20 +87,21 @@ class Work:
 
 
 class Target(NamedTuple):
-    """What the ratio of a figure, first / second, is to reach."""
+    """What a figure is to reach: the ratio first / second, or the first's own value."""
 
     figure: str
-    ratio: float
+    bound: float
     clients: Sequence[int] | None = None  # None: at any number
+    own: bool = False  # the first's own value, in the figure's unit
 
     @property
     def is_rate(self) -> bool:
         """Whether more is better; else it is a time."""
         return self.figure.endswith("_s")
 
-    def met(self, ratio: float) -> bool:
-        """Whether a ratio reaches it."""
-        return ratio >= self.ratio if self.is_rate else ratio <= self.ratio
+    def met(self, value: float) -> bool:
+        """Whether a ratio, or the first's own value, reaches it."""
+        return value >= self.bound if self.is_rate else value <= self.bound
 
 
 @contextmanager
@@ -148,11 +148,11 @@ def measure_one(who: Contestant, other: Contestant, model: str, requests: int, s
 
     with who.awake():
         asyncio.run(load(shape["concurrency"], 16))
-        before, busy_s, client_s = (who.cpu_s(), other.cpu_s()), _machine_busy_s(), time.process_time()
+        before, busy_s, client_s = (who.cpu_s(), other.cpu_s()), machine_busy_s(), time.process_time()
         run = asyncio.run(load(requests, shape["output_len"]))
         spent = {who.name: who.cpu_s() - before[0], other.name: other.cpu_s() - before[1]}
         spent["client"] = time.process_time() - client_s
-        spent["others"] = max(0.0, _machine_busy_s() - busy_s - sum(spent.values()))
+        spent["others"] = max(0.0, machine_busy_s() - busy_s - sum(spent.values()))
     if run.failed or (run.prompt_tokens, run.output_tokens) != (
         requests * shape["input_len"],
         requests * shape["output_len"],
@@ -162,27 +162,33 @@ def measure_one(who: Contestant, other: Contestant, model: str, requests: int, s
     return figures(run, cores={name: round(used_s / run.duration_s, 2) for name, used_s in spent.items()})
 
 
-def _machine_busy_s() -> float:
-    """Processor time that all processes of this machine have used, and what its host took away."""
-    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
-    return (user + nice + system + irq + softirq + steal) * TICK_S
-
-
 def compare(
-    lines: Sequence[Mapping[str, Any]], names: tuple[str, str], clients: int, targets: Sequence[Target]
+    lines: Sequence[Mapping[str, Any]],
+    names: tuple[str, str],
+    clients: int,
+    targets: Sequence[Target],
+    compared: Sequence[str] = COMPARED,
 ) -> dict[str, Any]:
     """First / second: of the medians over rounds, and the least and greatest of single rounds; and what was to be reached."""
     ratios: dict[str, Any] = {"compared": " / ".join(names), "concurrency": clients}
-    for figure in COMPARED:
-        ours, theirs = (
-            [line[figure] for line in lines if (line["label"], line["concurrency"]) == (name, clients)]
-            for name in names
-        )
+    for figure in compared:
+        ours, theirs = (_over_rounds(lines, name, clients, figure) for name in names)
         each = [a / b for a, b in zip(ours, theirs, strict=True)]
         ratios[figure] = round(statistics.median(ours) / statistics.median(theirs), 3)
         ratios[f"{figure}_range"] = [round(min(each), 3), round(max(each), 3)]
     for target in targets:
-        if target.clients is None or clients in target.clients:
-            ratios[f"target_{target.figure}"] = target.ratio
-            ratios[f"met_{target.figure}"] = target.met(ratios[target.figure])
+        if target.clients is not None and clients not in target.clients:
+            continue
+        figure, value = target.figure, ratios.get(target.figure)
+        if target.own:
+            value = statistics.median(_over_rounds(lines, names[0], clients, figure))
+            figure = f"{names[0]}_{figure}"
+            ratios[figure] = round(value, 4)
+        assert value is not None
+        ratios[f"target_{figure}"] = target.bound
+        ratios[f"met_{figure}"] = target.met(value)
     return ratios
+
+
+def _over_rounds(lines: Sequence[Mapping[str, Any]], name: str, clients: int, figure: str) -> list[float]:
+    return [line[figure] for line in lines if (line["label"], line["concurrency"]) == (name, clients)]

@@ -65,7 +65,7 @@ class NoBootstrapInstance(Overloaded):
 
 
 class QueueFull(Overloaded):
-    """A bounded queue is full."""
+    """A bounded queue is full, or somebody has waited in it for too long."""
 
 
 class PeerLost(MeshError):

@@ -1,18 +1,33 @@
 """uvicorn inside a running event loop: somebody else owns the signals."""
 
 import asyncio
+import contextlib
+import ctypes
 import math
 import os
+import select
 import socket
+import struct
+import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Protocol
+from typing import Final, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
-BACKLOG = 2048
-KEEP_ALIVE_S = 75  # longer than clients keep a connection: the server must not close it under a request
+BACKLOG: Final = 2048
+KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection: the server must not close it under a request
+LAST_HANDSHAKES_S: Final = 0.1  # from a client's first packet to its connection, as far as we wait for it
+LAST_REQUESTS_S: Final = 1.0  # for a request on a connection that is open already
+TICK_S: Final = 0.005
+SO_ATTACH_FILTER: Final = 26  # of Linux; Python has no name for it
+NO_NEW_CONNECTION: Final = (  # a socket filter, classic BPF, that sees packets from their TCP header on
+    (0x30, 0, 0, 13),  # load the byte with the flags
+    (0x45, 0, 1, 0x02),  # is SYN among them?
+    (0x06, 0, 0, 0),  # then drop the packet
+    (0x06, 0, 0, 0xFFFFFFFF),  # else take it
+)
 
 
 class Listener(Protocol):
@@ -32,13 +47,60 @@ class Listener(Protocol):
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, *, shares_port: bool) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._shares_port = shares_port
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # from now on each answer says that the next request must go elsewhere; those being made share this list
+        self.server_state.default_headers.append((b"connection", b"close"))
+        await self._stop_listening(sockets or [])
+        await self._last_requests()
+        await super().shutdown(sockets)
+
+    async def _stop_listening(self, sockets: list[socket.socket]) -> None:
+        """The kernel resets connections that nobody has accepted when their socket closes: take them in first."""
+        began = time.monotonic()
+        if self._shares_port:
+            for listener in sockets:
+                _take_no_more(listener)
+        while (waited_s := time.monotonic() - began) < 2 * LAST_HANDSHAKES_S:
+            handshakes = self._shares_port and waited_s < LAST_HANDSHAKES_S
+            if not handshakes and not any(map(_has_connections, sockets)):
+                break
+            await asyncio.sleep(TICK_S)
+        for server in self.servers:
+            server.close()
+        for listener in sockets:
+            listener.close()
+
+    async def _last_requests(self) -> None:
+        """Answer what comes on connections that are open.
+
+        A new connection has brought no request yet. One that has served before is waited for only where others listen on
+        the port: elsewhere its client's next request fails now or later.
+        """
+        until = time.monotonic() + min(LAST_REQUESTS_S, self.config.timeout_graceful_shutdown or 0)
+        while time.monotonic() < until:
+            waited_for = [connection for connection in self.server_state.connections if self._may_ask(connection)]
+            if not waited_for:
+                return
+            await asyncio.sleep(TICK_S)
+
+    def _may_ask(self, connection: object) -> bool:
+        """Whether a request may come on this connection; one whose request is being answered ends with that."""
+        cycle = getattr(connection, "cycle", None)  # the request that uvicorn read last
+        if cycle is None:
+            return True
+        if cycle.response_complete:
+            return self._shares_port
+        cycle.keep_alive = False
+        return False
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -46,14 +108,19 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_http(app: ASGIApp, settings: Listener) -> AsyncGenerator[str, None]:
+async def serve_http(app: ASGIApp, settings: Listener, *, share_port: bool = False) -> AsyncGenerator[str, None]:
     """Serve `app` and yield its URL once it listens.
 
-    Leaving stops listening at once and gives requests in flight `drain_timeout_s` to end.
+    Leaving stops listening at once, without losing a connection that was made before, and gives requests in flight
+    `drain_timeout_s` to end.
 
+    Args:
+        app: what to serve.
+        settings: where, and for how long after the end.
+        share_port: with other processes of this user that share it too; the kernel deals connections out among them.
     Raises: OSError, when the address cannot be bound, saying what to do.
     """
-    listener = _bind(settings.host, settings.port)
+    listener = _bind(settings.host, settings.port, share_port=share_port)
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -67,7 +134,7 @@ async def serve_http(app: ASGIApp, settings: Listener) -> AsyncGenerator[str, No
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s),
     )
-    server = _Server(config)
+    server = _Server(config, shares_port=share_port)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:
         await _listening(server, serving)
@@ -87,14 +154,17 @@ async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
         serving.result()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, *, share_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # accepted sockets inherit it: each write is a token that somebody waits for
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((host, port))
+        listener.listen(BACKLOG)  # only now is the port ours: two sockets may be bound to it
     except OSError as exc:
         listener.close()
         cause = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
@@ -105,6 +175,26 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from exc
     listener.setblocking(False)
     return listener
+
+
+def _has_connections(listener: socket.socket) -> bool:
+    """Whether connections wait to be accepted."""
+    queue = select.poll()
+    queue.register(listener, select.POLLIN)
+    return bool(queue.poll(0))
+
+
+def _take_no_more(listener: socket.socket) -> None:
+    """Have the kernel drop packets that would open a connection here.
+
+    Their senders repeat them after a second, and are then served by another process that listens on the port: the kernel
+    has no way to leave the group but closing, which resets those in the middle of a handshake.
+    """
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_NEW_CONNECTION)
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("HP", len(NO_NEW_CONNECTION), ctypes.addressof(buffer))
+    with contextlib.suppress(OSError):  # a system without filters closes as it is
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 def _url(listener: socket.socket) -> str:

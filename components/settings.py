@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
+WITH_SETTINGS: Final = (*ROLES, "planner")  # each with a prefix of its own
 
 
 class MeshSettings(BaseSettings):
@@ -69,12 +70,10 @@ class MeshSettings(BaseSettings):
     state_dir: Annotated[Path, Field(description="converted models and kept traces")] = Path("~/.cache/kvmesh")
     otlp_endpoint: Annotated[str | None, Field(description="OTLP/HTTP collector, such as http://jaeger:4318")] = None
     traces_per_s: Annotated[
-        float | None,
-        Field(
-            ge=0, description="requests traced a second, at most, ten seconds' worth at once; default: every request"
-        ),
-    ] = None
-    metrics_host: Annotated[str, Field(description="address of a worker's /metrics and /health")] = "127.0.0.1"
+        float,
+        Field(ge=0, description="requests traced a second, at most, ten seconds' worth at once; inf: every request"),
+    ] = 20.0
+    metrics_host: Annotated[str, Field(description="address of a process's own /metrics and /health")] = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="their port; 0: any free one, found in etcd")] = 0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -123,7 +122,7 @@ def misspelled(environ: Mapping[str, str], settings: type[BaseSettings]) -> list
     Variables with another role's prefix are that role's business.
     """
     own = str(settings.model_config["env_prefix"])
-    others = tuple(p for p in (f"MESH_{role.upper()}_" for role in ROLES) if p != own)
+    others = tuple(p for p in (f"MESH_{role.upper()}_" for role in WITH_SETTINGS) if p != own)
     faults = []
     for name in sorted(environ):
         if not name.startswith("MESH_") or name.startswith(others):

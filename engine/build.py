@@ -10,6 +10,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.choose import make_attention, prepare_attention
+from engine.attention.cpu import CpuAttention
 from engine.attention.step_tables import StepLimits
 from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
@@ -81,6 +82,13 @@ def _shared_cores(config: EngineConfig) -> SharedCores | None:
         return None
 
 
+def _adapt_threads(cores: SharedCores) -> None:
+    """Have a step follow, from layer to layer, what others leave it; it is the C++ attention that looks."""
+    cells = cores.cells()
+    if cells is not None and torch.ops.kvmesh.follow_threads(*(torch.frombuffer(c, dtype=torch.int64) for c in cells)):
+        cores.adapt()
+
+
 def assemble(
     loaded: LoadedModel,
     config: EngineConfig,
@@ -94,6 +102,8 @@ def assemble(
     """
     pool = pool or make_pool(loaded, config)
     storage = pool.storage
+    if cores is not None and isinstance(pool.attention, CpuAttention):
+        _adapt_threads(cores)
     return EngineCore(
         runner=TorchRunner(
             loaded.device, forward or EagerForward(loaded.module), pool.attention, storage, loaded.adapters, cores=cores

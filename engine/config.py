@@ -52,9 +52,9 @@ class EngineConfig:
     kv_events: Annotated[
         bool,
         Field(
-            description="tell which blocks the prefix cache gains and loses; no router of this version asks for them"
+            description="tell routers which blocks the prefix cache gains and loses; else they guess from what they sent"
         ),
-    ] = False
+    ] = True
     mock: Annotated[MockConfig, Field(description="of `--model mock`")] = MockConfig()
     compile: Annotated[
         Literal["auto", "wait", "off"],

@@ -21,7 +21,7 @@ from time import perf_counter
 from types import MappingProxyType
 
 from components.errors import InvariantBroken, UnknownModel
-from components.routing.block_hash import block_hashes, seed_hash
+from components.routing.block_hash import each_block_hash, seed_hash
 from components.wire.logprobs import TokenLogprobs
 from engine.config import EngineConfig
 from engine.inflight import Flight, Runner, StepFailed
@@ -100,7 +100,7 @@ class EngineCore:
     def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
         """Prompt tokens that the prefix cache holds right now. A hint, callable from any thread."""
         page_size = self._region.layout.page_size
-        hashes = block_hashes(token_ids[: len(token_ids) - 1], page_size, self._root_hash(cache_salt, adapter))
+        hashes = each_block_hash(token_ids[: len(token_ids) - 1], page_size, self._root_hash(cache_salt, adapter))
         return len(self._memory.prefix.match(hashes)) * page_size
 
     def cached_blocks(self) -> list[BlockStored]:
@@ -174,6 +174,10 @@ class EngineCore:
         """No transfer touches the exposed pages of this request any more: give them back. Unknown ids are ignored."""
         self._requests.release(request_id)
 
+    def wait_s(self) -> float:
+        """After how long to ask again whether the cores for the next step are there; 0: they are, or it needs none."""
+        return self._runner.wait_s(prompts=self._scheduler.has_prompts()) if self._scheduler.computes() else 0
+
     def rest(self) -> None:
         """There is nothing to do for now."""
         self._runner.rest()
@@ -195,6 +199,12 @@ class EngineCore:
 
         Without work it computes nothing and reports the pool.
         """
+        try:
+            return self._stepped()
+        finally:
+            self._runner.done()
+
+    def _stepped(self) -> StepOutput:
         started = perf_counter()
         self._step += 1
         self._prompt_tokens = 0

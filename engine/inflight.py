@@ -43,6 +43,15 @@ class Runner(Protocol):
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers, after what was launched and before what will be."""
 
+    def wait_s(self, *, prompts: bool) -> float:
+        """After how long to ask again whether a step, with prompts or of decodes alone, has its cores; 0: it has.
+
+        `launch` waits for them itself where nobody has asked.
+        """
+
+    def done(self) -> None:
+        """A step has ended."""
+
     def rest(self) -> None:
         """There is nothing to compute for now."""
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any, Final, TypeVar
 
 from components.errors import InvariantBroken
@@ -81,7 +81,7 @@ class EngineLoop:
         self.stats = StepStats()  # of the latest step
         self._build = build
         self._loop = asyncio.get_running_loop()
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()  # None: stop
+        self._calls: Queue[Call | None] = Queue()  # None: stop. No SimpleQueue: see `_wait`
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._callbacks: list[Callable[[StepOutput], None]] = []
@@ -147,25 +147,32 @@ class EngineLoop:
 
     def _run(self, engine: Engine) -> None:
         waiting = 0
+        wait_s = 0.0
         while True:
             if not (busy := engine.has_work()):
                 engine.rest()
-            calls, stopping = self._wait(busy=busy, blocked=waiting > 0)
+            calls, stopping = self._wait(busy=busy, blocked=waiting > 0, wait_s=wait_s)
             if calls:  # answered before the step: a first token should not wait for it
                 _tell(self._loop, _settle, [_call(call, engine) for call in calls])
             if stopping:
+                engine.rest()
                 return
+            if wait_s := engine.wait_s():
+                continue  # calls are answered meanwhile
             output = engine.step()
             waiting = output.stats.num_waiting
             # one turn of the loop later, so that whoever awaits a call that ran before this step resumes first
             _tell(self._loop, self._loop.call_soon, self._receive, output)
 
-    def _wait(self, *, busy: bool, blocked: bool) -> tuple[list[Call], bool]:
-        """Calls that have come in, after sleeping for the first one if there is nothing to do; whether to stop."""
+    def _wait(self, *, busy: bool, blocked: bool, wait_s: float = 0) -> tuple[list[Call], bool]:
+        """Calls that have come in, after sleeping for the first one if there is nothing to do; whether to stop.
+
+        With a timeout, `get` of CPython's SimpleQueue waits for ever when its thread loses the processor at the wrong moment.
+        """
         calls: list[Call] = []
         try:
-            timeout = BLOCKED_TICK_S if blocked else None
-            call = self._calls.get_nowait() if busy else self._calls.get(timeout=timeout)
+            timeout = wait_s if busy else BLOCKED_TICK_S if blocked else None
+            call = self._calls.get_nowait() if timeout == 0 else self._calls.get(timeout=timeout)
             while call is not None:
                 calls.append(call)
                 call = self._calls.get_nowait()

@@ -268,6 +268,9 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
+    def wait_s(self) -> float:
+        """After how long to ask again whether the next step would compute at once; 0: it would. `step` waits otherwise."""
+
     def step(self) -> StepOutput:
         """Run one step: admit, compute one batch, sample.
 

@@ -1,5 +1,6 @@
 """One step on the device: chunks flattened into one sequence, through the model, to sampled tokens."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Final
@@ -57,12 +58,31 @@ class TorchRunner:
         ordered = [chunks[i] for i in order]
         wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
-        with self._threads(chunks), self.failing(len(chunks)), marked:
+        while wait_s := self.wait_s(prompts=any(chunk.length > 1 for chunk in chunks)):
+            time.sleep(wait_s)
+        with self.failing(len(chunks)), marked:
             return TorchStep(self, ordered, order, wanted, self._logits(ordered, wanted))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers; on a device, in its order of work."""
         self._storage[target].copy_(self._storage[source])
+
+    def wait_s(self, *, prompts: bool) -> float:
+        """0: there are cores for a step now, with prompts or of decodes alone; else after how long to ask again."""
+        if self._cores is None:
+            return 0
+        threads = self._cores.ask(prompts=prompts)
+        if not threads:
+            return self._cores.look_s
+        torch.set_num_threads(
+            threads
+        )  # also where it seems to be so: a step that followed others has told OpenMP alone, not MKL
+        return 0
+
+    def done(self) -> None:
+        """The step is over, others may have its cores."""
+        if self._cores is not None:
+            self._cores.done()
 
     def rest(self) -> None:
         """Others may have our cores for now."""
@@ -78,16 +98,6 @@ class TorchRunner:
         assert self._profile is not None, "no profile was started"
         stopping, self._profile = self._profile, None
         return stopping.stop()
-
-    @contextmanager
-    def _threads(self, chunks: Sequence[Chunk]) -> Iterator[None]:
-        """As many as this machine has for a step of `chunks`."""
-        if self._cores is None:
-            yield
-            return
-        with self._cores.step(prompts=any(chunk.length > 1 for chunk in chunks)) as threads:
-            torch.set_num_threads(threads)
-            yield
 
     def drawn(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
         """What the latest step draws for its requests: int64 [number of requests], on the device."""

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -47,11 +47,20 @@ class Failed(Exception):
 
 
 def body_of(ask: Ask, model: str) -> Body:
-    """What is sent for `ask`; the answer has its full length whatever the model says."""
+    """What is sent for `ask`."""
+    return {"prompt": ask.prompt, **full_answer(model, ask.output_len)}
+
+
+def chat_body(messages: Sequence[Mapping[str, str]], output_len: int, model: str) -> Body:
+    """What is sent for the next turn of a conversation."""
+    return {"messages": list(messages), **full_answer(model, output_len)}
+
+
+def full_answer(model: str, output_len: int) -> Body:
+    """The answer is streamed and has its full length, whatever the model says."""
     return {
         "model": model,
-        "prompt": ask.prompt,
-        "max_tokens": ask.output_len,
+        "max_tokens": output_len,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -72,10 +81,10 @@ async def closed_loop(
 
     async def client_loop(client: httpx.AsyncClient) -> None:
         while pending:
-            await _one(client, pending.pop(), run, prepare)
+            await exchange(client, pending.pop(), run, prepare)
             done()
 
-    async with _client(url) as client:
+    async with open_client(url) as client:
         started = time.perf_counter()
         await asyncio.gather(*(client_loop(client) for _ in range(concurrency)))
         run.duration_s = time.perf_counter() - started
@@ -87,10 +96,10 @@ async def open_loop(url: str, bodies: Sequence[tuple[float, Body]], done: Callab
     run = Run()
 
     async def send(client: httpx.AsyncClient, body: Body) -> None:
-        await _one(client, body, run, None)
+        await exchange(client, body, run)
         done()
 
-    async with _client(url) as client, asyncio.TaskGroup() as group:
+    async with open_client(url) as client, asyncio.TaskGroup() as group:
         started = time.perf_counter()
         tasks = []
         for at_s, body in bodies:
@@ -102,28 +111,36 @@ async def open_loop(url: str, bodies: Sequence[tuple[float, Body]], done: Callab
     return run
 
 
-def _client(url: str) -> httpx.AsyncClient:
+def open_client(url: str) -> httpx.AsyncClient:
+    """For any number of requests at once."""
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 
 
-async def _one(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prepare | None) -> None:
+async def exchange(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prepare | None = None) -> str | None:
+    """Send one request, of completions or with `messages` of chat, and add what it took to `run`.
+
+    Returns: the answer's text; None when it failed, which `run` counts.
+    """
     try:
-        await _stream(client, body, run, prepare)
+        return await _stream(client, body, run, prepare)
     except Failed as exc:
         run.fail(str(exc))
     except (httpx.HTTPError, ValueError, LookupError) as exc:
         run.fail(f"{type(exc).__name__}: {exc}")
+    return None
 
 
-async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prepare | None) -> None:
+async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prepare | None) -> str:
     started = last = time.perf_counter()
     if prepare is not None:
         body = await prepare(client, body)
     first: float | None = None
     gaps_s: list[float] = []
     ends_s: list[float] = []
+    texts: list[str] = []
     prompt_tokens = tokens = 0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with client.stream("POST", path, json=body) as answer:
         if answer.status_code != 200:
             raise Failed(f"HTTP {answer.status_code}: {(await answer.aread()).decode(errors='replace')}")
         async for line in answer.aiter_lines():
@@ -137,13 +154,17 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
                 prompt_tokens, tokens = usage["prompt_tokens"], usage["completion_tokens"]
             if not chunk["choices"]:
                 continue
+            choice = chunk["choices"][0]
+            text = choice.get("text") or choice.get("delta", {}).get("content")
+            ends = choice.get("finish_reason") is not None
+            if "delta" in choice and not text and not ends:
+                continue  # it says who speaks, or that there is nothing to show yet
             if first is None:
                 first = now
             else:
-                choice = chunk["choices"][0]
-                bare = choice.get("finish_reason") is not None and not choice.get("text")
-                (ends_s if bare else gaps_s).append(now - last)
+                (ends_s if ends and not text else gaps_s).append(now - last)
             last = now
+            texts.append(text or "")
     if first is None or tokens < 1:
         raise Failed("an answer without tokens" if tokens < 1 else "an answer without text")
     run.itl_s += gaps_s
@@ -154,3 +175,4 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
         run.tpot_s.append((last - first) / (tokens - 1))
     run.prompt_tokens += prompt_tokens
     run.output_tokens += tokens
+    return "".join(texts)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum, auto
 from pathlib import Path
-from subprocess import run as run_command
 from typing import Annotated, Any, Final
 
 import httpx
 import typer
 
 from bench.load.client import Body
+from bench.peers.arguments import model_directory, name_values
 from bench.processes import free_port, model_name, serving
 from bench.turns import (
     Concurrency,
@@ -127,21 +127,6 @@ def check_environment(vllm: Path) -> None:
             sys.exit(f"{vllm} has no {needed} beside it; {make}")
 
 
-def _settings(given: Sequence[str], option: str) -> dict[str, str]:
-    for setting in given:
-        if "=" not in setting:
-            sys.exit(f"{option} {setting}: write NAME=VALUE")
-    return dict(setting.split("=", 1) for setting in given)
-
-
-def _convert(model: str) -> str:
-    """The directory of `model`, which both load."""
-    asked = run_command([sys.executable, "-m", "engine.model", model], capture_output=True, text=True, check=False)
-    if asked.returncode != 0:
-        sys.exit(asked.stderr)
-    return asked.stdout.strip()
-
-
 def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
     """What a comparison's command line calls."""
 
@@ -166,8 +151,8 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         connector = json.loads(vllm_connector)
         if connector and mode is Mode.aggregated:
             sys.exit("--vllm-connector: one engine on all cores has no connector")
-        environments = _settings(mesh_env, "--mesh-env"), _settings(vllm_env, "--vllm-env")
-        model_dir = _convert(model)
+        environments = name_values(mesh_env, "--mesh-env"), name_values(vllm_env, "--vllm-env")
+        model_dir = model_directory(model)
         with ExitStack() as stack:
             ours = stack.enter_context(start_kvmesh(KVMESH, model, MESHES[mode], environments[0]))
             name = model_name(int(ours.url.rpartition(":")[2]))

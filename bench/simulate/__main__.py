@@ -3,6 +3,8 @@
     python -m bench.simulate --trace conversation_trace.jsonl --prefill 3 --decode 2 --speedup 10 --plot routing.png
     python -m bench.simulate --workload shared-prefix --decode 1000 --requests 1000000 --rate 2000 --policy kv_aware
     python -m bench.simulate --incident "crash decode 0 60" --incident "flap prefill 1 30 10 5 8"
+    python -m bench.simulate --trace conversation_trace.jsonl --swing 0.7 --policy kv_aware --speedup 10 \
+        --prefill 2 --decode 1 --fixed 3/2 --fixed 6/3 --planner 1..6/1..3
 
 Policies, load book, breakers and block index are those of `components/routing`. A worker is the engine's scheduler with the
 mock engine's cost model; `--fit` takes its constants from lines of `bench.engine`. What is approximated:
@@ -17,10 +19,13 @@ mock engine's cost model; `--fit` takes its constants from lines of `bench.engin
 - A decode worker chooses prefill workers by a book of its own; past 16 of them, some share one (`--prefill-routers`). A prompt
   stays on decode where little is left to compute, or no prefill worker lives, but not because every prefill queue is long. The
   index of blocks is one for all routers.
+- A planned fleet starts with --prefill and --decode workers; one that is ordered serves after --start-s, and counts from its
+  order on. The planner sees each worker's state as of the moment, where heartbeats tell it twice a second.
 - A worker that crashes is known to be gone to whoever sends to it, and to all after 2 s; only then its requests move.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
@@ -32,11 +37,15 @@ import typer
 from bench.simulate import incidents as happening
 from bench.simulate.draw import save_plot
 from bench.simulate.fit import fit_file
-from bench.simulate.fleet import Fleet, Link, Setup
+from bench.simulate.fleet import Fleet
 from bench.simulate.measured import Measured, Slo
+from bench.simulate.planned import Plan, PlannedFleet
 from bench.simulate.routers import MakePolicy, News
-from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
+from bench.simulate.setup import Link, Setup
+from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, swinging, trace
 from bench.simulate.worker import Engine
+from components.planning.needs import Targets
+from components.planning.planner import Bounds
 from components.routing.kv_aware import KvAware, KvWeights
 from components.routing.policies import POLICIES, Phase, make_policy
 from engine.mock.config import MockConfig
@@ -52,6 +61,7 @@ COLUMNS: Final = (
     ("spread", "spread"),
     ("SLO", "slo"),
     ("goodput/w", "goodput_per_worker"),
+    ("worker s", "worker_s"),
     ("CPU s", "cpu_s"),
 )
 
@@ -85,6 +95,23 @@ def _row(label: str, cells: list[str]) -> str:
 def _table_row(label: str, figures: dict[str, Any]) -> str:
     spread = figures.get("prefill_spread", figures.get("decode_spread", 0.0))
     return _row(label, [f"{ {**figures, 'spread': spread}[key]:g}" for _, key in COLUMNS])
+
+
+def _sized(setup: Setup, text: str) -> Setup:
+    """`setup` with `PREFILL/DECODE` workers. Raises: typer.BadParameter."""
+    prefill, _, decode = text.partition("/")
+    if not (prefill.isdecimal() and decode.isdecimal()):
+        raise typer.BadParameter(f"--fixed {text} is not PREFILL/DECODE")
+    return replace(setup, prefill=int(prefill), decode=int(decode))
+
+
+def plan_of(text: str, targets: Targets, start_s: float) -> Plan:
+    """`1..4/1..2`: how many prefill and decode workers there may be. Raises: typer.BadParameter."""
+    found = re.fullmatch(r"(\d+)\.\.(\d+)/(\d+)\.\.(\d+)", text)
+    bounds = [int(number) for number in found.groups()] if found else []
+    if not bounds or not (1 <= bounds[0] <= bounds[1] and 1 <= bounds[2] <= bounds[3]):
+        raise typer.BadParameter(f"--planner {text} is not LEAST..MOST/LEAST..MOST with at least 1 of each role")
+    return Plan(Bounds(*bounds[:2]), Bounds(*bounds[2:]), targets, start_s=start_s)
 
 
 def main(
@@ -123,6 +150,23 @@ def main(
     incident: Annotated[list[str] | None, typer.Option(help=f"may be given several times: {happening.SYNTAX}")] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="TTFT that a good request keeps")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="mean time per output token that it keeps")] = 100.0,
+    swing: Annotated[
+        float, typer.Option(help="the rate swings by so much of itself, up and down", min=0.0, max=0.99)
+    ] = 0.0,
+    period_s: Annotated[float, typer.Option(help="of --swing, seconds", min=1.0)] = 1200.0,
+    fixed: Annotated[
+        list[str] | None, typer.Option(metavar="PREFILL/DECODE", help="another fleet beside, may be repeated")
+    ] = None,
+    planner: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEAST..MOST/LEAST..MOST",
+            help="beside, a fleet whose prefill and decode workers the planner counts; its targets are --slo-ttft-ms and "
+            "--slo-tpot-ms",
+        ),
+    ] = None,
+    start_s: Annotated[float, typer.Option(help="planner: until a worker that it orders serves", min=0.0)] = 30.0,
+    goal: Annotated[float, typer.Option(help="planner: share that shall keep its target", min=0.5, max=0.999)] = 0.9,
     seed: Annotated[int, typer.Option(help="of every draw: the same seed, the same run")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="append a line a policy")] = None,
     plot: Annotated[Path | None, typer.Option(help="picture, PNG or SVG")] = None,
@@ -150,6 +194,9 @@ def main(
     lengths = Lengths(prefix_len, question_len, answer_len)
 
     def traffic() -> Iterator[Request]:
+        return swinging(level_traffic(), swing, period_s) if swing else level_traffic()
+
+    def level_traffic() -> Iterator[Request]:
         if trace_file is not None:
             return trace(trace_file, requests, trace_speed)
         if workload is Workload.CONVERSATIONS:
@@ -158,16 +205,25 @@ def main(
 
     names = policy or list(POLICIES)
     makers = [(policy_maker(name, "decode"), policy_maker(name, "prefill")) for name in names]
+    fleets: list[tuple[str, Setup, Plan | None]] = [("", setup, None)]
+    fleets += [(f" {text}", _sized(setup, text), None) for text in fixed or ()]
+    if planner is not None:
+        targets = Targets(ttft_s=setup.slo.ttft_s, itl_s=setup.slo.tpot_s, goal=goal)
+        fleets.append((" planned", setup, plan_of(planner, targets, start_s)))
     runs: list[tuple[str, Measured]] = []
     print(_row("ms", [head for head, _ in COLUMNS]))
     for name, (for_decode, for_prefill) in zip(names, makers, strict=True):
-        run = Fleet(setup, traffic(), for_decode, for_prefill, planned).run()
-        runs.append((name, run))
-        figures = run.figures(policy=name, prefill=prefill, decode=decode)
-        print(_table_row(name, figures), flush=True)
-        if json_file is not None:
-            with json_file.open("a") as out:
-                out.write(json.dumps(figures) + "\n")
+        for label, sized, plan in fleets:
+            fleet = Fleet(sized, traffic(), for_decode, for_prefill, planned)
+            beside = PlannedFleet(fleet, plan) if plan else None
+            run = fleet.run()
+            runs.append((name + label, run))
+            facts = {"planned": planner, "changes": len(beside.changes)} if beside else {}
+            figures = run.figures(policy=name, prefill=sized.prefill, decode=sized.decode, **facts)
+            print(_table_row(name + label, figures), flush=True)
+            if json_file is not None:
+                with json_file.open("a") as out:
+                    out.write(json.dumps(figures) + "\n")
     if plot is not None:
         load = trace_file.name if trace_file else workload.value
         save_plot(

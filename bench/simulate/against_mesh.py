@@ -18,8 +18,9 @@ from bench.load.client import Body, Run, body_of, open_loop
 from bench.load.report import quantile_ms
 from bench.load.workloads import Ask, words
 from bench.processes import free_port, mesh, model_name
-from bench.simulate.fleet import Fleet, Link, Setup
+from bench.simulate.fleet import Fleet
 from bench.simulate.measured import Measured
+from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, shared_prefixes
 from bench.simulate.worker import Engine
 from components.routing.policies import make_policy

@@ -7,40 +7,16 @@ from typing import Final
 
 from bench.simulate.clock import Clock
 from bench.simulate.incidents import Incident, Role
-from bench.simulate.measured import Measured, Share, Slo
-from bench.simulate.routers import MakePolicy, News, Router, Routers, over, send
+from bench.simulate.measured import Measured, Share
+from bench.simulate.routers import MakePolicy, Routers
+from bench.simulate.setup import Setup
+from bench.simulate.steps import Part, Stay
 from bench.simulate.traffic import Request
-from bench.simulate.worker import Engine, Part, Stay, Worker
-from components.routing.load_book import Sent
+from bench.simulate.worker import Engine, Worker
+from components.routing.router import Chosen, Route, Router
 from components.wire.heartbeat import Heartbeat
 
 BEATS: Final = 20  # moments within the time between two heartbeats at which some of the workers say theirs
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How KV moves. A prefill worker's link is its own; chunks leave while the next one computes."""
-
-    bytes_per_token: float = 2 * 30 * 3 * 64 * 2  # SmolLM2-135M's, bfloat16
-    bytes_per_s: float = 12e9
-    latency_s: float = 0.003
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """A fleet before anything happens to it. Without prefill workers, decode workers compute prompts."""
-
-    decode: int
-    prefill: int = 0
-    engine: Engine = field(default_factory=Engine)
-    prefill_engine: Engine | None = None  # None: as the others
-    link: Link = field(default_factory=Link)
-    news: News = field(default_factory=News)
-    slo: Slo = field(default_factory=Slo)
-    decode_routers: int = 1  # frontends
-    prefill_routers: int = 4  # decode workers that choose; more of them know less of each other
-    max_local_prefill: int = 16  # tokens left after its own prefix hit that decode computes itself
-    seed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +26,9 @@ class Flow:
     request: Request
     decode: Worker
     at_decode: Stay
-    frontend: Router
     chooser: Router  # of prefill workers: one that stands for the decode worker
-    told: Sent | None  # what the frontend's book keeps of it, and the chooser's
-    told_prefill: Sent | None = None
+    to_decode: Route
+    to_prefill: Route | None = None
     prefill: Worker | None = None
     at_prefill: Stay | None = None
     computed_s: float = -1.0
@@ -105,7 +80,7 @@ class Fleet:
         self.prefills = self._group("prefill", prefills, make, setup.prefill_routers)
         for group, count in ((self.decodes, setup.decode), (self.prefills, setup.prefill)):
             for _ in range(count):
-                self._join(group)
+                self.join(group)
             if count or any(i.kind == "add" and i.role == group.role for i in incidents):
                 self._beat((group, 0))
         for incident in incidents:
@@ -160,39 +135,38 @@ class Fleet:
         if chosen is None:
             self._stranded.append((request, generated))
             return
-        decode, cached = chosen
+        decode = self.decodes.by_name[chosen.instance_id]
         chooser = self.prefills.routers.of(self.decodes.numbers[decode])
         there = None
         if self.prefills.workers and tokens - decode.found(request, tokens) > self._setup.max_local_prefill:
             there = self._choose(self.prefills, chooser, request, tokens)
-        to_compute = 0 if there else tokens - cached
-        number = self._accept(self.decodes, decode)
-        told = send(frontend, decode.name, number, to_compute, pages, self.clock.now_s)
+        route = frontend.send(chosen, 0 if there else tokens - chosen.cached_tokens, pages)
+        route.accepted(self._accept(self.decodes, decode))
         part = Part.DECODE if there else Part.FULL
         stay = Stay(request, part, tokens, left - (part is Part.DECODE))
-        flow = stay.flow = Flow(request, decode, stay, frontend, chooser, told)
+        flow = stay.flow = Flow(request, decode, stay, chooser, route)
         self.decodes.flows[decode][flow] = None
         if there is not None:
-            self._send_prompt(flow, *there)
+            self._send_prompt(flow, there)
         decode.submit(stay)
 
-    def _send_prompt(self, flow: Flow, prefill: Worker, cached: int) -> None:
+    def _send_prompt(self, flow: Flow, chosen: Chosen) -> None:
         tokens = flow.at_decode.tokens
+        prefill = self.prefills.by_name[chosen.instance_id]
         pages = -(-tokens // prefill.engine.page_tokens)
-        number = self._accept(self.prefills, prefill)
-        flow.told_prefill = send(flow.chooser, prefill.name, number, tokens - cached, pages, self.clock.now_s)
+        flow.to_prefill = flow.chooser.send(chosen, tokens - chosen.cached_tokens, pages)
+        flow.to_prefill.accepted(self._accept(self.prefills, prefill))
         stay = Stay(flow.request, Part.PREFILL, tokens, 1)
         stay.flow, flow.prefill, flow.at_prefill = flow, prefill, stay
         self.prefills.flows[prefill][flow] = None
         prefill.submit(stay)
 
-    def _choose(self, group: Group, router: Router, request: Request, tokens: int) -> tuple[Worker, int] | None:
+    def _choose(self, group: Group, router: Router, request: Request, tokens: int) -> Chosen | None:
         tried: list[str] = []
-        while (found := group.routers.choose(router, request, tokens, tried, self.clock.now_s)) is not None:
-            name, cached = found
-            worker = group.by_name[name]
-            if worker.alive:
-                return worker, cached
+        while (chosen := group.routers.choose(router, request, tokens, tried)) is not None:
+            name = chosen.instance_id
+            if group.by_name[name].alive:
+                return chosen
             tried.append(name)  # nobody answers there, which is known at once
             router.health.failed(name, self.clock.now_s)
         return None
@@ -225,8 +199,8 @@ class Fleet:
         flow = stay.flow
         flow.over = True
         del self.decodes.flows[worker][flow]
-        flow.frontend.health.succeeded(worker.name, self.clock.now_s)
-        over(flow.frontend, flow.told)
+        flow.to_decode.succeeded()
+        flow.to_decode.over()
         self.measured.finished(flow.request, self.clock.now_s)
         self._count(-1)
         self._leave_if_drained(self.decodes, worker)
@@ -238,7 +212,7 @@ class Fleet:
     def changed(self, worker: Worker, stored: list[bytes], removed: list[bytes]) -> None:
         """A prefix cache gained or lost blocks."""
         group = self.prefills if worker.name in self.prefills.by_name else self.decodes
-        group.routers.changed(worker.name, stored, removed, self.clock.now_s)
+        group.routers.changed(worker.name, stored, removed)
 
     # --- KV on its way
 
@@ -258,16 +232,20 @@ class Fleet:
 
     def _delivered(self, sent: tuple[Flow, Worker, Stay]) -> None:
         flow, prefill, stay = sent
-        decode = flow.decode
-        if prefill.alive:
+        decode, arrived = flow.decode, prefill.alive
+        if arrived:
             prefill.release(stay)
             self.prefills.flows[prefill].pop(flow, None)
             self._leave_if_drained(self.prefills, prefill)
-        over(flow.chooser, flow.told_prefill)
-        if flow.over or not prefill.alive or not decode.alive:
+        if flow.to_prefill is not None:
+            flow.to_prefill.over()
+        if (
+            flow.over or not arrived or not decode.alive
+        ):  # a draining prefill worker has just left, with everything sent
             return  # it moved, or will when that is noticed
         flow.delivered = True
-        flow.chooser.health.succeeded(prefill.name, self.clock.now_s)
+        if flow.to_prefill is not None:
+            flow.to_prefill.succeeded()
         self._first_token(flow.request)
         if flow.at_decode.left:
             decode.deliver(flow.at_decode)
@@ -278,14 +256,17 @@ class Fleet:
     def _first_token(self, request: Request) -> None:
         if request.first_s < 0:
             request.first_s = self.clock.now_s
+            self.measured.began(request)
 
     # --- workers that come, change and go
 
     def _group(self, role: Role, engine: Engine, make: MakePolicy, routers: int) -> Group:
         setup = self._setup
-        return Group(role, engine, Routers(make, routers, f"{setup.seed}/{role}", setup.news, engine.page_tokens))
+        seed = f"{setup.seed}/{role}"
+        return Group(role, engine, Routers(make, routers, seed, setup.news, engine.page_tokens, self.clock))
 
-    def _join(self, group: Group) -> None:
+    def join(self, group: Group) -> Worker:
+        """A worker of the group takes requests from now on."""
         worker = Worker(f"{group.role}-{len(group.workers):05}", group.engine, self.clock, self)
         group.beats[len(group.workers) % BEATS].append(worker)
         group.numbers[worker] = len(group.workers)
@@ -293,15 +274,22 @@ class Fleet:
         group.by_name[worker.name] = worker
         group.flows[worker] = {}
         group.accepted[worker] = 0
-        group.routers.add(worker, self.clock.now_s)
+        group.routers.add(worker)
         stranded, self._stranded = self._stranded, []
         for request, generated in stranded:
             self._dispatch(request, generated)
+        return worker
+
+    def drain(self, group: Group, worker: Worker) -> None:
+        """A worker takes no more requests, and leaves when it has none."""
+        worker.draining = True
+        group.routers.remove(worker.name)
+        self._leave_if_drained(group, worker)
 
     def _happen(self, incident: Incident) -> None:
         group = self.prefills if incident.role == "prefill" else self.decodes
         if incident.kind == "add":
-            self._join(group)
+            self.join(group)
             return
         worker = group.workers[incident.worker]
         if incident.kind == "slow":
@@ -309,9 +297,7 @@ class Fleet:
         elif incident.kind == "lie":
             group.lies[worker] = incident.factor
         elif incident.kind == "drain":
-            worker.draining = True
-            group.routers.remove(worker.name)
-            self._leave_if_drained(group, worker)
+            self.drain(group, worker)
         elif worker.alive:
             worker.stop()
             self.clock.at(self.clock.now_s + self._setup.news.lost_s, self._lost, (group, worker))
@@ -349,7 +335,7 @@ class Fleet:
     def _move(self, flow: Flow) -> None:
         """Decode is gone: from the tokens that went out, all over again."""
         flow.over = True
-        over(flow.frontend, flow.told)
+        flow.to_decode.over()
         stay, prefill = flow.at_decode, flow.prefill
         left = stay.left + (stay.part is Part.DECODE and not flow.delivered)
         if prefill is not None and prefill.alive and not flow.delivered and flow.at_prefill is not None:
@@ -357,7 +343,8 @@ class Fleet:
         self._dispatch(flow.request, flow.request.output - left)
 
     def _drop_prompt(self, flow: Flow, prefill: Worker, stay: Stay) -> None:
-        over(flow.chooser, flow.told_prefill)
+        if flow.to_prefill is not None:
+            flow.to_prefill.over()
         if flow.computed_s < 0:
             prefill.cancel(stay)
         elif flow.reserved_s < 0:
@@ -376,7 +363,7 @@ class Fleet:
             now = (group.accepted[worker], len(group.flows[worker]), worker.pool.used, worker.queued_now())
             if group.told.get(worker) != now:  # what changes nothing need not be heard
                 group.told[worker] = now
-                group.routers.heard(self._heartbeat(group, worker), self.clock.now_s)
+                group.routers.heard(self._heartbeat(group, worker))
         if gone:
             group.beats[turn % BEATS] = [worker for worker in group.beats[turn % BEATS] if worker.alive]
         self.clock.at(self.clock.now_s + self._setup.news.heartbeat_s / BEATS, self._beat, (group, turn + 1))

@@ -45,6 +45,8 @@ class Measured:
     tpot_s: "array[float]" = field(default_factory=_times)  # of answers with more than one token
     e2e_s: "array[float]" = field(default_factory=_times)
     gaps: Counter[int] = field(default_factory=Counter)  # tokens by the logarithm of the time since the one before
+    firsts: Counter[int] = field(default_factory=Counter)  # first tokens, as they come, by the logarithm of their TTFT
+    firsts_s: float = 0.0  # all TTFTs together
     good: int = 0
     arrived: int = 0
     refused: int = 0  # longer than any worker's memory
@@ -55,6 +57,12 @@ class Measured:
     events: int = 0
     cpu_s: float = 0.0  # that the simulation took
     workers: list[Share] = field(default_factory=list)
+
+    def began(self, request: Request) -> None:
+        """The first token of `request` came."""
+        ttft_s = max(request.first_s - request.at_s, 1e-6)
+        self.firsts[int(log(ttft_s) * BINS // 1)] += 1
+        self.firsts_s += ttft_s
 
     def finished(self, request: Request, now_s: float) -> None:
         """The last token of `request` came at `now_s`."""
@@ -95,6 +103,7 @@ class Measured:
             "tpot_ms_p50": quantile_ms(self.tpot_s, 0.5),
             "cache_hit": round(sum(worker.cached_tokens for worker in self.workers) / prompts, 4),
             **{f"{role}_{name}": value for role in self._roles() for name, value in self._spread(role).items()},
+            "worker_s": round(alive_s),
             "slo": round(self.good / max(1, self.arrived), 4),
             "goodput_per_worker": round(self.good / alive_s, 5),
             "req_s": round(len(self.ttft_s) / self.duration_s, 2) if self.duration_s else 0.0,

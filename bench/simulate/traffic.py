@@ -2,9 +2,10 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import cos, pi, sin
 from pathlib import Path
 
 from bench.load.replay import BLOCK, read_trace
@@ -116,6 +117,19 @@ def conversations(
         else:
             heappush(turn_s, (at_s + draw.expovariate(1 / think_s), who, prompt + answer))
         yield Request(number, at_s, prompt, answer, blocks, f"conversation-{who}")
+
+
+def swinging(requests: Iterable[Request], swing: float, period_s: float) -> Iterator[Request]:
+    """The same requests at other times: the rate is `1 + swing · sin(2π t / period_s)` times what it was. `swing` < 1."""
+    per_s, at_s, last_s = 2 * pi / period_s, 0.0, 0.0
+    for request in requests:
+        for _ in range(50):  # Newton: the integral of the rate, up to its new time, is its old time
+            off = at_s + swing / per_s * (1 - cos(per_s * at_s)) - request.at_s
+            at_s -= off / (1 + swing * sin(per_s * at_s))
+            if abs(off) < 1e-9:
+                break
+        request.at_s = last_s = at_s = max(last_s, at_s)  # equal times may be found a rounding apart
+        yield request
 
 
 def _own_blocks(number: int, count: int) -> list[bytes]:

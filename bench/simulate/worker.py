@@ -7,25 +7,16 @@ start have grown alike. So such steps are one `Run`, with its end in closed form
 """
 
 from collections import deque
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from math import ceil, sqrt
-from typing import Any, Protocol
+from typing import Protocol
 
 from bench.simulate.clock import Clock
 from bench.simulate.prefix import PagePool
+from bench.simulate.steps import Part, Progress, Run, Stay
 from bench.simulate.traffic import Request
 from components.routing.local_prefill import SMOOTHING
 from engine.mock.config import MockConfig, attended
-
-
-class Part(Enum):
-    """What of a request a worker does."""
-
-    FULL = auto()
-    PREFILL = auto()  # the prompt and its first token
-    DECODE = auto()  # what follows, once the KV is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +28,6 @@ class Engine:
     page_tokens: int = 512
     max_running: int = 64
     max_step_tokens: int = 2048
-
-
-@dataclass(slots=True, eq=False)
-class Stay:
-    """One request at one worker."""
-
-    request: Request
-    part: Part
-    tokens: int  # to be computed or found before the next one can be drawn
-    left: int  # tokens to draw here; once it decodes, those that were left when it began to
-    cached: int = 0  # of `tokens`, found here
-    computed: int = 0  # of `tokens`, found and computed
-    began_s: float = 0.0  # computing
-    shared: list[bytes] = field(default_factory=list)  # its blocks
-    private: int = 0  # its pages
-    flow: Any = None  # the owner's
-    gone: bool = False  # its request has left: what is done for it is dropped
 
 
 class Owner(Protocol):
@@ -73,34 +47,6 @@ class Owner(Protocol):
 
     def changed(self, worker: "Worker", stored: list[bytes], removed: list[bytes]) -> None:
         """The prefix cache gained and lost blocks."""
-
-
-@dataclass(slots=True)
-class Run:
-    """Steps from `start_s` on: the first takes `first_s`, each further one `grow_s` more than the one before."""
-
-    start_s: float
-    first_s: float
-    grow_s: float
-    steps: int
-    decodes: int
-    chunks: list[tuple[Stay, int]]  # tokens of each step
-
-    def seconds(self, steps: int) -> float:
-        """Until `steps` of its steps are over."""
-        return steps * self.first_s + self.grow_s * (steps * (steps - 1) / 2)
-
-    def steps_until(self, now_s: float) -> int:
-        """Steps that are over at `now_s`, counting one that is not yet, at most all."""
-        wanted = now_s - self.start_s
-        if self.first_s <= 0:
-            return self.steps
-        if self.grow_s <= 0:
-            found = ceil(wanted / self.first_s - 1e-9)
-        else:  # g/2 n² + (f - g/2) n = wanted
-            half, linear = self.grow_s / 2, self.first_s - self.grow_s / 2
-            found = ceil((sqrt(linear * linear + 4 * half * wanted) - linear) / (2 * half) - 1e-9)
-        return min(self.steps, max(1, found))
 
 
 class Worker:
@@ -126,6 +72,7 @@ class Worker:
         self.busy_s = 0.0
         self.prompt_tokens = 0  # of prompts that were computed here
         self.cached_tokens = 0  # of those, found
+        self.done = Progress()
         self._ends: list[tuple[int, int, Stay]] = []
         self._delivered: list[Stay] = []
         self._run: Run | None = None
@@ -152,6 +99,13 @@ class Worker:
             return self.queued_tokens
         done = max(0, run.steps_until(self._clock.now_s) - 1)
         return self.queued_tokens - done * sum(length for _, length in run.chunks)
+
+    def progress(self) -> Progress:
+        """What is done by this moment."""
+        now = replace(self.done)
+        if (run := self._run) is not None:
+            now.add(run, max(0, run.steps_until(self._clock.now_s) - 1))
+        return now
 
     def found(self, request: Request, tokens: int) -> int:
         """Of the first `tokens` of a request, those whose KV stands here; the last one is always computed."""
@@ -332,6 +286,7 @@ class Worker:
         if run is None or steps <= 0:
             return
         seconds = run.seconds(steps)
+        self.done.add(run, steps)
         self.busy_s += seconds
         self.steps += steps
         self.context += run.decodes * steps

@@ -1,7 +1,8 @@
-"""A blocking etcd client for the two threads of the registry: endpoints tried in turn, every failure made ours."""
+"""A blocking etcd client for threads that it may block: endpoints tried in turn, every failure made ours."""
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -55,6 +56,42 @@ def etcd_errors(url: str) -> Iterator[None]:
         raise BackendUnavailable(unreachable(url, _cause(exc)), etcd_url=url) from exc
     except etcd3.Etcd3Exception as exc:
         raise BackendUnavailable(unreachable(url, str(exc) or type(exc).__name__), etcd_url=url) from exc
+
+
+def keep_lease(
+    url: str,
+    client: Any,
+    lease: Any,
+    expires: float,
+    stop: threading.Event,
+    *,
+    renewed: Callable[[float], object] = lambda _: None,
+) -> None:
+    """Keep the lease alive at a third of what remains of it; returns when it is lost or `stop` is set.
+
+    Args:
+        url: of etcd, for whoever reads of its failures.
+        client: whose lease it is.
+        lease: to be refreshed.
+        expires: monotonic time at which etcd drops it, unless it is refreshed.
+        stop: ends this.
+        renewed: is told each new `expires`.
+    Raises: BackendUnavailable, when the lease must have run out without an answer; not later than etcd drops it.
+    """
+    while not stop.wait(max(0.05, (expires - time.monotonic()) / 3)):
+        asked = time.monotonic()
+        client.timeout = max(0.05, min(CALL_TIMEOUT_S, expires - asked))
+        try:
+            with etcd_errors(url):
+                answers = lease.refresh()
+        except BackendUnavailable:
+            if time.monotonic() >= expires:
+                raise
+            continue
+        if not answers or answers[-1].TTL <= 0:
+            return
+        expires = asked + answers[-1].TTL
+        renewed(expires)
 
 
 def unreachable(url: str, cause: str) -> str:

@@ -16,7 +16,7 @@ from secrets import token_hex
 from typing import Any, Final
 
 from components.discovery.book import InstanceBook
-from components.discovery.etcd import CALL_TIMEOUT_S, Backoff, endpoints, etcd_client, etcd_errors
+from components.discovery.etcd import Backoff, endpoints, etcd_client, keep_lease
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import BackendUnavailable, MalformedMessage, StaleInstance
 from components.wire.instances import InstanceRecord, dump_record, load_record
@@ -33,7 +33,7 @@ class Registration:
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
-        self.epoch = ""  # empty until registered, new after a lease was lost
+        self.epoch = ""  # empty until it is being registered, new after a lease was lost
         self._on_lost: list[Callable[[], Awaitable[None]]] = []
 
     def is_held(self) -> bool:
@@ -51,6 +51,10 @@ class Registration:
         The process registers again only when all callbacks have returned.
         """
         self._on_lost.append(callback)
+
+    def taking(self, epoch: str) -> None:
+        """The record is about to stand in etcd under this epoch; "": it did not come there."""
+        self.epoch = epoch
 
     def held(self, epoch: str, registered: asyncio.Event) -> None:
         """The record stands in etcd under this epoch."""
@@ -104,11 +108,12 @@ class Registry:
                     expires = time.monotonic() + self._ttl_s  # etcd counts from a moment later
                     lease = client.lease(self._ttl_s)
                     record = make_record(token_hex(4))
+                    self._loop.call_soon_threadsafe(registration.taking, record.epoch)  # others may quote it at once
                     client.put(f"{self._prefix}{record.role}/{record.instance_id}", dump_record(record), lease)
                     backoff.reset()
                     self._loop.call_soon_threadsafe(registration.held, record.epoch, registered)
                     try:
-                        self._refresh_until_lost(client, lease, expires, stop)
+                        keep_lease(self._url, client, lease, expires, stop)
                     finally:
                         # Others treat this process as dead now, so it must behave so before it registers again.
                         if not stop.is_set():
@@ -117,9 +122,11 @@ class Registry:
                     if stop.is_set():
                         lease.revoke()
             except BackendUnavailable as exc:
+                self._loop.call_soon_threadsafe(registration.taking, "")
                 self._report(exc, backoff)
                 stop.wait(backoff.failed())
             except Exception:  # the edge of this thread, which must not die before the process
+                self._loop.call_soon_threadsafe(registration.taking, "")
                 log.exception("lease not kept, trying again")
                 stop.wait(backoff.failed())
 
@@ -130,25 +137,6 @@ class Registry:
             continue
         if behaving.done():
             behaving.result()
-
-    def _refresh_until_lost(self, client: Any, lease: Any, expires: float, stop: threading.Event) -> None:
-        """Keep the lease alive at a third of what remains of it; returns when it is lost or `stop` is set.
-
-        Raises: BackendUnavailable, when the lease must have run out without an answer; not later than etcd drops it.
-        """
-        while not stop.wait(max(0.05, (expires - time.monotonic()) / 3)):
-            asked = time.monotonic()
-            client.timeout = max(0.05, min(CALL_TIMEOUT_S, expires - asked))
-            try:
-                with etcd_errors(self._url):
-                    answers = lease.refresh()
-            except BackendUnavailable:
-                if time.monotonic() >= expires:
-                    raise
-                continue
-            if not answers or answers[-1].TTL <= 0:
-                return
-            expires = asked + answers[-1].TTL
 
     def _mirror(self) -> None:
         backoff = Backoff()

@@ -22,7 +22,8 @@ class OwnThread:
         self._name = name
         self._poll = poll
         self._loop = asyncio.get_running_loop()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # No SimpleQueue: with a timeout, `get` of CPython's waits for ever if its thread loses the processor at a bad moment.
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=name)
 
     def start(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Final
@@ -24,8 +24,13 @@ log = logging.getLogger(__name__)
 EVERY_S: Final = 0.5
 SILENT_AFTER_S: Final = 2.0
 HUNG_AFTER_S: Final = 20.0  # the longest step we believe in: a chunk of a prompt on a busy CPU takes seconds
+STILL_AFTER_S: Final = 1.5  # without a heartbeat or a step: no new work for it, while there is somebody else
+LONG_STEPS: Final = 2.0  # times the longest step of late, where that is longer
+LONGEST_STEP_S: Final = 5.0
+FADES: Final = 0.9  # what is left of the longest step with each later one
 
 OnLost = Callable[[InstanceRecord, str], None]  # (who, why)
+OnHeard = Callable[[Heartbeat], None]
 
 
 @dataclass(slots=True)
@@ -34,7 +39,13 @@ class _Pulse:
     heard: float  # monotonic
     advanced: float  # monotonic time of the last change of the step counter, or of the last idle beat
     last: Heartbeat | None = None
+    longest_s: float = 0.0  # between two changes of the step counter under work, lately
     is_lost: bool = False
+    is_still: bool = False
+
+    @property
+    def is_draining(self) -> bool:
+        return self.last is not None and self.last.draining
 
 
 class Liveness:
@@ -45,6 +56,8 @@ class Liveness:
         self._clock = clock
         self._pulses: dict[str, _Pulse] = {}
         self._on_lost: list[OnLost] = []
+        self._on_heard: list[OnHeard] = []
+        self._usable: dict[tuple[str | None, str], Sequence[InstanceRecord]] = {}  # answers, until something changes
         for record in book.of_role(role):
             self._changed(None, record)
         book.subscribe(self._changed)
@@ -53,17 +66,41 @@ class Liveness:
         """Call `callback(record, why)` when an instance leaves etcd, registers anew, falls silent or hangs."""
         self._on_lost.append(callback)
 
-    def usable(self, model: str | None = None, adapter: str = "") -> list[InstanceRecord]:
-        """Live instances that take new work (of `model`, with that adapter), by instance id."""
+    def on_heard(self, callback: OnHeard) -> None:
+        """Call `callback(heartbeat)` for each that an instance sent in its present epoch."""
+        self._on_heard.append(callback)
+
+    def usable(self, model: str | None = None, adapter: str = "") -> Sequence[InstanceRecord]:
+        """Live instances that take new work (of `model`, with that adapter), by instance id.
+
+        Those that are silent or whose engine stands still, for a moment so far, are among them only when all are so.
+        """
+        known = self._usable.get((model, adapter))
+        if known is None:
+            known = self._usable[model, adapter] = self._find_usable(model, adapter)
+        return known
+
+    def _find_usable(self, model: str | None, adapter: str) -> Sequence[InstanceRecord]:
         found = [
-            p.record
+            p
             for p in self._pulses.values()
             if not p.is_lost
-            and not (p.last and p.last.draining)
+            and not p.is_draining
             and model in (None, p.record.model)
             and (not adapter or adapter in p.record.adapters)
         ]
-        return sorted(found, key=lambda r: r.instance_id)
+        moving = [p for p in found if not p.is_still]
+        return sorted((p.record for p in moving or found), key=lambda r: r.instance_id)
+
+    def find(self, instance_id: str) -> InstanceRecord | None:
+        """The record of an instance, lost or not."""
+        pulse = self._pulses.get(instance_id)
+        return None if pulse is None else pulse.record
+
+    def is_lost(self, instance_id: str) -> bool:
+        """Whether it is gone, silent or hung; one that stands still for a moment is not."""
+        pulse = self._pulses.get(instance_id)
+        return pulse is None or pulse.is_lost
 
     def last_heartbeat(self, instance_id: str) -> Heartbeat | None:
         """What the instance last said of itself."""
@@ -84,12 +121,20 @@ class Liveness:
             return
         now = self._clock()
         if pulse.last is None or pulse.last.step != heartbeat.step or not heartbeat.busy:
+            if pulse.last is not None and pulse.last.busy:
+                pulse.longest_s = max(FADES * pulse.longest_s, min(now - pulse.advanced, LONGEST_STEP_S))
             pulse.advanced = now
+        if heartbeat.draining != pulse.is_draining:
+            self._usable.clear()
         pulse.heard = now
         pulse.last = heartbeat
         if pulse.is_lost and now - pulse.advanced < HUNG_AFTER_S:
             pulse.is_lost = False
+            self._usable.clear()
             log.info("instance is back", extra={"instance": heartbeat.instance_id})
+        self._look(pulse, now)
+        for callback in self._on_heard:
+            callback(heartbeat)
 
     def check(self) -> None:
         """Find the silent and the hung."""
@@ -99,6 +144,15 @@ class Liveness:
                 self._lose(pulse, f"silent for {now - pulse.heard:.1f} s")
             elif now - pulse.advanced > HUNG_AFTER_S:
                 self._lose(pulse, f"its engine stands still for {now - pulse.advanced:.0f} s")
+            self._look(pulse, now)
+
+    def _look(self, pulse: _Pulse, now: float) -> None:
+        """Whether it moves."""
+        patience_s = max(STILL_AFTER_S, LONG_STEPS * pulse.longest_s)
+        is_still = now - pulse.heard > STILL_AFTER_S or now - pulse.advanced > patience_s
+        if is_still != pulse.is_still:
+            pulse.is_still = is_still
+            self._usable.clear()
 
     def forgive(self) -> None:
         """This process itself was held up: everyone gets a fresh start, for the silence may have been ours."""
@@ -109,6 +163,7 @@ class Liveness:
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if (now or was) is None or (now or was).role != self._role:  # type: ignore[union-attr]
             return
+        self._usable.clear()
         if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
             self._lose(pulse, "left etcd" if now is None else "registered anew")
         if now is not None:
@@ -119,6 +174,7 @@ class Liveness:
         if pulse.is_lost:
             return
         pulse.is_lost = True
+        self._usable.clear()
         level = logging.INFO if pulse.last is not None and pulse.last.draining else logging.WARNING
         log.log(level, "instance lost", extra={"role": self._role, "instance": pulse.record.instance_id, "why": why})
         for callback in self._on_lost:

@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -52,11 +52,12 @@ class _Instance:
 class KvMirror:
     """Follows the instances of one role that publish KV events; `follow_kv_events` runs it."""
 
-    def __init__(self, bus: Bus, role: Role, book: InstanceBook, index: BlockIndex) -> None:
+    def __init__(self, bus: Bus, role: Role, book: InstanceBook, index: BlockIndex, rng: Random) -> None:
         self.counts = FollowCounts()
         self._bus = bus
         self._role = role
         self._index = index
+        self._rng = rng
         self._instances: dict[str, _Instance] = {}
         self._asking: set[str] = set()  # instances whose dump is needed and not asked for
         self._wake = asyncio.Event()
@@ -121,7 +122,7 @@ class KvMirror:
         while follower.needs_dump and self._is_followed(instance):
             if time.monotonic() - instance.dumped > CALM_S:
                 instance.wait_s = 0.0
-            await asyncio.sleep(instance.wait_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(instance.wait_s * self._rng.uniform(0.5, 1.0))
             instance.wait_s = min(max(FIRST_WAIT_S, 2 * instance.wait_s), LAST_WAIT_S)
             instance.dumped = time.monotonic()
             try:
@@ -187,10 +188,10 @@ class KvMirror:
 
 @asynccontextmanager
 async def follow_kv_events(
-    bus: Bus, namespace: str, role: Role, book: InstanceBook, index: BlockIndex
+    bus: Bus, namespace: str, role: Role, book: InstanceBook, index: BlockIndex, *, rng: Random | None = None
 ) -> AsyncIterator[KvMirror]:
     """While inside, `index` holds what the instances of a role have cached, as far as they tell."""
-    mirror = KvMirror(bus, role, book, index)
+    mirror = KvMirror(bus, role, book, index, rng or Random())
     async with (
         bus.subscription(f"{namespace}.{role}.*.kv_events", mirror.receive),
         background(mirror.run(), f"kv-dumps-{role}"),

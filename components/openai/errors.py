@@ -24,6 +24,7 @@ _INVALID: Final = "invalid_request_error"
 _BUSY: Final = "service_unavailable_error"
 _SERVER: Final = "server_error"
 _NO_INSTANCE: Final = "No instance can serve this model at the moment. Try again shortly."
+_TOO_MANY: Final = "Too many requests are waiting. Try again shortly."
 _LOST: Final = "The instance working on this request was lost. Try again."
 _OURS: Final = "The server had an error while processing the request."
 
@@ -39,7 +40,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.NoDecodeInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.NoPrefillInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.NoBootstrapInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
-    e.QueueFull: Row(429, "rate_limit_error", "queue_full", "Too many requests are waiting. Try again shortly."),
+    e.QueueFull: Row(429, "tokens", "rate_limit_exceeded", _TOO_MANY),  # what the limit is on, as OpenAI has it
     e.PeerLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.PrefillLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.DecodeLost: Row(502, _SERVER, "instance_lost", _LOST),

@@ -25,6 +25,7 @@ MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BIAS: Final = 100
+MAX_PRIORITY: Final = 127  # each step lets 256 later requests pass: what is asked for stays finite
 INT32_MAX: Final = 2**31 - 1
 CODES: Final = {  # pydantic's error types to OpenAI's codes; whatever is not here has a bad value
     "extra_forbidden": "unknown_parameter",
@@ -139,11 +140,17 @@ class GenerationFields(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    # labels: accepted, of no effect
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower goes first
+    # what requests with the same one have in common is worth keeping together; the first that is there counts
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     # not honoured yet
-    priority: Annotated[JsonValue, only(0)] = None
     skip_special_tokens: Annotated[JsonValue, only(True)] = None
+
+    @property
+    def session(self) -> str:
+        """Whom routing by session takes this request for."""
+        return self.prompt_cache_key or self.user or ""
 
     @property
     def include_usage(self) -> bool:

@@ -53,7 +53,7 @@ class SessionAffinity:
             return self._inner.choose(ask, members, cached, now_s)
         self._forget(now_s)
         choice = self._stay(ask.session, members) or self._inner.choose(ask, members, cached, now_s)
-        if choice is not None:
+        if choice is not None and not ask.dry:
             self._sessions[ask.session] = (choice.member.instance_id, now_s)
             self._sessions.move_to_end(ask.session)
         return choice

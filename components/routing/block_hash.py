@@ -1,12 +1,14 @@
 """The one block hash: engine cache, KV events and router call it, so that equal prefixes have equal names everywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Final
 
 from components.wire.tokens import pack_tokens
 
 HASH_BYTES: Final = 16
+PREFIX_TOKENS: Final = 256  # of a prompt, that policies hash which look at its beginning alone
+SPAN: Final = 64  # pages whose tokens are packed at a time
 
 
 def seed_hash(model: str, lora: str = "", cache_salt: str = "") -> bytes:
@@ -16,16 +18,42 @@ def seed_hash(model: str, lora: str = "", cache_salt: str = "") -> bytes:
 
 def block_hashes(token_ids: Sequence[int], page_size: int, seed: bytes) -> list[bytes]:
     """Parent-chained 128-bit hashes of the full pages of `token_ids`: none for a partial last page."""
-    packed = memoryview(pack_tokens(token_ids))
-    stride = 4 * page_size
-    hashes: list[bytes] = []
+    return list(each_block_hash(token_ids, page_size, seed))
+
+
+def each_block_hash(token_ids: Sequence[int], page_size: int, seed: bytes) -> Iterator[bytes]:
+    """The same, each computed when it is asked for: whoever looks for a prefix stops at the first that is unknown."""
     parent = seed
+    for first in range(0, len(token_ids), SPAN * page_size):
+        for block in _chain(pack_tokens(token_ids[first : first + SPAN * page_size]), page_size, parent):
+            yield block
+            parent = block
+
+
+def _chain(tokens: bytes, page_size: int, parent: bytes) -> Iterator[bytes]:
+    """Of int32[T] bytes."""
+    packed, stride = memoryview(tokens), 4 * page_size
     for start in range(0, len(packed) - stride + 1, stride):
-        parent = next_block_hash(parent, packed[start : start + stride])
-        hashes.append(parent)
-    return hashes
+        parent = blake2b(packed[start : start + stride], digest_size=HASH_BYTES, key=parent).digest()
+        yield parent
 
 
-def next_block_hash(parent: bytes, packed_page: bytes | memoryview) -> bytes:
-    """Hash of one full page (int32[page_size] bytes) that follows the block `parent`."""
-    return blake2b(packed_page, digest_size=HASH_BYTES, key=parent).digest()
+class PromptBlocks:
+    """The hashes of one prompt's full pages, for each page size that somebody asks for, made once."""
+
+    def __init__(self, tokens: bytes, seed: bytes) -> None:
+        """`tokens`: int32[T], as on the wire; `seed`: see `seed_hash`."""
+        self._tokens = tokens
+        self._seed = seed
+        self._by_page_size: dict[int, list[bytes]] = {}
+
+    def __call__(self, page_size: int) -> list[bytes]:
+        """By pages of so many tokens."""
+        hashes = self._by_page_size.get(page_size)
+        if hashes is None:
+            hashes = self._by_page_size[page_size] = list(_chain(self._tokens, page_size, self._seed))
+        return hashes
+
+    def prefix(self) -> bytes:
+        """Of its first tokens, whatever the page size."""
+        return blake2b(self._tokens[: 4 * PREFIX_TOKENS], digest_size=HASH_BYTES, key=self._seed).digest()

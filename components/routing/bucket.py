@@ -44,7 +44,8 @@ class Bucket:
         """See `choice.Policy`."""
         if not members:
             return None
-        self._learn(max(ask.num_tokens, 1))
+        if not ask.dry:
+            self._learn(max(ask.num_tokens, 1))
         loads = [self._load(m, 0) for m in members]
         if not self._sorted or is_unbalanced(loads, self._absolute, self._relative):
             why = "least load: " + ("the fleet is unbalanced" if self._sorted else "no lengths are known")

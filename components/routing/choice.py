@@ -10,12 +10,10 @@ class Ask:
     """One request that wants an instance."""
 
     num_tokens: int  # of the prompt, and after a move of what was generated
-    block_hashes: Sequence[bytes] = ()  # chained, of its full pages; empty where nobody caches
     session: str = ""  # what affinity goes by: requests with the same one belong together
     prefix: bytes = b""  # hash of the prompt's first tokens, for policies that hash
-    explain: bool = (
-        False  # whether the answer is to tell the costs that were compared, where there are any: that takes time
-    )
+    explain: bool = False  # whether the answer is to tell the costs that were compared, if any: that takes time
+    dry: bool = False  # a question without a request: the policy is to remember nothing of it
 
 
 @dataclass(slots=True)
@@ -28,7 +26,6 @@ class Member:
     used_pages: int = 0  # not free and not merely cached
     total_pages: int = 0
     prompt_tokens_per_s: float = 0.0  # computed lately; 0: not known
-    since_s: float = 0.0  # when it came, by the clock of the caller
     page_size: int = 16  # tokens
 
 

@@ -48,9 +48,12 @@ class Health:
         self._breakers.pop(instance_id, None)
 
     def candidates(self, members: Sequence[Member], now_s: float) -> Sequence[Member]:
-        """Those of `members` that may get a request now, in their order; none when every breaker is open."""
+        """Those of `members` that may get a request now, in their order.
+
+        With every breaker open, all of them: whoever may be broken is better than nobody.
+        """
         if self._breakers:
-            members = [m for m in members if self._ready_s(m.instance_id) <= now_s]
+            members = [m for m in members if self._ready_s(m.instance_id) <= now_s] or members
         if not self._warming:
             return members
         self._end_of_warming(now_s)
@@ -58,10 +61,6 @@ class Health:
         if any(m.instance_id not in self._warming for m in warm):
             return warm
         return members
-
-    def ready_s(self, members: Sequence[Member]) -> float:
-        """When the first of `members` may get a request, for a Retry-After. 0: any time."""
-        return min((self._ready_s(m.instance_id) for m in members), default=0.0)
 
     def state(self, instance_id: str) -> BreakerState:
         """Of the instance's breaker."""

@@ -13,6 +13,7 @@ from components.routing.load import REQUEST_TOKENS, cost_table, lowest
 SPEED_RANGE: Final = (
     4.0  # a worker counts as at most this many times as fast or slow as the usual one, whatever it says
 )
+REBASE: Final = 64.0  # half-lives until what was given is reckoned from a new beginning, long before floats overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,9 @@ class KvWeights:
     queued: float = 1.0  # for each prompt token queued there
     request: float = REQUEST_TOKENS  # for each request there
     temperature: float = 0.0  # in prompts: how much more cost makes a choice e times less likely; 0: never chosen
+    near: float = 0.05  # in prompts: costs so little above the smallest one are taken for equal
+    even_s: float = 60.0  # half-life of what was given to an instance: of equals, the one with the least is taken
+    usual_speeds: float = 2.0  # speeds within this factor of the usual one are taken for it: a step's time says no more
     spill: float = 2.0  # an instance with more than this multiple of the mean, and the slack, is passed over
     spill_requests: int = 4  # the slack, in requests
     spill_tokens: int = 8192  # the slack, in queued tokens
@@ -30,12 +34,49 @@ class KvWeights:
     def __post_init__(self) -> None:
         if self.spill < 2:
             raise ValueError(f"spill is {self.spill}; below 2 nobody might be left to choose")
-        if min(self.cached, self.queued, self.request, self.temperature, self.spill_requests, self.spill_tokens) < 0:
+        if self.even_s <= 0 or self.usual_speeds < 1:
+            raise ValueError("even_s must be above 0 and usual_speeds no less than 1")
+        if min(self.cached, self.queued, self.request, self.temperature, self.near) < 0:
             raise ValueError("weights must not be negative")
+        if min(self.spill_requests, self.spill_tokens) < 0:
+            raise ValueError("slacks must not be negative")
+
+
+class _Given:
+    """Tokens that each instance was given to compute, the older the less.
+
+    Nothing decays: what is added grows instead, and is to be compared only. Source: forward decay, Cormode et al. 2009.
+    """
+
+    def __init__(self, half_life_s: float) -> None:
+        self._half_life_s = half_life_s
+        self._since_s: float | None = None
+        self._tokens: dict[str, float] = {}
+
+    def least(self, members: Sequence[Member], near: Sequence[int], rng: Random) -> int:
+        """Of the indices `near`, that of the member who was given the least; of equals, one that is drawn."""
+        given = [self._tokens.get(members[at].instance_id, 0.0) for at in near]
+        return near[lowest(given, rng)]
+
+    def add(self, instance_id: str, tokens: float, now_s: float) -> None:
+        """An instance gets so many."""
+        if self._since_s is None:
+            self._since_s = now_s
+        age = (now_s - self._since_s) / self._half_life_s
+        if age > REBASE:
+            by = 2.0**-age if age < 1000 else 0.0
+            self._tokens = {name: had * by for name, had in self._tokens.items() if had * by >= 1}
+            self._since_s, age = now_s, 0.0
+        self._tokens[instance_id] = self._tokens.get(instance_id, 0.0) + tokens * 2.0**age
 
 
 class KvAware:
     """Smallest expected work, in tokens: `(queued + request * running + prompt - cached) * usual speed / its speed`.
+
+    Several routers know nothing of each other's requests, and what they do know is late. So a difference that means nothing
+    decides nothing: neither of speeds within `usual_speeds`, nor of costs within `near`. Of those that are equal in that
+    sense, each router takes the one it has given least lately: where little is going on, conversations that begin are dealt
+    out evenly, and routers do not run to the same instance.
 
     Nobody who carries more than `spill` times the mean of requests or of queued tokens, and a slack, is asked, however
     much is cached there: fewer than half can be above twice a mean, so for two means somebody is always left.
@@ -44,6 +85,7 @@ class KvAware:
     def __init__(self, rng: Random, weights: KvWeights = KvWeights()) -> None:
         self._rng = rng
         self._weights = weights
+        self._given = _Given(weights.even_s)
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
         """See `choice.Policy`."""
@@ -58,8 +100,13 @@ class KvAware:
             least, scale = min(costs), weights.temperature * max(ask.num_tokens, 1)
             at = self._rng.choices(range(len(costs)), [math.exp((least - cost) / scale) for cost in costs])[0]
         else:
-            at = lowest(costs, self._rng)
+            limit = min(costs) + weights.near * ask.num_tokens
+            near = [at for at, cost in enumerate(costs) if cost <= limit]
+            at = near[0] if len(near) == 1 else self._given.least(members, near, self._rng)
         chosen = members[at]
+        if not ask.dry:
+            to_compute = max(ask.num_tokens - cached.get(chosen.instance_id, 0), 0)
+            self._given.add(chosen.instance_id, to_compute, now_s)
         why = (
             f"{cached.get(chosen.instance_id, 0)} of {ask.num_tokens} tokens cached, {chosen.queued_tokens} queued, "
             f"cost {costs[at]:.0f}" + (f", {spilled} too full" if spilled else "")
@@ -88,10 +135,16 @@ class KvAware:
         if not known:
             return costs
         usual = median_low(known)
-        fast, slow = usual * SPEED_RANGE, usual / SPEED_RANGE
-        if min(known) < slow or max(known) > fast:
-            speeds = [min(max(speed, slow), fast) if speed > 0 else 0.0 for speed in speeds]
-        return [cost * usual / speed if speed else cost for cost, speed in zip(costs, speeds, strict=True)]
+        alike = self._weights.usual_speeds
+        fast, slow = usual * alike, usual / alike
+        if min(known) >= slow and max(known) <= fast:
+            return costs
+        return [
+            cost
+            if speed <= 0 or slow <= speed <= fast
+            else cost / min(max(speed / usual, 1 / SPEED_RANGE), SPEED_RANGE)
+            for cost, speed in zip(costs, speeds, strict=True)
+        ]
 
     def _pass_over_crowded(self, running: Sequence[int], queued: Sequence[int], costs: list[float]) -> int:
         """How many are too full; their cost becomes infinite."""

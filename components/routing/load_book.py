@@ -85,13 +85,13 @@ class LoadBook:
         instance = self._instances.get(instance_id)
         return None if instance is None else instance.member
 
-    def joined(self, instance_id: str, epoch: str, now_s: float, page_size: int = 16) -> Member:
+    def joined(self, instance_id: str, epoch: str, page_size: int = 16) -> Member:
         """An instance registered. With another epoch than before, nothing of what was known holds any more."""
         known = self._instances.get(instance_id)
         if known is not None and known.epoch == epoch:
             return known.member
         self.left(instance_id)
-        member = Member(instance_id, since_s=now_s, page_size=page_size)
+        member = Member(instance_id, page_size=page_size)
         self._instances[instance_id] = _Instance(epoch, member)
         insort(self._members, member, key=_id)
         return member

@@ -48,3 +48,10 @@ _MAKERS: Final[dict[PolicyName, Callable[[Phase, Random], Policy]]] = {
 def make_policy(name: PolicyName, phase: Phase, rng: Random) -> Policy:
     """A policy with its defaults for that phase; its draws come from `rng` alone."""
     return _MAKERS[name](phase, rng)
+
+
+def looks_at_caches(name: PolicyName, phase: Phase) -> bool:
+    """Whether it matters to a policy what instances have cached; else nobody need follow their events."""
+    if name == "session_affinity":
+        name = DEFAULT[phase]
+    return name in {"kv_aware", "cache_aware"} or (name == "least_load" and OVERLAP[phase] > 0)

@@ -4,48 +4,31 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from random import Random
-from typing import Protocol, TypeVar
 
 from components.routing.choice import Ask, Choice, Member
 from components.routing.load import Load, cost_table, lowest
 
-
-class Identified(Protocol):
-    """What has the id of an instance."""
-
-    @property
-    def instance_id(self) -> str: ...  # noqa: D102
-
-
-T = TypeVar("T", bound=Identified)
 _id = attrgetter("instance_id")
 
 
 class RoundRobin:
-    """Each instance in turn, over the order of instance ids."""
+    """Each instance in turn, over the order of instance ids.
+
+    Keeping the last id instead of a count keeps the turn fair when instances come and go.
+    """
 
     def __init__(self) -> None:
         self._last = ""
 
-    def take(self, usable: Sequence[T]) -> T | None:
-        """The first instance after the one taken last, whatever order `usable` has; None when none is usable.
-
-        Keeping the last id instead of a count keeps the turn fair when instances come and go.
-        """
-        return self._next(sorted(usable, key=_id))
-
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
         """See `choice.Policy`."""
-        member = self._next(members)
-        return None if member is None else Choice(member, "its turn")
-
-    def _next(self, by_id: Sequence[T]) -> T | None:
-        if not by_id:
+        if not members:
             return None
-        at = bisect_right(by_id, self._last, key=_id)
-        chosen = by_id[at] if at < len(by_id) else by_id[0]
-        self._last = chosen.instance_id
-        return chosen
+        at = bisect_right(members, self._last, key=_id)
+        chosen = members[at] if at < len(members) else members[0]
+        if not ask.dry:
+            self._last = chosen.instance_id
+        return Choice(chosen, "its turn")
 
 
 class RandomChoice:

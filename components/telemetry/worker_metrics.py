@@ -3,7 +3,7 @@
 The engine measures and the service records: `record` takes one step's figures, nothing here is called per token.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -151,7 +151,11 @@ class _Page:
 
 @asynccontextmanager
 async def serve_metrics(
-    registry: CollectorRegistry, host: str, port: int, healthy: Callable[[], bool]
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    healthy: Callable[[], bool],
+    facts: Callable[[], Mapping[str, object]] = dict,
 ) -> AsyncIterator[str]:
     """`/metrics` and `/health` while inside; yields the URL.
 
@@ -160,6 +164,7 @@ async def serve_metrics(
         host: address to listen on.
         port: 0 for any free one.
         healthy: whether `/health` answers 200 or 503.
+        facts: what else it says.
     """
     app = FastAPI(openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
 
@@ -170,7 +175,7 @@ async def serve_metrics(
     @app.get("/health")
     async def health() -> JSONResponse:
         well = healthy()
-        return JSONResponse({"status": "ok" if well else "unhealthy"}, 200 if well else 503)
+        return JSONResponse({"status": "ok" if well else "unhealthy", **facts()}, 200 if well else 503)
 
     async with serve_http(app, _Page(host, port)) as url:
         yield url

@@ -1,6 +1,5 @@
 """The text side of a model: chat template and tokenizer, loaded from its directory. Needs no torch."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from components.errors import Rejected
 from components.text.detokenizer import Detokenizer
+from components.text.long_prompts import LongPrompts
 from components.text.token_bytes import TokenBytes
 
 INLINE_CHARS: Final = 4096  # about 0.7 ms of tokenising; a hop to a thread and back costs about 0.1 ms
@@ -30,6 +30,7 @@ class TextModel:
         self._tokenizer.no_padding()
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})  # templates name them: bos_token, eos_token
+        self._long_prompts = LongPrompts()
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
@@ -77,15 +78,16 @@ class TextModel:
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation; a long one is rendered and tokenised off the event loop. Raises: Rejected."""
-        if sum(len(str(m.get("content", ""))) for m in messages) <= INLINE_CHARS:
+        chars = sum(len(str(m.get("content", ""))) for m in messages)
+        if chars <= INLINE_CHARS:
             return self._encode_chat(messages)
-        return await asyncio.to_thread(self._encode_chat, messages)
+        return await self._long_prompts.run(chars, lambda: self._encode_chat(messages))
 
     async def encode_text(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model wants around it."""
         if len(text) <= INLINE_CHARS:
             return self._encode(text, add_special_tokens=True)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens=True)
+        return await self._long_prompts.run(len(text), lambda: self._encode(text, add_special_tokens=True))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens skipped."""

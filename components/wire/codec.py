@@ -43,7 +43,7 @@ def message(tag: str) -> Callable[[type[T]], type[T]]:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def part(cls: type[T]) -> type[T]:
-    """Make a class a frozen, slotted, validated value that travels inside messages, as a field `x: Part [| None]`."""
+    """Make a class a frozen, slotted, validated value inside messages, as `x: Part [| None]` or `x: list[Part]`."""
     config = ConfigDict(extra="ignore", strict=True)
     made: type[T] = pydantic_dataclass(cls, frozen=True, slots=True, kw_only=True, config=config)  # type: ignore[assignment]
     _fields[made] = {f.name: _part_in(f.type) for f in fields(made)}  # type: ignore[arg-type]
@@ -84,14 +84,24 @@ def _build(cls: type[Any], body: dict[str, Any], context: str, path: str) -> Any
     """An instance of a message or part from the plain values it was packed as. Raises: MalformedMessage."""
     values = {name: body[name] for name in _fields[cls] if name in body}
     for name, inner in _fields[cls].items():
-        if inner is not None and isinstance(given := values.get(name), dict):
+        given = values.get(name) if inner is not None else None
+        if inner is not None and isinstance(given, dict):
             values[name] = _build(inner, given, context, f"{path}{name}.")
+        elif inner is not None and isinstance(given, list):
+            values[name] = [_in_list(inner, item, context, f"{path}{name}.{at}") for at, item in enumerate(given)]
     try:
         return cls(**values)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         where = path + ".".join(str(step) for step in first["loc"])
         raise MalformedMessage(f"{context}{where!r}: {first['msg']}") from exc
+
+
+def _in_list(cls: type[Any], given: object, context: str, path: str) -> Any:
+    """A part that stands in a list."""
+    if not isinstance(given, dict):
+        raise MalformedMessage(f"{context}{path!r}: it should be a map of fields")
+    return _build(cls, given, context, f"{path}.")
 
 
 def _unpack_pair(data: bytes) -> tuple[str, dict[str, Any]]:

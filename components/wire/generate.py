@@ -38,6 +38,7 @@ class GenerateRequest:
     cache_salt: str = ""
     priority: int = 0  # lower goes first
     adapter: str = ""  # of the instance's record; "": the model as it is
+    session: str = ""  # requests with the same one belong together
 
 
 @message("generate-accepted.v1")

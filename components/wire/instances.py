@@ -47,6 +47,7 @@ class InstanceRecord:
     max_context: int | None = None  # tokens, prompt and output together
     kv: KvEndpoint | None = None
     http: str | None = None  # URL of a frontend or of a metrics page
+    metrics: str | None = None  # URL of a frontend's own metrics page: several may share the other one
     kv_events: bool = False  # whether it tells which blocks it has cached
 
 

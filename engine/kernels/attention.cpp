@@ -26,6 +26,8 @@
 #include <immintrin.h>
 #endif
 
+void adapt_threads();  // cores.cpp
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -654,6 +656,7 @@ Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, 
 }
 
 Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int64_t layer, double scaling, int64_t window, double softcap) {
+  adapt_threads();
   const ScalarType dtype = pool.scalar_type();
   require(query.scalar_type() == dtype && key.scalar_type() == dtype && value.scalar_type() == dtype, "query, key, value and pool differ in dtype");
   require(plan.scalar_type() == ScalarType::Int, "the plan must be int32");

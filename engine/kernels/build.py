@@ -57,7 +57,7 @@ def load_package_class(state_dir: Path) -> None:
 
 def kernel_sources() -> list[Path]:
     """Of the operators: what was compiled with other kernels may not run with these."""
-    return [HERE / "attention.cpp", HERE / "linear.cpp"]
+    return [HERE / "attention.cpp", HERE / "linear.cpp", HERE / "cores.cpp"]
 
 
 def kernels_are_loaded() -> bool:

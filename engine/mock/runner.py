@@ -76,6 +76,13 @@ class MockRunner:
         """Copy one page's marks."""
         self._pages.copy(source, target)
 
+    def wait_s(self, *, prompts: bool) -> float:
+        """It takes no cores."""
+        return 0
+
+    def done(self) -> None:
+        """Nobody waits for it."""
+
     def rest(self) -> None:
         """Nothing is kept from others."""
 

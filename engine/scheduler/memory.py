@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from components.routing.block_hash import next_block_hash
-from components.wire.tokens import pack_tokens
+from components.routing.block_hash import block_hashes
 from engine.kv.events import CacheEvents
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
@@ -100,11 +99,11 @@ class RequestMemory:
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """Block hashes of the first `count` full pages; each is computed once in a request's life."""
-        while len(request.hashes) < count:
-            start = len(request.hashes) * self.page_size
-            parent = request.hashes[-1] if request.hashes else request.root_hash
-            packed = pack_tokens(request.tokens[start : start + self.page_size])
-            request.hashes.append(next_block_hash(parent, packed))
+        known = len(request.hashes)
+        if known < count:
+            parent = request.hashes[-1] if known else request.root_hash
+            tokens = request.tokens[known * self.page_size : count * self.page_size]
+            request.hashes += block_hashes(tokens, self.page_size, parent)
         return request.hashes[:count]
 
     def _pages_with_reserve(self, request: Request) -> int:

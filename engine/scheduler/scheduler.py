@@ -109,6 +109,17 @@ class Scheduler:
         """Whether `schedule` would give a step anything to do."""
         return bool(self.running) or self._can_admit()
 
+    def computes(self) -> bool:
+        """Whether a step would compute anything: pages are reserved without."""
+        return bool(self.running) or self._admits_prompt()
+
+    def has_prompts(self) -> bool:
+        """Whether a step would compute a prompt."""
+        return self._admits_prompt() or any(r.pending > 1 for r in self.running)
+
+    def _admits_prompt(self) -> bool:
+        return self._can_admit() and any(request.phase is not Phase.DECODE for request in self.waiting)
+
     def must_retract(self) -> bool:
         """Whether there are too few pages for the running decodes' next tokens."""
         growing = sum(1 for r in self.running if r.pending == 1 and not self.memory.has_slots(r))

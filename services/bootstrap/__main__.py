@@ -6,7 +6,7 @@ from components.aio import background
 from components.discovery.registry import Registration, join_registry
 from components.messaging.bus import connect_bus
 from components.messaging.service import serve_calls
-from components.process import new_instance_id, record_maker, run, stop_signal, subject_of
+from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.telemetry.logs import log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import serve_metrics
@@ -33,6 +33,7 @@ async def main(settings: BootstrapSettings) -> None:
             serve_calls(bus, "bootstrap", subject, service.endpoints(), {"instance_id": me}),
             registry.advertise(registration, record_maker(settings, "bootstrap", me, http=page)),
         ):
+            settle()
             log_ready(instance=me)
             await stop_signal()
 

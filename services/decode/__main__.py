@@ -8,12 +8,13 @@ from components.errors import Rejected
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
-from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
+from components.messaging.fleet import watch_fleet
+from components.messaging.heartbeats import send_heartbeats
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_outbox
-from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
+from components.process import drain, new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
@@ -60,7 +61,7 @@ async def main(settings: DecodeSettings) -> None:
         keep_profiles(f"decode {me}", EngineProfiler(engine, {"role": "decode", "instance": me})) as profiles,
         publish_kv_events(bus, subject, me, lambda: registration.epoch, on=settings.engine.kv_events) as kv_events,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
-        watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,
+        watch_fleet(bus, settings.namespace, "prefill", registry.book, settings.prefill_policy) as prefills,
         open_outbox(bus, me, lambda: registration.epoch, lambda: engine.stats.step) as outbox,
     ):
         checksums = page_checksums(engine.engine.kv_region) if settings.verify_kv else None
@@ -104,6 +105,7 @@ async def main(settings: DecodeSettings) -> None:
             send_heartbeats(bus, subject, service.heartbeat),
             registry.advertise(registration, record),
         ):
+            settle()
             log_ready(instance=me, model=model)
             await first(stop_signal(), raises(engine.failed()))
             await drain(service, settings.drain_timeout_s)

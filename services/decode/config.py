@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
+from components.routing.policies import DEFAULT, PolicyName
 from components.settings import MeshSettings
 from engine.config import EngineConfig
 
@@ -30,6 +31,9 @@ class DecodeSettings(MeshSettings):
             " prefill instance, are computed on decode in both cases"
         ),
     ] = "recompute"
+    prefill_policy: Annotated[PolicyName, Field(description="how a prefill instance is chosen; docs/routing.md")] = (
+        DEFAULT["prefill"]
+    )
     max_local_prefill: Annotated[
         int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
     ] = 16

@@ -16,16 +16,17 @@ from components.errors import (
     MeshError,
     Overloaded,
     PeerLost,
+    PrefillLost,
     Rejected,
     UnknownModel,
 )
-from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.deadline import remaining_s
-from components.messaging.heartbeats import Liveness, heartbeat_of
+from components.messaging.fleet import Fleet
+from components.messaging.heartbeats import heartbeat_of
 from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream
-from components.routing.local_prefill import PromptLoad, PromptRate, sooner_here
-from components.routing.policy import RoundRobin
+from components.routing.local_prefill import PromptLoad, PromptRate
+from components.routing.router import Chosen, Route
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
@@ -39,6 +40,7 @@ from engine.ports import EngineRequest, Phase, StepOutput
 from engine.sampling.check import check_branches
 from engine.sampling.wire import sampling_params
 from services.decode.config import OnTransferFailure
+from services.decode.prefill_choice import PrefillChoice, Wanted
 from services.decode.remote_prefill import Fetch, RemotePrefill
 from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, DecodeState
 
@@ -53,7 +55,7 @@ class DecodeService:
         registration: Registration,
         engine: EngineLoop,
         remote: RemotePrefill,
-        prefills: Liveness,
+        prefills: Fleet,
         active: ActiveRequests,
         *,
         metrics: WorkerMetrics,
@@ -65,24 +67,28 @@ class DecodeService:
         self._registration = registration
         self._engine = engine
         self._remote = remote
-        self._prefills = prefills
+        self._router = prefills.router
         self._active = active
         self._metrics = metrics
         self._model = model
-        self._max_local_prefill = max_local_prefill
         self._on_transfer_failure = on_transfer_failure
-        self._overflow = local_prefill_on_queue
-        self._policy = RoundRobin()
         self._rate = PromptRate()
         self._accepted = 0  # requests
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._refused: dict[str, set[str]] = {}  # why prefill instances do not fit us, each reason said once
+        self._choice = PrefillChoice(
+            prefills,
+            engine.engine,
+            remote,
+            self._prompts,
+            model=model,
+            max_local_prefill=max_local_prefill,
+            local_prefill_on_queue=local_prefill_on_queue,
+        )
         self.draining = False
         metrics.show_queues(active.tally)
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
-        prefills.on_lost(remote.instance_lost)
-        prefills.on_lost(self._prefill_lost)
+        prefills.alive.on_lost(remote.instance_lost)
 
     def endpoints(self) -> list[Endpoint]:
         """The calls of a stream's life."""
@@ -91,6 +97,7 @@ class DecodeService:
             Endpoint("cancel", CancelStreams, self.cancel),
             Endpoint("room_failed", RoomFailed, self.room_failed),
             Endpoint("kv_coming", KvComing, self.kv_coming),
+            self._choice.endpoint(),
         ]
 
     async def generate(self, request: GenerateRequest) -> GenerateAccepted:
@@ -178,7 +185,7 @@ class DecodeService:
                     active.enter(DecodeState.WAITING)
                     self._submit(active, Phase.FULL)
                 else:
-                    await self._fetch(active, prefill)
+                    await self._fetch(active, *prefill)
             except MeshError as exc:
                 self._active.fail(active, exc)
             except Exception as exc:
@@ -186,81 +193,58 @@ class DecodeService:
                 self._engine.post(lambda engine: engine.cancel(active.engine_id))
                 self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
 
-    def _choose(self, active: ActiveRequest) -> InstanceRecord | None:
+    def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, Chosen] | None:
         """A prefill instance, or None when computing here is the better or the only way."""
+        request = active.request
         with tracer.start_as_current_span("decode.lookup") as span:
-            request = active.request
             hit = self._engine.engine.peek_prefix(active.token_ids, request.cache_salt, request.adapter)
             span.set_attribute("kvmesh.cached_tokens", hit)
+        active.num_cached = hit
         with tracer.start_as_current_span("decode.choose_prefill") as span:
             if active.sampling.prompt_logprobs is not None:
                 span.set_attribute("kvmesh.prefill.why_local", "the prompt's log-probabilities are asked for")
                 return None
-            remaining = len(active.token_ids) - hit
-            if remaining <= self._max_local_prefill:
-                span.set_attribute("kvmesh.prefill.why_local", f"only {remaining} tokens remain")
+            wanted = Wanted(request.token_ids, request.cache_salt, request.adapter, request.session)
+            chosen = self._choice.choose(wanted, len(active.token_ids) - hit, explain=span.is_recording())
+            if isinstance(chosen, str):
+                span.set_attribute("kvmesh.prefill.why_local", chosen)
                 return None
-            if not self._remote.has_room:
-                span.set_attribute("kvmesh.prefill.why_local", "there are as many transfers as aux slots")
-                return None
-            usable = [r for r in self._prefills.usable(self._model, request.adapter) if self._fits(r, request.adapter)]
-            if self._overflow and sooner_here(
-                remaining, self._prompts(), (self._prefills.prompts(r.instance_id) for r in usable)
-            ):
-                span.set_attribute(
-                    "kvmesh.prefill.why_local", "every prefill queue lasts longer than computing it here"
-                )
-                return None
-            chosen = self._policy.take(usable)
-            if chosen is None:
-                why = (
-                    f"no prefill instance with adapter {request.adapter}" if request.adapter else "no prefill instance"
-                )
-                span.set_attribute("kvmesh.prefill.why_local", f"{why} is alive")
-            else:
-                span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
-            return chosen
+            span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
+            span.set_attributes(chosen.facts())
+            return self._choice.record_of(chosen), chosen
 
     def _prompts(self) -> PromptLoad:
         """What this instance computes itself."""
         waiting = (a for a in self._active.everyone() if a.lifecycle.state is DecodeState.WAITING)
-        return PromptLoad(sum(len(active.token_ids) for active in waiting), self._rate.tokens_per_s)
+        return PromptLoad(sum(len(active.token_ids) - active.num_cached for active in waiting), self._rate.tokens_per_s)
 
-    def _fits(self, record: InstanceRecord, adapter: str) -> bool:
-        """Whether the KV that it computes with `adapter` is what we would compute."""
-        if record.kv is None:
-            return False
-        try:
-            check_compatible(self._engine.engine.kv_region.layout, record.kv.layout)
-            self._remote.check(record.kv)
-            if adapter:
-                check_same_adapter(adapter, self._engine.engine.adapters[adapter], record.adapters[adapter])
-        except MeshError as exc:
-            told = self._refused.setdefault(record.instance_id, set())
-            if exc.message not in told:
-                told.add(exc.message)
-                log.warning("prefill instance not used", extra={"prefill": record.instance_id, "cause": exc.message})
-            return False
-        return True
-
-    def _prefill_lost(self, record: InstanceRecord, _why: str) -> None:
-        self._refused.pop(record.instance_id, None)
-
-    async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord) -> None:
+    async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord, chosen: Chosen) -> None:
         """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency.
 
         Raises: KvUnavailable instead, where that is asked for and nothing of the answer is out yet.
         """
-        fetch = self._remote.begin(active.engine_id, prefill, lambda: active.enter(DecodeState.TRANSFER))
+        tokens = len(active.token_ids)
+        pages = self._router.pages_for(prefill.instance_id, tokens)
+        route = self._router.send(chosen, tokens - chosen.cached_tokens, pages)
+        try:
+            await self._fetch_by(route, active, prefill)
+        finally:
+            route.over()
+
+    async def _fetch_by(self, route: Route, active: ActiveRequest, prefill: InstanceRecord) -> None:
+        fetch = self._remote.begin(active.engine_id, prefill, route, lambda: active.enter(DecodeState.TRANSFER))
         active.enter(DecodeState.PREALLOC)
         self._submit(active, Phase.DECODE)
         try:
             record = await self._remote.run(fetch, active.request)
+            route.succeeded()
             active.wait("decode.first_token")
             outputs = await self._engine.post(
                 lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs)
             )
         except MeshError as exc:
+            if fetch.waits_for_prefill or isinstance(exc, PrefillLost):
+                route.failed(exc)
             self._settle_later(fetch)
             self._go_on_without_kv(active, exc)
         except BaseException:  # cancelled, or our bug: the pages must come back all the same

@@ -20,6 +20,7 @@ from components.kv_transfer.page_reader import check_readable
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
+from components.routing.router import Route
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
 from components.wire.instances import InstanceRecord, KvEndpoint
@@ -43,11 +44,13 @@ class Fetch:
 
     engine_id: str
     prefill: InstanceRecord
+    route: Route
     receiver: Receiver
     reserved: asyncio.Future[Reserved]
     offered: Callable[[], None]
     room: str | None = None
     asking: asyncio.Task[PrefillAccepted] | None = None  # the call to prefill; nobody cancels it
+    waits_for_prefill: bool = True  # and not for our own pages, or for bootstrap
 
 
 class RemotePrefill:
@@ -84,10 +87,10 @@ class RemotePrefill:
         if self._checksums is not None:
             check_readable(endpoint.device)
 
-    def begin(self, engine_id: str, prefill: InstanceRecord, offered: Callable[[], None]) -> Fetch:
+    def begin(self, engine_id: str, prefill: InstanceRecord, route: Route, offered: Callable[[], None]) -> Fetch:
         """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
         receiver = Receiver(self._transfer, engine_id, self._checksums)
-        fetch = Fetch(engine_id, prefill, receiver, asyncio.get_running_loop().create_future(), offered)
+        fetch = Fetch(engine_id, prefill, route, receiver, asyncio.get_running_loop().create_future(), offered)
         self._fetches[engine_id] = fetch
         return fetch
 
@@ -147,6 +150,7 @@ class RemotePrefill:
         asked_ns = time.time_ns()
         accepted = await self._ask(fetch, request)
         fetch.room = accepted.room
+        fetch.waits_for_prefill = False
         reserved = await fetch.reserved
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
         return accepted, reserved
@@ -161,6 +165,7 @@ class RemotePrefill:
         self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, sent: Sent, timeout_s: float
     ) -> AuxRecord:
         await self._offer(fetch, accepted, reserved, now_ms() + int(timeout_s * 1000))
+        fetch.waits_for_prefill = True
         with tracer.start_as_current_span("decode.receive") as span:
             span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
             return await fetch.receiver.landed(accepted.stamp, len(reserved.pages), sent)
@@ -186,7 +191,9 @@ class RemotePrefill:
             span.set_attribute("kvmesh.prefill.instance", fetch.prefill.instance_id)
             call = self._bus.call(f"{fetch.prefill.subject}.prefill", asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
             fetch.asking = asyncio.create_task(call, name=f"ask {fetch.engine_id}")
-            return await asyncio.shield(fetch.asking)
+            accepted = await asyncio.shield(fetch.asking)
+        fetch.route.accepted(accepted.number)
+        return accepted
 
     async def _offer(self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, deadline_unix_ms: int) -> None:
         replica_id = accepted.room.partition("/")[0]

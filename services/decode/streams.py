@@ -51,6 +51,7 @@ class ActiveRequest:
     sampling: SamplingParams
     streams: dict[int, OutStream]  # of the branches that are not over
     span: Span  # decode.request: from acceptance to the last token
+    num_cached: int = 0  # prompt tokens in this instance's prefix cache when it came
     waiting_since_ns: int = 0  # when the last wait began whose end is the first token
     waiting_span: str = SPAN_LOCAL_PREFILL
     first_token_ns: int = 0

@@ -2,20 +2,24 @@
 
 import asyncio
 
+from prometheus_client import CollectorRegistry, Info
+
 from components.discovery.registry import Registration, join_registry
 from components.http_server import serve_http
 from components.messaging.bus import connect_bus
-from components.messaging.heartbeats import watch_heartbeats
+from components.messaging.fleet import watch_fleet
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_inbox
-from components.process import new_instance_id, record_maker, run, stop_signal, subject_of
+from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
+from components.telemetry.worker_metrics import serve_metrics
 from components.text.sampling_defaults import read_sampling_defaults
 from components.text.tokenizer import TextModel
 from engine.model.resolve import model_dir, served_name
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
+from services.frontend.explain import explaining
 from services.frontend.router import MeshClient
 
 
@@ -28,21 +32,35 @@ async def main(settings: FrontendSettings) -> None:
         start_telemetry(settings, "frontend", me),
         connect_bus(settings.nats_url, f"frontend-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
-        watch_heartbeats(bus, settings.namespace, "decode", registry.book) as decodes,
+        watch_fleet(bus, settings.namespace, "decode", registry.book, settings.decode_policy) as decodes,
         open_inbox(bus, f"{subject}.tokens") as inbox,
     ):
         folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
         text = await asyncio.to_thread(TextModel.load, folder)
         mesh = MeshClient(bus, inbox, decodes, model)
-        app = create_app(mesh, text, settings, defaults=read_sampling_defaults(folder))
-        async with serve_http(app, settings) as url:
-            registration = Registration(me)
-            record = record_maker(settings, "frontend", me, model=model, http=url)
+        metrics = CollectorRegistry()
+        Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
+            {"instance_id": me}
+        )
+        app = create_app(mesh, text, settings, metrics, read_sampling_defaults(folder))
+        registration = Registration(me)
+        async with (
+            serve_metrics(
+                metrics,
+                settings.metrics_host,
+                settings.metrics_port,
+                registration.is_held,
+                lambda: {"models": [model.name for model in mesh.models()]},
+            ) as page,
+            serve_http(app, settings, share_port=settings.share_port) as url,
+        ):
+            record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)
             async with (
-                serve_calls(bus, "frontend", subject, [], {"instance_id": me, "url": url}),
+                serve_calls(bus, "frontend", subject, [explaining(mesh, text, model)], {"instance_id": me, "url": url}),
                 registry.advertise(registration, record),
             ):
-                log_ready(instance=me, url=url)
+                settle()
+                log_ready(instance=me, url=url, metrics=page)
                 await stop_signal()
 
 

@@ -1,5 +1,6 @@
 """The HTTP routes. What a generating request does is in `services.frontend.exchange`."""
 
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from uuid import uuid4
 
@@ -8,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.errors import MeshError
 from components.openai.chat import ChatCompletion, ChatRequest
@@ -16,6 +18,7 @@ from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.models import ModelCard, ModelList
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
+from services.frontend.admission import Admission
 from services.frontend.config import FrontendSettings
 from services.frontend.endpoints import CHAT, COMPLETION
 from services.frontend.exchange import Exchange, Frontend
@@ -49,7 +52,8 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},  # our own spans say more, and cost less
     )
     metrics = FrontendMetrics(registry or CollectorRegistry())
-    _add_generation(app, Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics))
+    admission = Admission(mesh, settings, metrics)
+    _add_generation(app, Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission))
     _add_models(app, mesh)
     _add_operations(app, mesh, metrics.registry)
     _add_error_handlers(app)
@@ -57,16 +61,38 @@ def create_app(
     return app
 
 
+class _Straight:
+    """Takes generating requests past routing, dependencies and exception handlers, a seventh of a frontend's time: an exchange
+    reads its own request and ends in its own errors.
+    """
+
+    def __init__(self, app: ASGIApp, exchanges: Mapping[str, Callable[[], Response]]) -> None:
+        self._app = app
+        self._exchanges = exchanges  # by path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or pass on what is none of these."""
+        make = self._exchanges.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (self._app if make is None else make())(scope, receive, send)
+
+
 def _add_generation(app: FastAPI, frontend: Frontend) -> None:
+    exchanges: dict[str, Callable[[], Response]] = {
+        CHAT.route: lambda: Exchange(frontend, CHAT, ChatRequest),
+        COMPLETION.route: lambda: Exchange(frontend, COMPLETION, CompletionRequest),
+    }
+    app.add_middleware(_Straight, exchanges=exchanges)
+
+    # For the description of this API, and whoever mounts the application below a path.
     @app.post(CHAT.route, responses={200: {"model": ChatCompletion}})
     async def chat_completions() -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
-        return Exchange(frontend, CHAT, ChatRequest)
+        return exchanges[CHAT.route]()
 
     @app.post(COMPLETION.route, responses={200: {"model": Completion}})
     async def completions() -> Response:
         """Continue one or several texts; with `stream`, as server-sent events."""
-        return Exchange(frontend, COMPLETION, CompletionRequest)
+        return exchanges[COMPLETION.route]()
 
 
 def _add_models(app: FastAPI, mesh: Mesh) -> None:

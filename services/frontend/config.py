@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
+from components.routing.policies import DEFAULT, PolicyName
 from components.settings import MeshSettings
 
 
@@ -15,6 +16,27 @@ class FrontendSettings(MeshSettings):
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
+    share_port: Annotated[
+        bool,
+        Field(description="several frontends of this mesh on one port, each started with this; Linux deals it out"),
+    ] = False
     request_timeout_s: Annotated[PositiveFloat, Field(description="longest life of one request, seconds")] = 600.0
     max_body_bytes: Annotated[PositiveInt, Field(description="largest request body")] = 8 * 1024 * 1024
+    decode_policy: Annotated[PolicyName, Field(description="how a decode instance is chosen; docs/routing.md")] = (
+        DEFAULT["decode"]
+    )
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stop waits for requests, seconds")] = 30.0
+    queue_tokens: Annotated[
+        PositiveInt,
+        Field(description="prompt tokens that may wait for decode to have room, 64 added a choice; past it 429"),
+    ] = 2**20
+    queue_timeout_s: Annotated[PositiveFloat, Field(description="longest wait for it, seconds; past it 429")] = 60.0
+    admit_load: Annotated[
+        float,
+        Field(
+            gt=1, description="requests wait once decode's KV memory is this many times taken and asked for; inf: never"
+        ),
+    ] = 1.5
+    max_inflight: Annotated[
+        PositiveInt | None, Field(description="requests of this frontend at work at a time; default: no limit")
+    ] = None

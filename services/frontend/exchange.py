@@ -22,6 +22,7 @@ from components.openai.logprobs import ShownToken
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from services.frontend import tracing
+from services.frontend.admission import Admission, Place, key_of
 from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.disconnect import cancelled_on_disconnect
@@ -46,6 +47,7 @@ class Frontend:
     settings: FrontendSettings
     defaults: SamplingDefaults
     metrics: FrontendMetrics
+    admission: Admission
 
 
 class Exchange(Response, Generic[R]):
@@ -96,14 +98,25 @@ class Exchange(Response, Generic[R]):
         running.inc()
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
-                generation = await self._prepare(request, model, limit)
-                self._generation = generation
-                async with aclosing(generation.pieces()) as pieces:
-                    await (self._stream if request.stream else self._collect)(reply, request, generation, pieces)
+                specs = await self._prepare(request, model, limit)
+                place = self._enter(key_of(scope["headers"]), specs)
+                try:
+                    await self._generate(reply, request, specs, place)
+                finally:
+                    place.leave(self._num_generated)
         finally:
             running.dec()
 
-    async def _prepare(self, request: R, model: ServedModel, limit: int | None) -> Generation:
+    async def _generate(self, reply: Reply, request: R, specs: list[PromptSpec], place: Place) -> None:
+        if place.turn is not None:
+            with tracing.tracer.start_as_current_span("frontend.admit"):
+                await place.admitted()
+        frontend, gaps = self._frontend, self._frontend.metrics.gaps.of(self._model)
+        self._generation = generation = Generation(frontend.mesh, frontend.text, specs, gaps, place.began)
+        async with aclosing(generation.pieces()) as pieces:
+            await (self._stream if request.stream else self._collect)(reply, request, generation, pieces)
+
+    async def _prepare(self, request: R, model: ServedModel, limit: int | None) -> list[PromptSpec]:
         frontend, dialect = self._frontend, self._dialect
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         with tracing.tracer.start_as_current_span("frontend.tokenize"):
@@ -111,7 +124,7 @@ class Exchange(Response, Generic[R]):
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded]
             echoes = dialect.echoes(frontend.text, request, encoded)
         names = [self._request_id] if len(encoded) == 1 else [f"{self._request_id}-{i}" for i in range(len(encoded))]
-        specs = [
+        return [
             PromptSpec(
                 make_prompt(name, request, ids, max_tokens=budget, deadline=deadline, defaults=frontend.defaults),
                 request.stop,
@@ -120,7 +133,12 @@ class Exchange(Response, Generic[R]):
             )
             for name, ids, budget, echo in zip(names, encoded, budgets, echoes, strict=True)
         ]
-        return Generation(frontend.mesh, frontend.text, specs, frontend.metrics.gaps.of(model.name))
+
+    def _enter(self, key: bytes, specs: list[PromptSpec]) -> Place:
+        """All prompts of a request go on together. Raises: QueueFull."""
+        prompts = [spec.prompt for spec in specs]
+        tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
+        return self._frontend.admission.enter(key, prompts[0].priority, tokens, choices)
 
     async def _stream(
         self, reply: Reply, request: R, generation: Generation, pieces: AsyncGenerator[Piece, None]
@@ -165,6 +183,11 @@ class Exchange(Response, Generic[R]):
         ]
         usage = generation.usage()
         await reply.json(self._dialect.answer(self._response_id, int(time.time()), request.model, choices, usage))
+
+    @property
+    def _num_generated(self) -> int:
+        generation = self._generation
+        return 0 if generation is None else sum(choice.generated_tokens for choice in generation.choices)
 
     @property
     def _response_id(self) -> str:

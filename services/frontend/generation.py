@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -133,7 +133,15 @@ class Branches:
 class Generation:
     """All choices of one request, generated side by side."""
 
-    def __init__(self, mesh: Mesh, text: TextModel, specs: Sequence[PromptSpec], gaps: GapCounts) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        text: TextModel,
+        specs: Sequence[PromptSpec],
+        gaps: GapCounts,
+        began: Callable[[int], None],
+    ) -> None:
+        """`began` is told of each choice's first token, with the tokens of its prompt if it is the prompt's first choice."""
         self._prompts: list[Branches] = []
         self.choices: list[Choice] = []  # prompt by prompt
         for spec in specs:
@@ -143,6 +151,7 @@ class Generation:
         self.first_unix_ns = 0  # when the first delta arrived
         self._mesh = mesh
         self._gaps = gaps
+        self._began = began
 
     def usage(self) -> Usage:
         """Tokens so far, over all choices; a prompt counts once, whatever the number of its choices."""
@@ -174,6 +183,7 @@ class Generation:
                     self._gaps.observe(now - last)
                 else:
                     self.first_unix_ns = self.first_unix_ns or time.time_ns()
+                    self._began(len(choice.prompt.token_ids) if choice is branches.choices[0] else 0)
                     await branches.tell(choice, delta)
                 last = now
                 yield choice.take(delta)

@@ -1,7 +1,7 @@
 """What the frontend counts, under the names that dashboards know from vLLM. Labels come from fixed sets only."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Final
 
@@ -12,6 +12,8 @@ from prometheus_client.registry import Collector
 NO_MODEL: Final = ""  # label of a request that named no model we serve
 TTFT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 E2E_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+REFUSED: Final = ("full", "shed", "age")
+QUEUE_BUCKETS: Final = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 GAP_BUCKETS: Final = (
     0.0005,
     0.001,
@@ -86,10 +88,36 @@ class FrontendMetrics:
         )
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", ["model_name"], registry=registry)
         self.generation_tokens = Counter("generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
-        self.running = Gauge("num_requests_running", "Requests not yet answered.", ["model_name"], registry=registry)
+        self.running = Gauge(
+            "num_requests_running",
+            "Requests not yet answered, those that wait included.",
+            ["model_name"],
+            registry=registry,
+        )
         self.requests = Counter(
             "requests", "Requests by HTTP status; 499: the client left.", [*labels, "status"], registry=registry
         )
         self.success = Counter(
             "request_success", "Choices by finish reason.", ["model_name", "finished_reason"], registry=registry
         )
+        self.queue_time = Histogram(
+            "request_queue_time_seconds",
+            "Wait for admission of those admitted; 0: at once.",
+            registry=registry,
+            buckets=QUEUE_BUCKETS,
+        )
+        self.refused = Counter(
+            "requests_refused",
+            "Requests not admitted: the queue was full, it was shed for a better one, or it waited too long (age).",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in REFUSED:
+            self.refused.labels(reason)
+
+    def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
+        """What waits for admission is read from there."""
+        waiting = Gauge("num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
+        waiting.set_function(num_requests)
+        tokens = Gauge("num_tokens_waiting", "Their prompt tokens, 64 added a choice.", registry=self.registry)
+        tokens.set_function(num_tokens)

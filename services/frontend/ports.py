@@ -19,6 +19,8 @@ class Prompt:
     sampling: Sampling
     cache_salt: str
     deadline_unix_ms: int
+    priority: int = 0  # lower goes first
+    session: str = ""  # prompts with the same one belong together
 
 
 class TokenDelta(NamedTuple):
@@ -41,11 +43,25 @@ class ServedModel:
     parent: str | None = None  # of an adapter: the model
 
 
+class FleetRoom(NamedTuple):
+    """What all decode instances that take new work said last, together.
+
+    What this frontend has sent since is not in it: admission counts its own requests itself, until their first tokens come.
+    """
+
+    held_tokens: int  # in pages that are neither free nor merely cached, no more than the capacity
+    capacity_tokens: int | None  # of all pages; None: there is no instance
+    num_waiting: int  # requests accepted that hold no page yet, each of n branches for itself, of all frontends
+
+
 class Mesh(Protocol):
     """The mesh as a request sees it."""
 
     def models(self) -> list[ServedModel]:
         """What can be asked for now; a look into memory."""
+
+    def room(self) -> FleetRoom:
+        """What decode carries; a look into memory."""
 
     def generate(self, prompt: Prompt) -> AbstractAsyncContextManager[Sequence[AsyncGenerator[TokenDelta, None]]]:
         """The tokens of each branch of `prompt`, while inside.

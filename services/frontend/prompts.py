@@ -66,6 +66,8 @@ def make_prompt(
         sampling=_sampling(request, max_tokens, defaults),
         cache_salt=request.cache_salt or "",
         deadline_unix_ms=deadline,
+        priority=request.priority or 0,
+        session=request.session,
     )
 
 

@@ -22,21 +22,26 @@ from components.errors import (
 )
 from components.messaging.bus import Bus
 from components.messaging.deadline import remaining_s
-from components.messaging.heartbeats import Liveness
+from components.messaging.fleet import Fleet
 from components.messaging.streams import InStream, StreamInbox
-from components.routing.policy import RoundRobin
+from components.routing.block_hash import PromptBlocks, seed_hash
+from components.routing.choice import Ask
+from components.routing.router import Route, explained
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
+from components.wire.routes import RouteExplained
 from components.wire.tokens import pack_tokens
 from engine.sampling.branches import branch_seed
-from services.frontend.ports import Prompt, ServedModel, TokenDelta
+from services.frontend.ports import FleetRoom, Prompt, ServedModel, TokenDelta
 
 log = logging.getLogger(__name__)
 
 DISPATCH_TIMEOUT_S = 10.0
 WAIT_FOR_DECODE_S = 30.0  # for a stream that has begun: a decode instance that died may be restarting
 MOVES = 5
+FIRST_BACK_OFF_S = 0.05  # before an instance is asked again; doubles
+MOST_BACK_OFF_S = 1.0
 MOVING = (PeerLost, Overloaded, BackendUnavailable, DeadlineExceeded)  # with these a stream tries another instance
 
 
@@ -46,20 +51,25 @@ class Stream:
 
     record: InstanceRecord
     inner: InStream
+    route: Route
     over: bool = False  # read to its end, or cancelled
+    spoke: bool = False  # it has brought tokens
+    closed: bool = False
 
 
 class MeshClient:
     """See `services.frontend.ports.Mesh`."""
 
-    def __init__(self, bus: Bus, inbox: StreamInbox, decodes: Liveness, model: str) -> None:
+    def __init__(self, bus: Bus, inbox: StreamInbox, decodes: Fleet, model: str) -> None:
         self._bus = bus
         self._inbox = inbox
-        self._decodes = decodes
+        self._decodes = decodes.alive
+        self._router = decodes.router
+        self._policy = decodes.policy
+        self._rng = decodes.rng
         self._model = model
-        self._policy = RoundRobin()
         self._cancels: set[asyncio.Task[None]] = set()
-        decodes.on_lost(self._instance_lost)
+        self._decodes.on_lost(self._instance_lost)
 
     def models(self) -> list[ServedModel]:
         """The one model this frontend can tokenise for, when a decode instance serves it, then its adapters."""
@@ -69,6 +79,19 @@ class MeshClient:
         adapters = sorted({name for record in usable for name in record.adapters})
         mine = _served(self._model, usable)
         return [mine, *(_served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters)]
+
+    def room(self) -> FleetRoom:
+        """By what instances registered with and by their last heartbeats; before its first one, an instance is empty."""
+        held = capacity = waiting = 0
+        for record in self._decodes.usable(self._model):
+            if record.kv is None:
+                continue
+            capacity += record.kv.num_pages * record.kv.layout.page_size
+            said = self._decodes.last_heartbeat(record.instance_id)
+            if said is not None:
+                held += said.held_pages * record.kv.layout.page_size
+                waiting += max(said.num_waiting, said.num_requests - said.num_running - said.num_reserved)
+        return FleetRoom(held, capacity or None, waiting)
 
     @asynccontextmanager
     async def generate(self, prompt: Prompt) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
@@ -95,11 +118,14 @@ class MeshClient:
             try:
                 while not stream.over:
                     delta = _delta(await stream.inner.next(), first=not generated)
+                    if not stream.spoke:
+                        stream.spoke = True
+                        stream.route.succeeded()
                     stream.over = delta.finish is not None
                     generated += delta.token_ids
                     yield delta
             except MOVING as exc:
-                self._note_move(prompt, stream.record, exc, tried)
+                self._note_move(prompt, stream.route, exc, tried)
             else:
                 return
             finally:
@@ -109,16 +135,17 @@ class MeshClient:
     async def _dispatch(self, prompt: Prompt, tried: list[str]) -> list[Stream]:
         """A stream for each branch, from an instance that has accepted the request; `tried` grows by those that did not."""
         while True:
-            record = await self._choose(prompt, tried)
+            record, route = await self._choose(prompt, tried)
             streams = [
-                Stream(record, self._inbox.open(record.instance_id, record.epoch)) for _ in range(prompt.sampling.n)
+                Stream(record, self._inbox.open(record.instance_id, record.epoch), route)
+                for _ in range(prompt.sampling.n)
             ]
             accepted = False
             try:
-                await self._send(prompt, record, streams[0].inner)
+                route.accepted(await self._send(prompt, record, streams[0].inner))
                 accepted = True
             except MOVING as exc:
-                self._note_move(prompt, record, exc, tried)
+                self._note_move(prompt, route, exc, tried)
             else:
                 return streams
             finally:
@@ -126,24 +153,29 @@ class MeshClient:
                     for stream in streams:
                         self._close(stream)
 
-    def _note_move(self, prompt: Prompt, record: InstanceRecord, why: MeshError, tried: list[str]) -> None:
+    def _note_move(self, prompt: Prompt, route: Route, why: MeshError, tried: list[str]) -> None:
         """Raises: `why`, when the request has moved too often; DeadlineExceeded."""
-        tried.append(record.instance_id)
+        route.failed(why)
+        tried.append(route.instance_id)
         if len(tried) > MOVES:
             raise why
         remaining_s(prompt.deadline_unix_ms)
         log.warning("stream moves", extra={"request": prompt.request_id, "cause": why.message})
-        trace.get_current_span().add_event("moved", {"from": record.instance_id, "cause": why.message})
+        trace.get_current_span().add_event("moved", {"from": route.instance_id, "cause": why.message})
 
     def _close(self, stream: Stream) -> None:
         """Nobody reads it any more, whatever has become of it."""
+        if stream.closed:
+            return
+        stream.closed = True
+        stream.route.over()
         self._inbox.close(stream.inner)
         if not stream.over:
             stream.over = True
             self._cancel_later(stream)
 
-    async def _choose(self, prompt: Prompt, tried: list[str]) -> InstanceRecord:
-        """An instance not tried yet, else one tried before; a stream that has begun waits for one to come back.
+    async def _choose(self, prompt: Prompt, tried: list[str]) -> tuple[InstanceRecord, Route]:
+        """An instance not tried yet, else, after a while, one tried before; a stream that has begun waits for one to come back.
 
         Raises: NoDecodeInstance.
         """
@@ -152,19 +184,65 @@ class MeshClient:
         with tracer.start_as_current_span("frontend.route") as span:
             while True:
                 usable = self._decodes.usable(self._model, self._adapter(prompt))
-                chosen = self._policy.take([r for r in usable if r.instance_id not in tried] or usable)
-                if chosen is not None:
-                    span.set_attribute("kvmesh.decode.instance", chosen.instance_id)
-                    span.set_attribute("kvmesh.decode.candidates", len(usable))
-                    return chosen
+                fresh = [r for r in usable if r.instance_id not in tried] if tried else usable
+                if usable and not fresh:
+                    await asyncio.sleep(self._back_off_s(len(tried) - len(usable)))
+                    usable = self._decodes.usable(self._model, self._adapter(prompt))
+                    fresh = [r for r in usable if r.instance_id not in tried] or usable
+                found = self._route(prompt, fresh, span)
+                if found is not None:
+                    return found
                 if time.monotonic() >= until:
                     raise NoDecodeInstance(
                         f"no decode instance serves {prompt.model!r} at the moment", retry_after_s=2.0
                     )
                 await asyncio.sleep(0.1)
 
-    async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> None:
-        """Have `record` take the request, whose first stream this is."""
+    def _back_off_s(self, tries: int) -> float:
+        """Before somebody is asked again, not at the same moment as all others to whom the same happened.
+
+        `tries`: beyond one of each.
+        """
+        return self._rng.uniform(0.5, 1.0) * min(MOST_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
+
+    def explain(self, prompt: Prompt) -> RouteExplained:
+        """Where `prompt` would go now, and why; nothing is sent."""
+        usable = self._decodes.usable(self._model, self._adapter(prompt))
+        blocks = self._blocks(prompt, usable)
+        ask = Ask(len(prompt.token_ids), session=prompt.session, prefix=blocks.prefix())
+        chosen = (
+            self._router.explain(ask, blocks, usable) or f"no decode instance serves {prompt.model!r} at the moment"
+        )
+        return explained(self._policy, pack_tokens(prompt.token_ids), chosen)
+
+    def _route(
+        self, prompt: Prompt, usable: Sequence[InstanceRecord], span: trace.Span
+    ) -> tuple[InstanceRecord, Route] | None:
+        """One of `usable`, with the request on its way there as far as the load book is concerned."""
+        blocks = self._blocks(prompt, usable)
+        num_tokens = len(prompt.token_ids)
+        ask = Ask(num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=span.is_recording())
+        chosen = self._router.choose(ask, blocks, usable)
+        record = None if chosen is None else self._decodes.find(chosen.instance_id)
+        if chosen is None or record is None:
+            return None
+        span.set_attribute("kvmesh.decode.instance", chosen.instance_id)
+        span.set_attributes(chosen.facts())
+        pages = self._router.pages_for(chosen.instance_id, num_tokens - chosen.cached_tokens)
+        # where its prompt is computed is decode's choice, and what waits there its heartbeats tell
+        route = self._router.send(chosen, 0, pages, prompt.sampling.n)
+        return record, route
+
+    def _blocks(self, prompt: Prompt, usable: Sequence[InstanceRecord]) -> PromptBlocks:
+        """By the names that caches of these instances give them; one with other weights of an adapter has others."""
+        kv = next((r for r in usable if r.kv is not None), None)
+        adapter = self._adapter(prompt)
+        identity = kv.adapters.get(adapter, "") if kv is not None else ""
+        model = kv.kv.layout.model if kv is not None and kv.kv is not None else ""
+        return PromptBlocks(pack_tokens(prompt.token_ids), seed_hash(model, identity, prompt.cache_salt))
+
+    async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> int:
+        """Have `record` take the request, whose first stream this is. Returns: how many it has taken with it."""
         request = GenerateRequest(
             request_id=prompt.request_id,
             epoch=record.epoch,
@@ -175,12 +253,14 @@ class MeshClient:
             deadline_unix_ms=prompt.deadline_unix_ms,
             sampling=prompt.sampling,
             cache_salt=prompt.cache_salt,
+            priority=prompt.priority,
             adapter=self._adapter(prompt),
+            session=prompt.session,
         )
         timeout_s = min(DISPATCH_TIMEOUT_S, remaining_s(prompt.deadline_unix_ms))
         with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT):
             call = self._bus.call(f"{record.subject}.generate", request, GenerateAccepted, timeout_s=timeout_s)
-            await stream.failure.unless(call)
+            return (await stream.failure.unless(call)).number
 
     def _adapter(self, prompt: Prompt) -> str:
         """Any name but the model's own is one of an adapter, as in vLLM."""

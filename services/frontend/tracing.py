@@ -4,16 +4,16 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
 
-from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Scope
 
 from components.openai.errors import ApiError
 from components.openai.fields import GenerationFields
+from components.telemetry import spans
 from services.frontend.generation import Generation
 
-tracer: Final = trace.get_tracer("kvmesh")
+tracer: Final = spans.tracer
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()  # not the global one: a stranger's baggage stays outside
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")

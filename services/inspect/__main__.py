@@ -15,7 +15,10 @@ from rich.console import Console
 
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME, TraceStore
+from components.wire.routes import ExplainRoute
+from services.inspect.planner import show_planner
 from services.inspect.profile import profile_worker
+from services.inspect.route import show_route
 from services.inspect.trace_view import trace_table
 from services.inspect.workers import show_workers
 
@@ -39,6 +42,17 @@ def workers(
     """What etcd knows and what NATS answers, side by side."""
     settings = _settings(state_dir, etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
     asyncio.run(show_workers(settings, console))
+
+
+@app.command()
+def planner(
+    nats_url: NatsUrl = None,
+    namespace: Namespace = None,
+    state_dir: StateDir = None,
+) -> None:
+    """How many workers the planner thinks are needed, why, and what it did last."""
+    settings = _settings(state_dir, nats_url=nats_url, namespace=namespace)
+    asyncio.run(show_planner(settings, console))
 
 
 @app.command()
@@ -88,6 +102,25 @@ def profile(
     """What one worker computes while it serves: a torch trace that opens in Perfetto."""
     settings = _settings(state_dir, etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
     asyncio.run(profile_worker(settings, console, role, instance, seconds=seconds, out=out))
+
+
+@app.command()
+def route(
+    *,
+    prompt: Annotated[str, typer.Option(help="what a user would say")],
+    chat: Annotated[bool, typer.Option(help="as a message in the model's chat template; else as it is")] = True,
+    adapter: Annotated[str, typer.Option(help="a LoRA adapter by name")] = "",
+    session: Annotated[str, typer.Option(help="as `prompt_cache_key` or `user` of a request")] = "",
+    cache_salt: Annotated[str, typer.Option(help="as `cache_salt` of a request")] = "",
+    etcd_url: EtcdUrl = None,
+    nats_url: NatsUrl = None,
+    namespace: Namespace = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Which instances a prompt would go to now, and why, without sending it."""
+    settings = _settings(state_dir, etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
+    asked = ExplainRoute(text=prompt, chat=chat, adapter=adapter, session=session, cache_salt=cache_salt)
+    asyncio.run(show_route(settings, console, asked))
 
 
 @contextmanager

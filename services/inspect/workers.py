@@ -18,6 +18,7 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 
 LISTEN_S = 1.2  # two heartbeats
+BESIDE = ("kvmesh-planner", "kvmesh-local")  # answer on NATS and serve no requests, so they are not in etcd
 ROLES: tuple[Role, ...] = ("frontend", "bootstrap", "decode", "prefill")
 
 
@@ -70,7 +71,8 @@ async def _services(bus: Bus, namespace: str) -> dict[str, dict[str, Any]]:
             return
         answer = json.loads(message.data)
         about = answer.get("metadata") or {}
-        if about.get("subject", "").startswith(f"{namespace}.") and (instance_id := about.get("instance_id")):
+        ours = about.get("subject", "").startswith(f"{namespace}.") and answer["name"] not in BESIDE
+        if ours and (instance_id := about.get("instance_id")):
             found[instance_id] = answer
 
     inbox = bus.client.new_inbox()
@@ -123,5 +125,5 @@ def _row(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any]
         calls,
         errors,
         load,
-        pages or (record.http or ""),
+        pages or " ".join(filter(None, (record.http, record.metrics))),
     ]

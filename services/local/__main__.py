@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from components.routing.policies import PolicyName
 from services.local.plan import Plan
 from services.local.supervisor import run_mesh
 
@@ -18,7 +19,7 @@ def main(
     *,
     prefill: Annotated[int, typer.Option(min=0, help="prefill workers; 0: decode computes prompts itself")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="decode workers")] = 1,
-    frontend: Annotated[int, typer.Option(min=1, help="HTTP frontends; further ones take the next ports")] = 1,
+    frontend: Annotated[int, typer.Option(min=1, help="HTTP frontends, all behind the one port")] = 1,
     bootstrap: Annotated[int, typer.Option(min=0, help="bootstrap replicas; 0 only without prefill workers")] = 1,
     model: Annotated[
         str | None,
@@ -31,8 +32,15 @@ def main(
         str, typer.Option(envvar="MESH_FRONTEND_HOST", help="address that frontends listen on")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(envvar="MESH_FRONTEND_PORT", min=1, max=65535, help="of the first frontend")
+        int, typer.Option(envvar="MESH_FRONTEND_PORT", min=1, max=65535, help="that frontends listen on")
     ] = 8000,
+    share_port: Annotated[
+        bool,
+        typer.Option(
+            envvar="MESH_FRONTEND_SHARE_PORT",
+            help="several frontends behind one port; with --no-share-port further ones take the next ports",
+        ),
+    ] = True,
     etcd_url: Annotated[
         str | None, typer.Option(envvar="MESH_ETCD_URL", help="an etcd that runs; default: start one")
     ] = None,
@@ -57,6 +65,14 @@ def main(
         str | None,
         typer.Option(envvar="MESH_KV_TRANSFER", help="what moves KV: nixl (default), nixl/<PLUGIN>, mooncake, fake"),
     ] = None,
+    prefill_policy: Annotated[
+        PolicyName | None,
+        typer.Option(envvar="MESH_DECODE_PREFILL_POLICY", help="how decode chooses a prefill worker [kv_aware]"),
+    ] = None,
+    decode_policy: Annotated[
+        PolicyName | None,
+        typer.Option(envvar="MESH_FRONTEND_DECODE_POLICY", help="how frontends choose a decode worker [least_load]"),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -77,6 +93,14 @@ def main(
     stop_timeout: Annotated[
         float, typer.Option(min=0.1, help="seconds a process has to stop before it is killed")
     ] = 10.0,
+    drain_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="seconds that a worker which a planner lets go has to finish its requests; default: four fifths of "
+            "--stop-timeout. What it has not finished then goes on elsewhere",
+        ),
+    ] = None,
 ) -> None:
     """Run etcd, NATS, bootstrap, prefill, decode and frontend on this machine until Ctrl-C.
 
@@ -88,6 +112,8 @@ def main(
         "state_dir": state_dir,
         "namespace": namespace,
         "kv_transfer": kv_transfer,
+        "decode_prefill_policy": prefill_policy,
+        "frontend_decode_policy": decode_policy,
         "otlp_endpoint": otlp_endpoint,
         "log_level": log_level,
         "engine__dtype": dtype,
@@ -99,9 +125,11 @@ def main(
         counts={"bootstrap": bootstrap, "prefill": prefill, "decode": decode, "frontend": frontend},
         host=host,
         port=port,
+        share_port=share_port,
         etcd_url=etcd_url,
         nats_url=nats_url,
         stop_timeout_s=stop_timeout,
+        drain_timeout_s=drain_timeout,
         given={name: str(value) for name, value in given.items() if value is not None},
     )
     sys.exit(asyncio.run(run_mesh(plan)))

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -56,13 +57,21 @@ class Supervision:
 class Child:
     """One service process and its successors."""
 
-    def __init__(self, spec: ChildSpec, supervision: Supervision) -> None:
+    def __init__(self, spec: ChildSpec, supervision: Supervision, *, essential: bool = True) -> None:
+        """The run ends when an essential child cannot be started."""
         self.spec = spec
+        self._essential = essential
         self.ready = asyncio.Event()  # the process that runs now has said "ready"
+        self.metrics_url: str | None = None  # where it said then that its own page is
         self._shared = supervision
         self._stopping = asyncio.Event()
         self._process: Process | None = None
         self._was_ready = False
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was told to stop."""
+        return self._stopping.is_set()
 
     async def keep_running(self) -> None:
         """Start it, and again when it dies, until `stop`."""
@@ -102,37 +111,93 @@ class Child:
     def _show(self, line: str) -> None:
         if self._shared.output.show(self.spec.name, line) == "ready" and self._process is not None:
             self._was_ready = True
+            self.metrics_url = json.loads(line).get("metrics")
             self._shared.shared_memory.remember(self._process.pid)
             self.ready.set()
 
     def _give_up(self, cause: str) -> None:
-        if not self._shared.gave_up.done():
-            self._shared.gave_up.set_result(
-                CannotStart(
-                    f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause}); see its lines"
-                )
-            )
+        why = f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause}); see its lines"
+        if not self._essential:
+            self._shared.output.say(self.spec.name, f"{why}; it is given up", level="error")
+        elif not self._shared.gave_up.done():
+            self._shared.gave_up.set_result(CannotStart(why))
 
-    async def stop(self) -> None:
-        """SIGTERM, SIGKILL after the time-out; returns when the process is gone."""
+    async def stop(self, timeout_s: float | None = None, hurry: asyncio.Event | None = None) -> None:
+        """SIGTERM, SIGKILL after the time-out or when `hurry` is set; returns when the process is gone."""
+        timeout_s, hurry = timeout_s or self._shared.stop_timeout_s, hurry or self._shared.hurry
         self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
             return
         self._shared.shared_memory.remember(process.pid)
-        if not await stop(process, self._shared.stop_timeout_s, self._shared.hurry):
-            why = "" if self._shared.hurry.is_set() else f"did not stop in {self._shared.stop_timeout_s:g} s: "
+        if not await stop(process, timeout_s, hurry):
+            why = "" if hurry.is_set() else f"did not stop in {timeout_s:g} s: "
             self._shared.output.say(self.spec.name, f"{why}killed", level="warning")
 
 
-@asynccontextmanager
-async def running_children(specs: list[ChildSpec], supervision: Supervision) -> AsyncIterator[list[Child]]:
-    """Children of one tier, all started at once, all stopped at once when the block ends."""
-    children = [Child(spec, supervision) for spec in specs]
-    async with asyncio.TaskGroup() as tasks:
-        for child in children:
-            tasks.create_task(child.keep_running(), name=child.spec.name)
+class Tier:
+    """Children that start together and stop together; more may come meanwhile, and the newest may go."""
+
+    def __init__(self, supervision: Supervision, tasks: asyncio.TaskGroup) -> None:
+        self.children: list[Child] = []  # without those that are leaving
+        self._shared = supervision
+        self._tasks = tasks
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._no_longer = asyncio.Event()  # those that are leaving have had their time
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter(self.children)
+
+    def start(self, spec: ChildSpec, *, essential: bool = True) -> None:
+        """Start a child and keep it running."""
+        child = Child(spec, self._shared, essential=essential)
+        self.children.append(child)
+        self._tasks.create_task(self._keep(child), name=spec.name)
+
+    def retire_newest(self, drain_s: float) -> str:
+        """Have the newest child finish what it has, for `drain_s` at most, and not come back. Returns: its name, at once."""
+        child = self.children.pop()
+        task = self._tasks.create_task(self._retire(child, drain_s), name=f"retire-{child.spec.name}")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        return child.spec.name
+
+    async def _retire(self, child: Child, drain_s: float) -> None:
         try:
-            yield children
+            await child.stop(drain_s, self._no_longer)
+        except TimeoutError:  # its memory may be large: nobody else has to go for that
+            self._shared.output.say(child.spec.name, "was killed and is not gone yet", level="warning")
+        else:
+            self._shared.output.say(child.spec.name, "has left")
+
+    async def _keep(self, child: Child) -> None:
+        await child.keep_running()
+        if child in self.children:  # it was given up
+            self.children.remove(child)
+
+    async def stop(self) -> None:
+        """Stop all of them. Those that are leaving already get no second SIGTERM, which would end them in mid-stream."""
+        leaving = set(self._leaving)
+        await asyncio.gather(*(child.stop() for child in list(self.children)), self._part_with(leaving))
+
+    async def _part_with(self, leaving: set[asyncio.Task[None]]) -> None:
+        if leaving:
+            hurry = asyncio.ensure_future(self._shared.hurry.wait())
+            left = asyncio.ensure_future(asyncio.wait(leaving))
+            await asyncio.wait({left, hurry}, timeout=self._shared.stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            self._no_longer.set()
+            await left
+
+
+@asynccontextmanager
+async def running_children(specs: list[ChildSpec], supervision: Supervision) -> AsyncIterator[Tier]:
+    """Children of one tier, all started at once, all stopped at once when the block ends."""
+    async with asyncio.TaskGroup() as tasks:
+        tier = Tier(supervision, tasks)
+        for spec in specs:
+            tier.start(spec)
+        try:
+            yield tier
         finally:
-            await asyncio.gather(*(child.stop() for child in children))
+            await tier.stop()

@@ -10,8 +10,8 @@ from components.settings import MeshSettings
 QUESTION = "Name the capital of France."
 
 
-def greeting(urls: list[str], model: str, settings: MeshSettings) -> list[str]:
-    """Lines to print. `model` is the name that the frontend lists."""
+def greeting(urls: list[str], model: str, settings: MeshSettings, sharing: int = 1) -> list[str]:
+    """Lines to print. `model` is the name that the frontend lists, `sharing` how many of them are behind one address."""
     body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
     ask = [
         "curl",
@@ -28,7 +28,7 @@ def greeting(urls: list[str], model: str, settings: MeshSettings) -> list[str]:
         where = ["--state-dir", str(settings.home)]
     return [
         "",
-        f"Ready: {'  '.join(urls)}",
+        f"Ready: {'  '.join(urls)}" + (f"  ({sharing} frontends)" if sharing > 1 else ""),
         "",
         f"  ask:      {shlex.join(ask)}",
         f"  workers:  {shlex.join([*inspect, 'workers', *where])}",

@@ -6,7 +6,7 @@ Children read `MESH_*` like anywhere else. What was given here overlays our own 
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pydantic import ValidationError
@@ -16,20 +16,21 @@ from services.local.children import ChildSpec
 from services.local.process import CannotStart
 
 TIERS: Final = ("bootstrap", "prefill", "decode", "frontend")  # in the order in which they depend on each other
-DRAINING: Final = ("prefill", "decode", "frontend")  # finish requests in flight when told to stop
 PREFILL_SPINS: Final = "30000"  # by default OpenMP's threads go on spinning for milliseconds when a prompt is computed
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. `given` holds the settings that the command line named: field of `MeshSettings` or `engine__…`."""
+    """One run. `given` holds the settings that the command line named, as `MESH_*` variables have them."""
 
     counts: dict[str, int]
     host: str = "127.0.0.1"
     port: int = 8000
+    share_port: bool = True  # between frontends, when there are several
     etcd_url: str | None = None  # None: start our own
     nats_url: str | None = None
     stop_timeout_s: float = 10.0
+    drain_timeout_s: float | None = None  # of a worker that a planner lets go; None: as long as any stop may take
     given: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -38,14 +39,19 @@ class Plan:
         return [f"{role}-{i}" for role in TIERS for i in range(self.counts[role])]
 
     @property
-    def frontends(self) -> list[tuple[str, int]]:
-        """Host and port of each frontend."""
-        return [(self.host, self.port + i) for i in range(self.counts["frontend"])]
+    def shared(self) -> bool:
+        """Whether several frontends listen on one port."""
+        return self.share_port and self.counts["frontend"] > 1
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port that frontends listen on: all on one, or each on its own."""
+        return [(self.host, self.port + i) for i in range(1 if self.shared else self.counts["frontend"])]
 
     @property
     def urls(self) -> list[str]:
-        """Where clients on this machine reach each frontend."""
-        return [f"http://{reachable(host)}:{port}" for host, port in self.frontends]
+        """Where clients on this machine reach them."""
+        return [f"http://{reachable(host)}:{port}" for host, port in self.addresses]
 
     def settings(self) -> MeshSettings:
         """What all services will see. Raises: CannotStart, naming the setting that is wrong."""
@@ -53,7 +59,8 @@ class Plan:
         if faults:
             raise CannotStart("\n".join(faults))
         try:
-            return MeshSettings(**{name: value for name, value in self.given.items() if "__" not in name})  # type: ignore[arg-type]
+            shared = {name: value for name, value in self.given.items() if name in MeshSettings.model_fields}
+            return MeshSettings(**shared)  # type: ignore[arg-type]
         except ValidationError as exc:
             fault = exc.errors()[0]
             raise CannotStart(f"setting {fault['loc'][0]}: {fault['msg']}, got {fault['input']!r}") from exc
@@ -86,24 +93,33 @@ class Plan:
         if "MESH_ENGINE__THREADS" not in shared:
             shared["MESH_ENGINE__THREADS"] = str(self.threads_each())
             shared.setdefault("MESH_ENGINE__SHARED_CORES", str(settings.home / "cores"))
-        drain_s = f"{0.8 * self.stop_timeout_s:g}"  # unless the caller says otherwise: to be over before the kill
+        stop_s = 0.8 * self.stop_timeout_s  # unless the caller says otherwise: to be over before the kill
+        drain_s = {"frontend": stop_s, **dict.fromkeys(("prefill", "decode"), self.drain_timeout_s or stop_s)}
         metrics_port = settings.metrics_port
         tiers = []
         for role in TIERS:
             tier = []
             for i in range(self.counts[role]):
-                env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": drain_s} if role in DRAINING else {}
+                env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": f"{drain_s[role]:g}"} if role in drain_s else {}
                 env |= shared
                 if role == "prefill":
                     env.setdefault("GOMP_SPINCOUNT", PREFILL_SPINS)
                 if role == "frontend":
-                    env |= {"MESH_FRONTEND_HOST": self.host, "MESH_FRONTEND_PORT": str(self.port + i)}
-                elif metrics_port:  # one machine: each takes the next
+                    port = self.port if self.shared else self.port + i
+                    env |= {"MESH_FRONTEND_HOST": self.host, "MESH_FRONTEND_PORT": str(port)}
+                    env["MESH_FRONTEND_SHARE_PORT"] = str(self.shared).lower()
+                if metrics_port:  # one machine: each takes the next
                     env["MESH_METRICS_PORT"] = str(metrics_port)
                     metrics_port += 1
                 tier.append(ChildSpec(f"{role}-{i}", [sys.executable, "-m", f"services.{role}"], env))
             tiers.append(tier)
         return tiers
+
+    def one_more(self, role: str, number: int, settings: MeshSettings, etcd_url: str, nats_url: str) -> ChildSpec:
+        """The worker `<role>-<number>`, one that comes while the others run; its metrics port is any free one."""
+        grown = replace(self, counts={**self.counts, role: number + 1})
+        spec = grown.children(settings, etcd_url, nats_url)[TIERS.index(role)][number]
+        return replace(spec, env={**spec.env, "MESH_METRICS_PORT": "0"})
 
 
 def reachable(host: str) -> str:

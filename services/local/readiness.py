@@ -5,29 +5,41 @@ import http.client
 import json
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Final
+from urllib.parse import urlsplit
 
 from services.local.children import Child
 from services.local.output import Output
-from services.local.plan import Plan, reachable
+from services.local.plan import Plan
 from services.local.process import CannotStart
 
 PATIENCE_S: Final = 30.0  # how often to say what is still missing
 
 
-def check_ports(plan: Plan) -> None:
-    """Try to listen where the frontends will. Raises: CannotStart."""
-    for host, port in plan.frontends:
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                probe.listen()
-        except OSError as exc:
-            raise CannotStart(
-                f"cannot listen on {host}:{port} ({exc.strerror}): free it, or give another --port"
-            ) from exc
+@contextmanager
+def own_ports(plan: Plan) -> Iterator[None]:
+    """The ports of the frontends are ours, until the block ends. Raises: CannotStart, when they are another's.
+
+    Frontends that share a port do so with any process that shares it, another mesh's too. So whoever starts a mesh first
+    tries to have the port alone; and holds a name that only one process can, which others find while nobody listens yet.
+    """
+    with ExitStack() as held:
+        for host, port in plan.addresses:
+            try:
+                name = held.enter_context(socket.socket(socket.AF_UNIX))
+                name.bind(f"\0kvmesh {host or '0.0.0.0'}:{port}")  # noqa: S104 - a name, not an address
+                family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+                with socket.socket(family, kind) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+                    probe.listen()
+            except OSError as exc:
+                raise CannotStart(
+                    f"cannot listen on {host}:{port} ({exc.strerror}): free it, or give another --port"
+                ) from exc
+        yield
 
 
 async def until_ready(children: list[Child], plan: Plan, model: str | None, output: Output) -> list[str]:
@@ -37,9 +49,9 @@ async def until_ready(children: list[Child], plan: Plan, model: str | None, outp
     """
     told = time.monotonic()
     while True:
-        missing = [child.spec.name for child in children if not child.ready.is_set()]
+        missing = [child.spec.name for child in children if not (child.ready.is_set() or child.leaving)]
         if not missing:
-            lists = await asyncio.gather(*(asyncio.to_thread(_models, *address) for address in plan.frontends))
+            lists = await asyncio.gather(*(asyncio.to_thread(_models, url, key) for url, key in _lists(children, plan)))
             common = set.intersection(*map(set, lists))
             if common and (model is None or model in common):
                 return [name for name in lists[0] if name in common]
@@ -50,12 +62,21 @@ async def until_ready(children: list[Child], plan: Plan, model: str | None, outp
         await asyncio.sleep(0.05)
 
 
-def _models(host: str, port: int) -> list[str]:
-    connection = http.client.HTTPConnection(reachable(host).strip("[]"), port, timeout=2.0)
+def _lists(children: list[Child], plan: Plan) -> list[tuple[str, str]]:
+    """Where each frontend says which models it has found: a URL and the field. Behind a shared port only its own page does."""
+    if not plan.shared:
+        return [(f"{url}/v1/models", "data") for url in plan.urls]
+    pages = [child.metrics_url for child in children if child.spec.name.startswith("frontend-")]
+    return [(f"{page}/health", "models") for page in pages]
+
+
+def _models(url: str, key: str) -> list[str]:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=2.0)
     try:
-        connection.request("GET", "/v1/models")
-        answer = json.loads(connection.getresponse().read())
-        return [str(model["id"]) for model in answer["data"]]
+        connection.request("GET", address.path)
+        models = json.loads(connection.getresponse().read())[key]
+        return [model if isinstance(model, str) else str(model["id"]) for model in models]
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return []
     finally:

@@ -12,9 +12,10 @@ from services.local.children import Backoff, Child, Supervision, running_childre
 from services.local.greeting import greeting
 from services.local.model import prepare_model
 from services.local.output import Output
-from services.local.plan import Plan
+from services.local.plan import TIERS, Plan
 from services.local.process import CannotStart, describe_exit, kill
-from services.local.readiness import check_ports, until_ready
+from services.local.readiness import own_ports, until_ready
+from services.local.scaling import Scaling, answer_scaling
 from services.local.servers import ETCD, NATS, Kind, Server, running
 from services.local.state import own_state
 
@@ -42,17 +43,28 @@ async def run_mesh(plan: Plan) -> int:
 async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
     """Serve until cancelled. Returns: why a child could not be kept; raises CannotStart when it did not come to children."""
     settings = plan.settings()
-    check_ports(plan)
     async with AsyncExitStack() as stack:
+        stack.enter_context(own_ports(plan))
         backends = await stack.enter_async_context(_backends(plan, settings, supervision))
         await prepare_model(settings.model, plan.model_command(settings), supervision.output)
-        children: list[Child] = []
-        for tier in plan.children(settings, *backends):
-            children += await stack.enter_async_context(running_children(tier, supervision))
+        tiers = {
+            role: await stack.enter_async_context(running_children(specs, supervision))
+            for role, specs in zip(TIERS, plan.children(settings, *backends), strict=True)
+        }
+        children = [child for tier in tiers.values() for child in tier]
+        scaling = Scaling(
+            tiers,
+            lambda role, number: plan.one_more(role, number, settings, *backends),
+            supervision.output,
+        )
         async with asyncio.TaskGroup() as tasks:
-            greeting_task = tasks.create_task(_greet(children, plan, settings, backends, supervision.output))
+            beside = (
+                tasks.create_task(_greet(children, plan, settings, backends, supervision.output)),
+                tasks.create_task(answer_scaling(scaling, backends[1], settings.namespace, supervision.output)),
+            )
             reason = await supervision.gave_up
-            greeting_task.cancel()
+            for task in beside:
+                task.cancel()
         return reason
 
 
@@ -107,7 +119,7 @@ async def _keep(server: Server, output: Output) -> None:
 async def _greet(children: list[Child], plan: Plan, settings: MeshSettings, backends: Backends, output: Output) -> None:
     """Say "Ready" once it is true."""
     models = await until_ready(children, plan, settings.served_model_name, output)
-    output.print(*greeting(plan.urls, models[0], settings))
+    output.print(*greeting(plan.urls, models[0], settings, plan.counts["frontend"] if plan.shared else 1))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from components.messaging.heartbeats import send_heartbeats
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
-from components.process import drain, new_instance_id, record_maker, run, stop_signal, subject_of
+from components.process import drain, new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
@@ -72,6 +72,7 @@ async def main(settings: PrefillSettings) -> None:
             send_heartbeats(bus, subject, service.heartbeat),
             registry.advertise(registration, record),
         ):
+            settle()
             log_ready(instance=me, model=model)
             await first(stop_signal(), raises(engine.failed()))
             await drain(service, settings.drain_timeout_s)

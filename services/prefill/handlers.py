@@ -192,6 +192,7 @@ class PrefillService:
             adapter=request.adapter,
         )
         num_tokens = len(prompt.token_ids)
+        hit = self._engine.engine.peek_prefix(prompt.token_ids, request.cache_salt, request.adapter)
         checksums = self._checksums if request.verify_kv else None
         job = PrefillJob(
             request=request,
@@ -208,6 +209,7 @@ class PrefillService:
             span=span,
             submitted_ns=time.time_ns(),
             step_s=lambda: self._engine.stats.step_s,
+            num_computed=hit,  # what is cached is no work, and must not look like a queue
         )
         self._jobs[request.request_id] = job
         self._accepted += 1

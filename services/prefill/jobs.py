@@ -59,7 +59,7 @@ class PrefillJob:
     room: RoomOpened | None = None  # the prompt is computing already while the room is being opened
     task: asyncio.Task[None] | None = None
     failure: Failure = field(default_factory=Failure)
-    num_computed: int = 0  # prompt tokens
+    num_computed: int = 0  # prompt tokens, those that were cached included
     _started_ns: int = 0
     _computed_ns: int = 0
 

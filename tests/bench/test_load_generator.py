@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
@@ -21,6 +19,7 @@ from bench.load.plot import save_plot
 from bench.load.report import table
 from bench.processes import free_port
 from bench.serve import figures, measure
+from tests.bench.served import served
 
 REPO: Final = Path(__file__).resolve().parents[2]
 FIRST_S: Final = 0.05
@@ -71,14 +70,8 @@ def endpoint() -> Iterator[Endpoint]:
         state.most = max(state.most, state.in_flight)
         return StreamingResponse(state.tokens(state.bodies[-1]))
 
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield state
-    server.should_exit = True
-    thread.join()
+    with served(app, port):
+        yield state
 
 
 def serve(*args: str) -> subprocess.CompletedProcess[str]:

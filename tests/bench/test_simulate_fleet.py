@@ -14,10 +14,11 @@ import pytest
 
 from bench.load.workloads import poisson_times_s
 from bench.simulate.fit import fit
-from bench.simulate.fleet import Fleet, Setup
+from bench.simulate.fleet import Fleet
 from bench.simulate.incidents import Incident, flapping, parse
 from bench.simulate.measured import Measured
 from bench.simulate.routers import MakePolicy, News
+from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
 from bench.simulate.worker import Engine
 from components.routing.kv_aware import KvAware, KvWeights
@@ -186,6 +187,15 @@ def test_decode_computes_what_little_is_left_behind_its_own_prefix_hit() -> None
     twice = [Request(n, 5.0 * n, 2080, 4, blocks) for n in range(2)]
     fleet, _ = simulated(Setup(1, 1, ENGINE), twice)
     assert (fleet.prefills.workers[0].prompt_tokens, fleet.decodes.workers[0].prompt_tokens) == (4160, 0)
+
+
+def test_who_drains_while_its_last_kv_moves_has_sent_it() -> None:
+    """It left as soon as all was sent, and the request was taken for one that its prefill worker had lost."""
+    setup = Setup(1, 1, ENGINE, link=Link(bytes_per_s=1e7))
+    fleet = Fleet(setup, steady(1, 1.0), policy("least_load"), None, [Incident(0.3, "drain", "prefill", 0)])
+    measured = fleet.run(until_s=60.0)
+    assert len(measured.e2e_s) == 1
+    assert measured.e2e_s[0] > 1.0, "it was drained while KV moved"
 
 
 def test_who_drains_gets_nothing_new_and_goes_when_it_is_done() -> None:

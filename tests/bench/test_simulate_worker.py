@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from bench.simulate.clock import Clock
 from bench.simulate.prefix import PagePool
+from bench.simulate.steps import Part, Stay
 from bench.simulate.traffic import Request
-from bench.simulate.worker import Engine, Part, Stay, Worker
+from bench.simulate.worker import Engine, Worker
 from engine.mock.config import MockConfig, attended
 
 COST = MockConfig(step_s=1.0, prompt_token_s=0.1, decode_s=0.5, context_token_s=0.01)

@@ -46,6 +46,9 @@ class ScriptedRunner:
     def copy_page(self, source: int, target: int) -> None:
         self.copied.append((source, target))
 
+    def done(self) -> None:
+        """A step is over."""
+
 
 @pytest.fixture
 def runner() -> ScriptedRunner:

@@ -28,14 +28,15 @@ import sys, time
 from pathlib import Path
 from engine.cores import SharedCores
 shared = SharedCores(Path(sys.argv[1]), 8, 2)
-with shared.step(prompts=True) as threads:
-    print(threads, flush=True)
-    time.sleep(60)
+while not (threads := shared.ask(prompts=True)):
+    time.sleep(shared.look_s)
+print(threads, flush=True)
+time.sleep(60)
 """
 
 
 @contextmanager
-def working(path: Path) -> Iterator["subprocess.Popen[str]"]:
+def another(path: Path) -> Iterator["subprocess.Popen[str]"]:
     """Another worker that has begun a step and is still at it."""
     command = [sys.executable, "-c", WORKING, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
@@ -59,11 +60,12 @@ def test_one_that_is_alone_has_all_cores_and_one_of_two_its_half(tmp_path: Path)
     one.close()
 
 
-def test_its_own_share_is_left_to_it_however_many_work(tmp_path: Path) -> None:
-    crowd = [SharedCores(tmp_path / "cores", 4, 2) for _ in range(3)]
+def test_where_workers_were_added_everybody_has_less_and_nobody_too_many(tmp_path: Path) -> None:
+    """Each kept the share that it was started with, so that those who had come later waited, or computed on cores of others."""
+    crowd = [SharedCores(tmp_path / "cores", 4, 2) for _ in range(4)]
     for each in crowd:
         threads(each, prompts=True)
-    assert [threads(each, prompts=True) for each in crowd] == [2, 2, 2]
+    assert [threads(each, prompts=True) for each in crowd] == [1, 1, 1, 1]
 
 
 def test_decodes_take_cores_only_of_those_who_have_rested_for_a_while(
@@ -82,7 +84,7 @@ def test_decodes_take_cores_only_of_those_who_have_rested_for_a_while(
 def test_one_that_was_killed_at_work_gives_its_cores_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "SILENT_NS", 0)
     me = SharedCores(tmp_path / "cores", 8, 2)
-    with working(tmp_path / "cores") as other:
+    with another(tmp_path / "cores") as other:
         assert threads(me, prompts=True) == 4
         other.send_signal(signal.SIGSTOP)  # silent, and yet it has its threads
         assert threads(me, prompts=True) == 4
@@ -93,7 +95,7 @@ def test_one_that_was_killed_at_work_gives_its_cores_back(tmp_path: Path, monkey
 
 def test_a_silent_one_is_asked_after_only_when_it_was_silent_for_long(tmp_path: Path) -> None:
     me = SharedCores(tmp_path / "cores", 8, 2)
-    with working(tmp_path / "cores") as other:
+    with another(tmp_path / "cores") as other:
         other.kill()
         other.wait()
         assert threads(me, prompts=True) == 4
@@ -110,6 +112,114 @@ def test_more_workers_than_slots_have_their_share(tmp_path: Path) -> None:
         each.close()
     late.close()
     assert threads(SharedCores(tmp_path / "cores", 8, 2), prompts=True) == 8
+
+
+def adapting(path: Path, cores: int = 8, least: int = 4) -> SharedCores:
+    """One whose steps follow what the file says."""
+    worker = SharedCores(path, cores, least)
+    worker.adapt()
+    return worker
+
+
+def test_a_prompt_has_the_cores_of_decodes_between_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "PAUSE", 5.0)
+    prefill, decode = adapting(tmp_path / "cores"), SharedCores(tmp_path / "cores", 8, 4)
+    allowed, used = (cell for cell in prefill.cells() or ())
+    assert threads(decode, prompts=False) == 8
+    assert prefill.ask(prompts=True) == 8
+    assert (allowed[0], used[0]) == (8, 8)
+    decode._paused_until = 0
+    assert decode.ask(prompts=False) == 0  # first it must get them back
+    assert allowed[0] == 4
+    assert decode.ask(prompts=False) == 0
+    used[0] = 4  # between two layers
+    assert decode.ask(prompts=False) == 4
+    time.sleep(0.02)
+    decode.done()
+    assert allowed[0] == 8
+    used[0] = 8
+    assert decode.ask(prompts=False) == 0
+    assert allowed[0] == 8  # while it pauses
+    time.sleep(0.06)
+    assert decode.ask(prompts=False) == 0
+    assert allowed[0] == 8
+    time.sleep(0.06)
+    assert decode.ask(prompts=False) == 0
+    assert allowed[0] == 4
+    prefill.done()
+    assert decode.ask(prompts=False) == 4
+
+
+def test_decodes_do_not_pause_for_one_who_has_none_of_their_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when its prompt is over, nor when it cannot adapt."""
+    monkeypatch.setattr(cores, "PAUSE", 1e3)
+    prefill, decode = adapting(tmp_path / "cores"), SharedCores(tmp_path / "cores", 8, 4)
+    threads(prefill, prompts=True)
+    for _ in range(2):
+        assert threads(decode, prompts=False) == 4
+    assert prefill.ask(prompts=True) == 8
+    assert decode.ask(prompts=False) == 0
+    prefill.done()
+    assert threads(decode, prompts=False) == 4
+    other = SharedCores(tmp_path / "cores", 8, 1)
+    assert other.ask(prompts=True) == 2
+    assert threads(decode, prompts=False) == 2
+
+
+def test_two_prompts_and_decodes_never_have_more_cores_than_there_are(tmp_path: Path) -> None:
+    first, second, decode = (adapting(tmp_path / "cores", 4, 1) for _ in range(3))
+    assert first.ask(prompts=True) == 4
+    assert second.ask(prompts=True) == 0
+    follow(first)
+    assert second.ask(prompts=True) == 2
+    assert decode.ask(prompts=False) == 0
+    follow(first, second)
+    assert decode.ask(prompts=False) == 1
+    first.done()
+    follow(second)
+    assert sum(first._used) == 4
+    decode.done()
+    follow(second)
+    assert sum(first._used) == 4
+
+
+def test_a_worker_that_is_killed_leaves_prompts_nothing_to_follow(tmp_path: Path) -> None:
+    me = SharedCores(tmp_path / "cores", 8, 2)
+    with another(tmp_path / "cores") as other:
+        assert me.ask(prompts=False) == 0
+        me._allowed[1] = 8
+        other.kill()
+        other.wait()
+        assert me.ask(prompts=False) == 4
+        assert (me._allowed[1], me._used[1]) == (0, 0)
+
+
+def test_a_step_under_way_follows_between_two_layers(tmp_path: Path, tiny: LoadedModel) -> None:
+    """Through the kernel, and with the tokens that it gives undisturbed."""
+    other = SharedCores(tmp_path / "cores", 3, 1)
+    threads(other, prompts=True)  # it is about to have work
+    wanted = run(make_engine(tiny), [asked()]).tokens["r"]
+    seen: list[tuple[int, ...]] = []
+
+    class Disturbed(EagerForward):
+        def __call__(self, *step: Any) -> torch.Tensor:
+            began = torch.get_num_threads()
+            told = other.ask(prompts=True)
+            logits = super().__call__(*step)
+            if step[0].shape[0] > 1:
+                seen.append((began, told, torch.get_num_threads(), other.ask(prompts=True)))
+            other.done()
+            return logits
+
+    engine = assemble(tiny, small(), Disturbed(tiny.module), cores=SharedCores(tmp_path / "cores", 3, 1))
+    before = torch.get_num_threads()
+    try:
+        assert run(engine, [asked()]).tokens["r"] == wanted
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(3, 0, 1, 1)]
 
 
 @pytest.mark.anyio
@@ -154,7 +264,7 @@ def test_who_has_new_work_waits_for_the_step_that_has_its_cores(tmp_path: Path) 
     over = threading.Event()
 
     def borrow() -> None:
-        with one.step(prompts=True) as lent:
+        with step(one, prompts=True) as lent:
             assert lent == 8
             over.wait(0.3)
 
@@ -162,7 +272,7 @@ def test_who_has_new_work_waits_for_the_step_that_has_its_cores(tmp_path: Path) 
     borrowing.start()
     while not one._used[0]:
         time.sleep(0.001)
-    with two.step(prompts=False) as mine, one.step(prompts=True) as its:
+    with step(two, prompts=False) as mine, step(one, prompts=True) as its:
         assert (mine, its) == (4, 4)
         assert 0.25 < time.monotonic() - began < 0.9
     borrowing.join()
@@ -173,7 +283,7 @@ def test_one_that_is_stopped_with_cores_of_others_holds_nobody_up_for_long(
 ) -> None:
     monkeypatch.setattr(cores, "PATIENCE_NS", 10**8)
     me = SharedCores(tmp_path / "cores", 8, 2)
-    with working(tmp_path / "cores") as other:
+    with another(tmp_path / "cores") as other:
         other.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         assert threads(me, prompts=True) == 4
@@ -184,10 +294,30 @@ def test_one_that_is_stopped_with_cores_of_others_holds_nobody_up_for_long(
         assert time.monotonic() - began < 5
 
 
+def follow(*workers: SharedCores) -> None:
+    """What the kernel does between two layers."""
+    for worker in workers:
+        allowed, used = worker.cells() or (None, None)
+        assert allowed is not None
+        assert used is not None
+        used[0] = allowed[0]
+
+
 def threads(worker: SharedCores, *, prompts: bool) -> int:
     """Those of one step that is over at once."""
-    with worker.step(prompts=prompts) as number:
+    with step(worker, prompts=prompts) as number:
         return number
+
+
+@contextmanager
+def step(worker: SharedCores, *, prompts: bool) -> Iterator[int]:
+    """For the time of a step: its threads, which may have to be waited for."""
+    while not (number := worker.ask(prompts=prompts)):
+        time.sleep(worker.look_s)
+    try:
+        yield number
+    finally:
+        worker.done()
 
 
 def asked() -> EngineRequest:

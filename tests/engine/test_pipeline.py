@@ -51,6 +51,9 @@ class Device:
         assert source not in self.written, "what is copied has not been computed"
         self.copied.append((source, target))
 
+    def done(self) -> None:
+        """A step of the engine has ended, whatever flies."""
+
     @property
     def written(self) -> set[int]:
         """Pages that steps in flight write."""

@@ -22,7 +22,7 @@ from tests.faults.memory_nats import Copy, Sent
 from tests.faults.memory_transfer import WriteFault
 from tests.faults.virtual_loop import Process
 
-DECODE: Final = logging.getLogger("services.decode.handlers")
+DECODE: Final = logging.getLogger("services.decode")  # of all its modules
 
 
 class Do(StrEnum):
@@ -128,16 +128,13 @@ class Chaos:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Lifecycles are seen while inside: they log every move. So is what decode warns of."""
-        DECODE.addFilter(self._told)
+        told = _Told(self.note)
+        DECODE.addHandler(told)
         try:
             with mock.patch.object(lifecycle, "log", _Moves(self._moved)):
                 yield
         finally:
-            DECODE.removeFilter(self._told)
-
-    def _told(self, record: logging.LogRecord) -> bool:
-        self.note(f"{record.getMessage()}: {getattr(record, 'cause', '')}")
-        return True
+            DECODE.removeHandler(told)
 
     def _moved(self, of: str, now: str) -> None:
         if not of.startswith("request "):
@@ -177,6 +174,17 @@ class _Moves:
 
     def debug(self, _message: str, *, extra: dict[str, str]) -> None:
         self._moved(extra["of"], extra["is"])
+
+
+class _Told(logging.Handler):
+    """Notes what is logged."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(f"{record.getMessage()}: {getattr(record, 'cause', '')}")
 
 
 def _meddled(fault: Fault, sent: Sent) -> list[Copy]:

@@ -92,6 +92,7 @@ class MemoryNats:
         self.waiting: dict[str, asyncio.Future[bytes]] = {}  # calls, by the subject of their answer
         self.inboxes = count()
         self.away_until_s = 0.0
+        self.outages = 0
         self._meddler = meddler
         self._random = random
         self._context = contextvars.Context()
@@ -100,6 +101,10 @@ class MemoryNats:
     @property
     def is_away(self) -> bool:
         return asyncio.get_running_loop().time() < self.away_until_s
+
+    def go_away(self, until_s: float) -> None:
+        self.away_until_s = until_s
+        self.outages += 1
 
     def listeners(self, subject: str) -> list[Subscription]:
         matching = [*self._exact.get(subject, ()), *(s for s in self._wild if s.matches(subject))]
@@ -170,6 +175,10 @@ class MemoryClient:
     def is_connected(self) -> bool:
         return not self._server.is_away and not self._process.is_dead
 
+    @property
+    def stats(self) -> dict[str, int]:
+        return {"reconnects": self._server.outages - self._server.is_away}
+
     async def publish(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         self._server.send(Sent(kind_of(data), subject, reply, data, headers or {}, self._process))
 
@@ -206,7 +215,9 @@ class MemoryClient:
 
 
 def kind_of(data: bytes) -> str:
-    """A message's tag; "frame" for tokens, which have none."""
+    """A message's tag; "frame" for tokens and "kv-events" for changes of a cache, which have none."""
+    if data[:1] == b"\x96":
+        return "kv-events"
     if data[:1] != b"\x92":
         return "frame"
     head = data[1]

@@ -114,10 +114,19 @@ class MeshRun:
         for role in ROLES:
             for _ in range(self._counts[role]):
                 self._new(role)
-        await asyncio.gather(*(node.ready.wait() for node in self._nodes))
+        tasks = [node.task for node in self._nodes]
+        ready = asyncio.create_task(self._all_ready())
+        await asyncio.wait((ready, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():  # before it was asked to leave
+                await task
         await asyncio.sleep(0.6)  # everyone has heard everyone's heart
         for node in self._nodes:
             node.settled()
+
+    async def _all_ready(self) -> None:
+        for node in self._nodes:
+            await node.ready.wait()
 
     def _new(self, role: str) -> Node:
         self._numbers[role] += 1
@@ -150,7 +159,7 @@ class MeshRun:
         now_s = asyncio.get_running_loop().time()
         match fault.do:
             case Do.NATS_AWAY:
-                self._cluster.nats.away_until_s = now_s + fault.amount
+                self._cluster.nats.go_away(now_s + fault.amount)
                 return True
             case Do.ETCD_AWAY:
                 self._cluster.etcd.away_until_s = now_s + fault.amount

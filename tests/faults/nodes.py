@@ -3,9 +3,10 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -15,15 +16,19 @@ from components.aio import background
 from components.discovery.registry import Registration
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
-from components.messaging.heartbeats import send_heartbeats, watch_heartbeats
+from components.messaging.fleet import Fleet, watch_fleet
+from components.messaging.heartbeats import send_heartbeats
+from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_inbox, open_outbox
 from components.process import drain, subject_of
+from components.routing.policies import DEFAULT, Phase, PolicyName
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.kv.events import block_changes
 from engine.mock.build import build_engine
 from engine.mock.config import MockConfig
 from engine.model.resolve import model_dir
@@ -166,9 +171,14 @@ class Node(ABC):
                 adapters=self.adapters if kv is not None else {},
                 max_context=max_context,
                 kv=kv,
+                kv_events=kv is not None,
             )
 
         return make
+
+    def _watch(self, phase: Phase, policy: PolicyName) -> AbstractAsyncContextManager[Fleet]:
+        """Draws are the same in each run."""
+        return watch_fleet(self.bus, NAMESPACE, phase, self.registry.book, policy, rng=Random(self.id))
 
     @asynccontextmanager
     async def _advertised(
@@ -189,7 +199,7 @@ class Frontend(Node):
     app: FastAPI
 
     async def _serve(self, stack: AsyncExitStack) -> None:
-        decodes = await stack.enter_async_context(watch_heartbeats(self.bus, NAMESPACE, "decode", self.registry.book))
+        decodes = await stack.enter_async_context(self._watch("decode", DEFAULT["decode"]))
         self.inbox = await stack.enter_async_context(open_inbox(self.bus, f"{self.subject}.tokens"))
         self.mesh = MeshClient(self.bus, self.inbox, decodes, MODEL)
         if self.cluster.setup.http:
@@ -218,6 +228,10 @@ class Worker(Node):
             self.cluster.fabric, engine.kv_region, max_request_pages(engine), self.id, self.process, self._exposed_for
         )
         stack.callback(self.transfer.close)
+        self.kv_events = await stack.enter_async_context(
+            publish_kv_events(self.bus, self.subject, self.id, lambda: self.registration.epoch)
+        )
+        self.engine.on_output(lambda output: self.kv_events.take(block_changes(output.cache_events)))
 
     def _make_engine(self) -> EngineCore:
         return make_engine(self.cluster.home, self.cluster.setup.page_size(self.role), self.adapters)
@@ -254,7 +268,7 @@ class Decode(Worker):
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
-        prefills = await stack.enter_async_context(watch_heartbeats(self.bus, NAMESPACE, "prefill", self.registry.book))
+        prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"]))
         outbox = await stack.enter_async_context(
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
         )
@@ -281,7 +295,9 @@ class Decode(Worker):
             local_prefill_on_queue=setup.local_prefill_on_queue,
         )
         record = self._record(self.transfer.endpoint, self.engine.engine.max_context)
-        await stack.enter_async_context(self._advertised(self.service.endpoints(), record))
+        await stack.enter_async_context(
+            self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
+        )
         await stack.enter_async_context(send_heartbeats(self.bus, self.subject, self.service.heartbeat))
 
     def _kept(self) -> list[str]:
@@ -302,7 +318,9 @@ class Prefill(Worker):
             self.bus, self.registration, self.registry, self.engine, self.transfer, metrics=self.metrics
         )
         record = self._record(self.transfer.endpoint)
-        await stack.enter_async_context(self._advertised(self.service.endpoints(), record))
+        await stack.enter_async_context(
+            self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
+        )
         await stack.enter_async_context(send_heartbeats(self.bus, self.subject, self.service.heartbeat))
 
     def _kept(self) -> list[str]:

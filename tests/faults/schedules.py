@@ -10,7 +10,7 @@ from tests.faults.mesh_run import ROLES
 
 REQUEST: Final = ("generate.v3", "prefill.v3", "room-open.v1", "room-offer.v1", "room-pages.v1")
 ANSWER: Final = ("generate-accepted.v1", "prefill-accepted.v1", "room-opened.v1", "room-ok.v1")
-TOLD: Final = ("room-close.v1", "frame")
+TOLD: Final = ("room-close.v1", "frame", "kv-events", "kv-dump-fetch.v1", "kv-dump-part.v1")
 AFTER_FAILURE: Final = ("room-failed.v1", "quiesce.v1", "quiet.v1")  # only after a transfer has failed
 AFTER_CLIENT: Final = ("cancel.v1", "quiesce.v1", "quiet.v1")  # only after a client has gone
 MESSAGES: Final = (*REQUEST, *ANSWER, *TOLD)

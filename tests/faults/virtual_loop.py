@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from unittest import mock
 from weakref import WeakSet
 
-from components.messaging import deadline, heartbeats
+from components.messaging import deadline, fleet, heartbeats, kv_publisher, kv_subscriber
 from services.frontend import exchange, router
 
 T = TypeVar("T")
@@ -193,6 +193,9 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(deadline, "time", clock),
         mock.patch.object(heartbeats, "time", clock),
         mock.patch.object(heartbeats, "Liveness", Liveness),
+        mock.patch.object(fleet, "time", clock),
+        mock.patch.object(kv_publisher, "time", clock),
+        mock.patch.object(kv_subscriber, "time", clock),
         mock.patch.object(router, "time", clock),
         mock.patch.object(exchange, "time", clock),
     ):

@@ -19,6 +19,7 @@ from components.discovery.book import InstanceBook
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.deadline import now_ms
+from components.messaging.fleet import watch_fleet
 from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.streams import open_inbox
 from components.wire.heartbeat import Heartbeat
@@ -206,7 +207,7 @@ class Client:
                 liveness.last_heartbeat(r.instance_id) is None for r in usable
             ):
                 await asyncio.sleep(0.05)
-        return usable
+        return list(usable)
 
     async def until_quiet(self, timeout_s: float = 30.0) -> list[Heartbeat]:
         """Wait until no worker holds a page for anyone, and return what each says of its pages."""
@@ -229,10 +230,10 @@ async def open_client(mesh: MeshProcesses, model: str) -> AsyncIterator[Client]:
     async with (
         connect_bus(mesh.nats_url, "test") as bus,
         join_registry(mesh.etcd_url, mesh.namespace, 10.0) as registry,
-        watch_heartbeats(bus, mesh.namespace, "decode", registry.book) as decodes,
+        watch_fleet(bus, mesh.namespace, "decode", registry.book, "round_robin") as decodes,
         watch_heartbeats(bus, mesh.namespace, "prefill", registry.book) as prefills,
         open_inbox(bus, f"{mesh.namespace}.frontend.test-{uuid4().hex[:8]}.tokens") as inbox,
     ):
-        client = Client(MeshClient(bus, inbox, decodes, model), bus, registry.book, prefills, decodes)
+        client = Client(MeshClient(bus, inbox, decodes, model), bus, registry.book, prefills, decodes.alive)
         await client.until_usable("decode")
         yield client

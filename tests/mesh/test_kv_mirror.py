@@ -43,9 +43,12 @@ class Mirrors:
         async with asyncio.timeout(20):
             for worker in self.workers():
                 name, role = worker.instance_id, worker.role
-                while (cached := await self.cached(worker)) != self.index[role].blocks_of(name) or not cached:
+                while (
+                    (cached := await self.cached(worker)) != self.index[role].blocks_of(name)
+                    or not cached
+                    or not self.mirror[role].is_current(name)
+                ):
                     await asyncio.sleep(0.05)
-                assert self.mirror[role].is_current(name)
                 held[name] = cached
         return held
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from components.discovery.etcd import etcd_client, etcd_errors
+from components.discovery.etcd import etcd_client, etcd_errors, keep_lease
 from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import BackendUnavailable, StaleInstance
 from components.wire.instances import dump_record
@@ -233,9 +233,8 @@ async def _refreshed(monkeypatch: pytest.MonkeyPatch, answers: list[float | None
             assert name == "timeout"
             lease.timeout = value
 
-    monkeypatch.setattr("components.discovery.registry.time.monotonic", lambda: clock[0])
-    registry = Registry("http://e", "ns", ttl_s)
-    registry._refresh_until_lost(Client(), lease, ttl_s, Stop())
+    monkeypatch.setattr("components.discovery.etcd.time.monotonic", lambda: clock[0])
+    keep_lease("http://e", Client(), lease, ttl_s, Stop())
     return lease
 
 

@@ -203,3 +203,71 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
             while not lost:
                 await asyncio.sleep(0.05)
     assert lost == [mine]
+
+
+def test_who_stands_still_for_a_moment_gets_nothing_new_while_there_is_somebody_else() -> None:
+    """Within two seconds of its last step, and long before it counts as lost: nothing moves away from it yet."""
+    watched = Watched()
+    for tick in range(1, 4):
+        watched.beat("a", step=7, busy=True)
+        watched.beat("b", step=tick, busy=True)
+        watched.after(0.5)
+    watched.after(0.2)
+    assert watched.usable == ["b"]
+    assert not watched.lost
+    watched.beat("a", step=8, busy=True)
+    assert watched.usable == ["a", "b"]
+
+
+def test_who_is_silent_for_a_moment_gets_nothing_new() -> None:
+    watched = Watched()
+    watched.beat("a")
+    watched.after(1.6)
+    watched.beat("b")
+    watched.after(0.0)
+    assert watched.usable == ["b"]
+    assert not watched.lost
+
+
+def test_where_all_stand_still_all_are_usable() -> None:
+    watched = Watched()
+    watched.beat("a")
+    watched.beat("b")
+    watched.after(1.6)
+    assert watched.usable == ["a", "b"]
+
+
+def test_a_heartbeat_is_passed_on_if_it_is_of_the_present_epoch() -> None:
+    watched = Watched()
+    heard: list[str] = []
+    watched.liveness.on_heard(lambda beat: heard.append(beat.instance_id))
+    watched.beat("a")
+    watched.beat("a", epoch="old")
+    watched.beat("nobody")
+    assert heard == ["a"]
+
+
+def test_who_is_usable_is_the_same_list_until_something_changes() -> None:
+    watched = Watched()
+    usable = watched.liveness.usable("m")
+    watched.beat("a")
+    assert watched.liveness.usable("m") is usable
+    watched.beat("a", drain=True)
+    assert [r.instance_id for r in watched.liveness.usable("m")] == ["b"]
+
+
+def test_steps_that_take_long_are_no_standstill_once_they_are_known() -> None:
+    watched = Watched()
+    usable = []
+    for tick in range(40):
+        watched.beat("a", step=tick // 4, busy=True)  # two seconds each
+        watched.beat("b", step=tick, busy=True)
+        watched.after(0.5)
+        usable.append(watched.usable)
+    assert ["b"] in usable[:8], "nothing was known of its steps yet"
+    assert all(names == ["a", "b"] for names in usable[8:])
+    for tick in range(40, 50):
+        watched.beat("a", step=10, busy=True)
+        watched.beat("b", step=tick, busy=True)
+        watched.after(0.5)
+    assert watched.usable == ["b"], "it has stood still for more than twice as long"

@@ -18,7 +18,7 @@ def test_every_class_of_our_errors_has_a_row() -> None:
         ("PromptTooLong", 400, "context_length_exceeded"),
         ("UnknownModel", 404, "model_not_found"),
         ("MessageTooLarge", 413, "request_too_large"),
-        ("QueueFull", 429, "queue_full"),
+        ("QueueFull", 429, "rate_limit_exceeded"),
         ("Cancelled", 499, "request_cancelled"),
         ("InvariantBroken", 500, "internal_error"),
         ("PeerLost", 502, "instance_lost"),

@@ -52,6 +52,9 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": 1.0}, "seed"),
     ({"seed": False}, "seed"),
+    ({"priority": 128}, "priority"),
+    ({"priority": -128}, "priority"),
+    ({"priority": 1.0}, "priority"),
     ({"stream": 1}, "stream"),
     ({"stream": "true"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -125,7 +128,6 @@ UNSUPPORTED: list[tuple[str, Any, list[Any]]] = [
     ("reasoning_effort", "high", ["none"]),
     ("service_tier", "flex", ["auto", "default"]),
     ("store", True, [False]),
-    ("priority", 1, [0]),
     ("skip_special_tokens", False, [True]),
     ("web_search_options", {}, []),
 ]

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.routing.block_hash import HASH_BYTES, block_hashes, next_block_hash, seed_hash
-from components.wire.tokens import pack_tokens
+from components.routing.block_hash import HASH_BYTES, SPAN, block_hashes, each_block_hash, seed_hash
 
 tokens = st.lists(st.integers(0, 50_000), max_size=70)
 SEED = seed_hash("m", "l", "s")
@@ -39,7 +38,7 @@ def test_equal_prefixes_have_equal_hashes_and_the_rest_has_not(token_ids: list[i
 def test_a_block_is_named_by_what_stands_before_it() -> None:
     one, two = block_hashes([1, 2, 1, 2], 2, SEED)
     assert one != two
-    assert two == next_block_hash(one, pack_tokens([1, 2]))
+    assert [two] == block_hashes([1, 2], 2, one)
 
 
 @pytest.mark.parametrize("other", [("n", "l", "s"), ("m", "x", "s"), ("m", "l", "x"), ("m", "s", "l"), ("ml", "", "s")])
@@ -49,3 +48,20 @@ def test_models_adapters_and_tenants_share_no_block(other: tuple[str, str, str])
 
 def test_page_sizes_share_no_block() -> None:
     assert not set(block_hashes([0] * 32, 4, SEED)) & set(block_hashes([0] * 32, 8, SEED))
+
+
+def test_a_long_prompt_is_hashed_across_spans_and_no_further_than_it_is_asked_for() -> None:
+    class Counted(list[int]):
+        read = 0
+
+        def __getitem__(self, at: slice) -> list[int]:  # type: ignore[override]
+            Counted.read += 1
+            return super().__getitem__(at)
+
+    prompt = Counted(range(3 * SPAN * 4 + 5))
+    hashes = block_hashes(prompt, 4, SEED)
+    assert len(hashes) == 3 * SPAN + 1
+    assert hashes[SPAN:] == block_hashes(prompt[SPAN * 4 :], 4, hashes[SPAN - 1])
+    Counted.read = 0
+    assert next(each_block_hash(prompt, 4, SEED)) == hashes[0]
+    assert Counted.read == 1

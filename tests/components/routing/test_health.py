@@ -132,15 +132,12 @@ def test_who_fails_three_times_in_a_row_is_passed_over_then_tried_by_one_request
     assert health.state("i001") is B.CLOSED
     health.failed("i001", 0.0)
     assert names(health.candidates(members, 0.4)) == "i000 i002"
-    assert health.ready_s(members) == 0
-    ready_s = health.ready_s(members[1:2])
-    assert 0.5 <= ready_s <= 1
-    assert names(health.candidates(members, ready_s)) == "i000 i001 i002"
-    health.sent("i001", ready_s)
+    assert names(health.candidates(members, 1.0)) == "i000 i001 i002"
+    health.sent("i001", 1.0)
     assert health.state("i001") is B.HALF_OPEN
-    assert names(health.candidates(members, ready_s)) == "i000 i002"
-    health.succeeded("i001", ready_s)
-    assert names(health.candidates(members, ready_s)) == "i000 i001 i002"
+    assert names(health.candidates(members, 1.0)) == "i000 i002"
+    health.succeeded("i001", 1.0)
+    assert names(health.candidates(members, 1.0)) == "i000 i001 i002"
 
 
 def test_a_try_that_nobody_reports_on_blocks_its_instance_for_a_while_only() -> None:
@@ -152,15 +149,14 @@ def test_a_try_that_nobody_reports_on_blocks_its_instance_for_a_while_only() -> 
     assert names(health.candidates(members, 1.0 + USUAL.try_s)) == "i000 i001"
 
 
-def test_when_every_breaker_is_open_nobody_is_left_and_it_is_known_for_how_long() -> None:
+def test_when_every_breaker_is_open_everybody_may_be_asked() -> None:
     health = Health(Random(0), BreakerSettings(failures=1))
     members = old_fleet(3, health)
-    for member in members:
+    for member in members[1:]:
         health.failed(member.instance_id, 0.0)
-    assert not health.candidates(members, 0.1)
-    first = health.ready_s(members)
-    assert 0.5 <= first <= 1
-    assert len(health.candidates(members, first)) == 1
+    assert names(health.candidates(members, 0.1)) == "i000"
+    health.failed("i000", 0.1)
+    assert names(health.candidates(members, 0.2)) == "i000 i001 i002"
 
 
 def test_an_instance_that_is_gone_is_gone_with_its_failures() -> None:

@@ -77,7 +77,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
     def starts_or_restarts(self, instance_id: str) -> None:
         self.epochs += 1
         self.workers[instance_id] = Worker(instance_id, str(self.epochs))
-        self.book.joined(instance_id, str(self.epochs), self.now)
+        self.book.joined(instance_id, str(self.epochs))
 
     @rule(instance_id=IDS)
     def leaves(self, instance_id: str) -> None:
@@ -223,7 +223,7 @@ TestBookAgainstWorld = BookAgainstWorld.TestCase
 
 def test_a_burst_is_seen_before_any_heartbeat() -> None:
     book = LoadBook()
-    member = book.joined("a", "1", 0.0)
+    member = book.joined("a", "1")
     for _ in range(5):
         book.send("a", 100, 7, 0.0)
     assert (member.running, member.queued_tokens, member.used_pages) == (5, 500, 35)
@@ -233,7 +233,7 @@ def test_a_burst_is_seen_before_any_heartbeat() -> None:
 def test_a_burst_between_two_heartbeats_does_not_land_on_the_one_that_looked_idle(phase: Phase) -> None:
     book, policy = LoadBook(), make_policy(DEFAULT[phase], phase, Random(0))
     for instance_id, running in {"a": 20, "b": 20, "c": 20, "idle": 0}.items():
-        book.joined(instance_id, "1", 0.0)
+        book.joined(instance_id, "1")
         book.heard(beat(instance_id, num_requests=running, queued_tokens=320 * running, held_pages=20 * running), 0.0)
     for _ in range(100):
         choice = policy.choose(Ask(320), book.members, {}, 0.0)
@@ -247,7 +247,7 @@ def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound() -> Non
     book, policy = LoadBook(), make_policy("kv_aware", "prefill", Random(0))
     had = {"a": 0, "b": 0, "c": 0, "liar": 0}
     for instance_id in had:
-        book.joined(instance_id, "1", 0.0)
+        book.joined(instance_id, "1")
     for step in range(400):
         choice = policy.choose(Ask(320), book.members, {}, 0.0)
         assert choice is not None
@@ -266,7 +266,7 @@ def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound() -> Non
 
 def test_a_heartbeat_that_is_faster_than_the_answer_counts_the_request_too() -> None:
     book = LoadBook()
-    member = book.joined("a", "1", 0.0)
+    member = book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
     book.heard(beat(accepted=1, num_requests=1), 0.0)
@@ -276,7 +276,7 @@ def test_a_heartbeat_that_is_faster_than_the_answer_counts_the_request_too() -> 
 
 def test_a_heartbeat_of_another_epoch_says_nothing() -> None:
     book = LoadBook()
-    member = book.joined("a", "2", 0.0)
+    member = book.joined("a", "2")
     book.heard(beat(epoch="1", num_requests=5), 0.0)
     book.heard(beat("b", epoch="2", num_requests=5), 0.0)
     assert (member.running, book.find("b")) == (0, None)
@@ -284,7 +284,7 @@ def test_a_heartbeat_of_another_epoch_says_nothing() -> None:
 
 def test_a_worker_that_says_nothing_of_its_requests_leaves_none_behind() -> None:
     book = LoadBook()
-    member = book.joined("a", "1", 0.0)
+    member = book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
     book.accepted(sent, 1)
@@ -300,20 +300,20 @@ def test_a_worker_that_says_nothing_of_its_requests_leaves_none_behind() -> None
 
 def test_a_lost_instance_takes_its_requests_along_and_their_late_ends_change_nothing() -> None:
     book = LoadBook()
-    book.joined("a", "1", 0.0)
+    book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
-    member = book.joined("a", "2", 0.0)
+    member = book.joined("a", "2")
     assert (member.running, book.num_untold) == (0, 0)
     book.accepted(sent, 1)
     book.over(sent)
     assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
-    assert book.joined("a", "2", 5.0) is member
+    assert book.joined("a", "2") is member
 
 
 def test_a_worker_that_does_not_count_is_believed_to_know_at_its_next_heartbeat() -> None:
     book = LoadBook()
-    member = book.joined("a", "1", 0.0)
+    member = book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
     book.heard(beat(step=1, num_running=3, num_waiting=1, num_reserved=2), 0.0)
@@ -326,7 +326,7 @@ def test_a_worker_that_does_not_count_is_believed_to_know_at_its_next_heartbeat(
 
 def test_one_that_boasted_is_believed_again_after_a_while() -> None:
     book = LoadBook()
-    member = book.joined("a", "1", 0.0)
+    member = book.joined("a", "1")
     book.heard(beat(step=1, accepted=2**60, num_requests=9), 0.0)
     book.heard(beat(step=2, accepted=5, num_requests=1), 0.5)
     assert member.running == 9
@@ -337,6 +337,6 @@ def test_one_that_boasted_is_believed_again_after_a_while() -> None:
 @pytest.mark.parametrize("field_name", ["num_requests", "queued_tokens", "held_pages", "total_pages"])
 def test_nobody_carries_less_than_nothing(field_name: str) -> None:
     book = LoadBook()
-    member = book.joined("a", "1", 0.0)
+    member = book.joined("a", "1")
     book.heard(replace(beat(), **{field_name: -5}), 0.0)
     assert min(member.running, member.queued_tokens, member.used_pages, member.total_pages) == 0

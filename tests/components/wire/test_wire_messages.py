@@ -18,7 +18,9 @@ from components.wire import codec
 from components.wire.codec import MAX_MESSAGE_BYTES, message, pack, unpack
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, load_record
+from components.wire.plan import RolePlan
 from components.wire.rooms import OfferPages, RoomOk
+from components.wire.routes import Candidate
 from components.wire.sampling import Sampling
 
 for module in pkgutil.iter_modules(components.wire.__path__):
@@ -46,7 +48,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, args))
     if origin is Literal:
         return st.sampled_from(args)
-    if annotation in (KvEndpoint, KvLayout, Sampling):
+    if annotation in (Candidate, KvEndpoint, KvLayout, RolePlan, Sampling):
         return instances(annotation)
     return PLAIN[annotation]
 

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from components.errors import (
     MalformedMessage,
     MeshError,
     Overloaded,
+    PeerLost,
     PromptTooLong,
     Rejected,
     StaleInstance,
@@ -19,9 +21,11 @@ from components.errors import (
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.deadline import now_ms
+from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import Liveness
 from components.messaging.service import Endpoint
 from components.messaging.streams import open_outbox
+from components.routing.breaker import USUAL, BreakerState
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
 from components.wire.heartbeat import Heartbeat
@@ -96,6 +100,7 @@ class Decode:
         self.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=endpoint("prefill-p")))
         self.registry.book.put("boot", record("boot", "1", role="bootstrap"))
         self.prefills = Liveness(self.registry.book, "prefill")
+        self.fleet = Fleet(self.registry.book, self.prefills, "prefill", "round_robin", Random(0))
         self.registration = Registration("d")
         self.registration.held("mine", asyncio.Event())
         self.active = ActiveRequests(outbox)
@@ -111,7 +116,7 @@ class Decode:
             self.registration,
             self.engine,
             self.remote,
-            self.prefills,
+            self.fleet,
             self.active,
             metrics=self.metrics,
             model="m",
@@ -265,7 +270,7 @@ async def test_a_prompt_is_computed_here_while_the_queue_at_prefill_lasts_longer
     decode.beat(150, 100.0)  # one and a half: within the margin
     await decode.ask(2)
     assert decode.engine.engine.submitted["r.2"].phase is Phase.DECODE
-    decode.service._overflow = False
+    decode.service._choice._overflow = False
     decode.beat(1000, 100.0)
     await decode.ask(3)
     assert decode.engine.engine.submitted["r.3"].phase is Phase.DECODE
@@ -319,9 +324,9 @@ async def test_a_prefill_of_another_layout_is_passed_over_and_said_once_until_it
         await decode.ask(number)
     assert not decode.prefill.asked
     assert caplog.messages.count("prefill instance not used") == 1
-    assert len(decode.service._refused) == 1
+    assert len(decode.service._choice._refused) == 1
     decode.registry.book.remove("p")
-    assert not decode.service._refused
+    assert not decode.service._choice._refused
 
 
 async def test_a_prefill_with_another_transfer_backend_is_passed_over_with_both_named(
@@ -825,3 +830,19 @@ async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_s
     decode.prefill.quiets.set()
     await asyncio.wait_for(drained, 1)
     decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize(("blamed", "state"), [(True, BreakerState.OPEN), (False, BreakerState.CLOSED)])
+async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstrap(
+    decode: Decode, blamed: bool, state: BreakerState
+) -> None:
+    if blamed:
+        decode.prefill.refusal = PeerLost("gone")
+    else:
+        decode.prefill.offer_refusal = PeerLost("bootstrap is gone")
+    for number in range(1, 5):
+        await decode.ask(stream_id=number)
+        decode.engine.step(reserved=[Reserved(f"r.{number}", PAGES, 1)])
+        await turns()
+    assert len(decode.prefill.asked) > USUAL.failures
+    assert decode.fleet.router.health.state("p") is state

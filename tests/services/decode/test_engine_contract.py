@@ -24,6 +24,9 @@ class Sevens:
     def result(self) -> list[int | None]:
         return self.token_ids
 
+    def done(self) -> None:
+        pass
+
 
 @pytest.fixture
 def engine() -> EngineCore:

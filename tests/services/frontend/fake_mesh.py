@@ -10,7 +10,7 @@ from opentelemetry import trace
 from components.errors import MeshError
 from components.text.tokenizer import TextModel
 from components.wire.logprobs import TokenLogprobs
-from services.frontend.ports import Prompt, ServedModel, TokenDelta
+from services.frontend.ports import FleetRoom, Prompt, ServedModel, TokenDelta
 
 MODEL = "tiny"
 CONTEXT = 512
@@ -31,10 +31,14 @@ class FakeMesh:
     running: int = 0
     cancelled: int = 0  # generations closed before their end
     deltas: int = 0
+    fleet: FleetRoom = field(default_factory=lambda: FleetRoom(0, None, 0))
     spans: list[trace.SpanContext] = field(default_factory=list)  # current when a generation began
 
     def models(self) -> list[ServedModel]:
         return self.served
+
+    def room(self) -> FleetRoom:
+        return self.fleet
 
     @asynccontextmanager
     async def generate(self, prompt: Prompt) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:

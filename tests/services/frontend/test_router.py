@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from components.errors import (
     PromptTooLong,
 )
 from components.messaging.deadline import now_ms
+from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import Liveness
 from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream, StreamInbox
@@ -83,7 +85,8 @@ class Mesh:
     def __init__(self) -> None:
         self.bus, self.book, self.inbox = FakeBus(), InstanceBook(), StreamInbox("ns.frontend.f.tokens")
         self.decodes = Liveness(self.book, "decode")
-        self.client = MeshClient(self.bus, self.inbox, self.decodes, "m")
+        fleet = Fleet(self.book, self.decodes, "decode", "round_robin", Random(0))
+        self.client = MeshClient(self.bus, self.inbox, fleet, "m")
         self.tasks: list[asyncio.Future[None]] = []
 
     async def ask(self, life_ms: int = 60_000, **changes: Any) -> list[TokenDelta]:

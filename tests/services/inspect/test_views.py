@@ -100,14 +100,13 @@ def test_workers_stand_with_what_etcd_knows_beside_what_nats_answers() -> None:
 
 
 def test_a_worker_that_does_not_answer_and_one_that_does_not_beat_are_seen() -> None:
-    lines = rendered(
-        _table([record("d1", kv=endpoint()), record("f1", role="frontend", http="http://h:8000")], {}, {"f1": stats()})
-    )
+    frontend_record = record("f1", role="frontend", http="http://h:8000", metrics="http://h:9")
+    lines = rendered(_table([record("d1", kv=endpoint()), frontend_record], {}, {"f1": stats()}))
     [decode], [frontend] = ([line for line in lines if name in line] for name in ("d1", "f1"))
     assert "no answer" in decode
     assert "silent" in decode
     assert "silent" not in frontend
-    assert "http://h:8000" in frontend
+    assert "http://h:8000 http://h:9" in frontend
 
 
 def test_segments_of_a_profile_become_one_trace() -> None:

@@ -1,4 +1,7 @@
-"""`services.local` with fake services beside its real etcd and NATS: `fake_mesh.py <state dir> <port> [role=habit …]`."""
+"""`services.local` with fake services beside its real etcd and NATS: `fake_mesh.py <state dir> <port> [role=habit …]`.
+
+`grown=habit` is one of workers that come later.
+"""
 
 import asyncio
 import sys
@@ -19,9 +22,14 @@ class FakePlan(Plan):
     def children(self, settings: MeshSettings, etcd_url: str, nats_url: str) -> list[list[ChildSpec]]:
         tiers = []
         for role in TIERS:
-            habits = [arg.partition("=")[2] for arg in sys.argv[3:] if arg.startswith(f"{role}=")]
             http = ["--http", str(self.port)] if role == "frontend" else []
-            tiers.append([ChildSpec(f"{role}-0", [sys.executable, FAKE, *http, *habits], {})])
+            specs = []
+            for i in range(self.counts[role]):
+                of = role if i == 0 else "grown"
+                habits = [arg.partition("=")[2] for arg in sys.argv[3:] if arg.startswith(f"{of}=")]
+                env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": "0.4"}
+                specs.append(ChildSpec(f"{role}-{i}", [sys.executable, FAKE, *http, *habits], env))
+            tiers.append(specs)
         return tiers
 
 

@@ -1,7 +1,8 @@
 """A service as its supervisor sees it: logs JSON lines, says "ready", ends on SIGTERM; or misbehaves as told.
 
 `fake_service.py [--http PORT] [habit …]`, habits: `hangs` on SIGTERM, `dies` right after "ready", `dies-early` before it,
-`breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `progresses` before it is ready.
+`breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `progresses` before it is ready, `drains` for
+0.3 s when told to stop.
 """
 
 import http.server
@@ -31,6 +32,14 @@ class Models(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def drain(*_: object) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: log("a second signal"))
+    log("draining")
+    time.sleep(0.3)
+    log("drained")
+    sys.exit(0)
+
+
 def main(argv: list[str]) -> None:
     habits = set(argv)
     log("starting", pid=os.getpid())
@@ -52,6 +61,8 @@ def main(argv: list[str]) -> None:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", int(argv[argv.index("--http") + 1])), Models)
         threading.Thread(target=server.serve_forever, daemon=True).start()
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "hangs" in habits else lambda *_: sys.exit(0))
+    if "drains" in habits:
+        signal.signal(signal.SIGTERM, drain)
     log("ready")
     if "dies" in habits:
         sys.exit(3)

@@ -30,8 +30,22 @@ def test_children_come_in_the_order_of_dependence_and_find_the_servers() -> None
     assert plan.names == ["bootstrap-0", "prefill-0", "prefill-1", "decode-0", "frontend-0", "frontend-1"]
     assert {e["MESH_ETCD_URL"] for e in env.values()} == {"http://e:1"}
     assert {e["MESH_NATS_URL"] for e in env.values()} == {"nats://n:2"}
-    assert [env[f"frontend-{i}"]["MESH_FRONTEND_PORT"] for i in range(2)] == ["9000", "9001"]
-    assert plan.urls == ["http://127.0.0.1:9000", "http://127.0.0.1:9001"]
+
+
+@pytest.mark.parametrize(
+    ("share", "ports", "told"), [(True, ["9000", "9000"], "true"), (False, ["9000", "9001"], "false")]
+)
+def test_several_frontends_share_one_port_unless_told_otherwise(share: bool, ports: list[str], told: str) -> None:
+    plan = Plan({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 2}, port=9000, share_port=share)
+    env = [env_of(plan)[f"frontend-{i}"] for i in range(2)]
+    assert [e["MESH_FRONTEND_PORT"] for e in env] == ports
+    assert {e["MESH_FRONTEND_SHARE_PORT"] for e in env} == {told}
+    assert plan.urls == [f"http://127.0.0.1:{port}" for port in dict.fromkeys(ports)]
+
+
+def test_one_frontend_has_its_port_alone() -> None:
+    env = env_of(Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1)))["frontend-0"]
+    assert env["MESH_FRONTEND_SHARE_PORT"] == "false"
 
 
 def test_a_given_setting_wins_over_the_environment_and_a_role_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,11 +92,11 @@ def test_draining_ends_before_a_child_is_killed(monkeypatch: pytest.MonkeyPatch)
     assert env["decode-0"]["MESH_DECODE_DRAIN_TIMEOUT_S"] == "3"
 
 
-def test_workers_on_one_machine_take_metrics_ports_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_on_one_machine_take_metrics_ports_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_METRICS_PORT", "9100")
     env = env_of(Plan({"bootstrap": 1, "prefill": 1, "decode": 2, "frontend": 1}))
-    workers = ["bootstrap-0", "prefill-0", "decode-0", "decode-1"]
-    assert [env[name]["MESH_METRICS_PORT"] for name in workers] == ["9100", "9101", "9102", "9103"]
+    everyone = ["bootstrap-0", "prefill-0", "decode-0", "decode-1", "frontend-0"]
+    assert [env[name]["MESH_METRICS_PORT"] for name in everyone] == ["9100", "9101", "9102", "9103", "9104"]
 
 
 def test_a_misspelled_variable_and_a_wrong_value_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

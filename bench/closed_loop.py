@@ -1,0 +1,184 @@
+"""Closed-loop clients that cost little: each sends its next request when the last is answered, over a connection of its own.
+
+A client speaks just enough HTTP to send a body and to see the end of a stream, so that it takes little from the cores it
+shares with the servers. It reads the counts of tokens from each stream's usage, so that an answer of another length fails.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from bench.load.client import full_answer
+from bench.load.report import quantile_ms
+from bench.processes import cpu_s, machine_busy_s
+from bench.serve import WORDS
+
+END: Final = b"data: [DONE]\n\n\r\n0\r\n\r\n"  # the last event in the last chunk
+ANSWER_S: Final = 120.0  # longer than any answer takes: then it hangs, or is none that this client understands
+TAIL_BYTES: Final = 1024  # holds the usage event and what follows it
+EVENT: Final = b'data: {"'
+PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens":(\d+)')
+COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens":(\d+)')
+
+
+@dataclass(slots=True)
+class Run:
+    """What one level of concurrency measured."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    duration_s: float = 0.0
+    failed: int = 0  # refused, broken off, or of another length than asked for
+    last_words: str = ""  # of an answer that failed
+    events: int = 0  # that carried a text or an end
+    prompt_tokens: set[int] = field(default_factory=set)  # lengths that servers counted
+    cpu_s: dict[str, float] = field(default_factory=dict)  # by process
+    others_cpu_s: float = 0.0  # of everything else on this machine
+
+
+class Prompts:
+    """Request bodies whose prompts differ from their first words on."""
+
+    def __init__(self, model: str, input_len: int, output_len: int) -> None:
+        self.output_len = output_len
+        self._draw = random.Random(7)
+        self._words = [self._draw.choice(WORDS) for _ in range(50_000)]
+        self._length = input_len
+        self._fields = full_answer(model, output_len)
+
+    def request(self) -> bytes:
+        """The bytes of one HTTP request."""
+        at = self._draw.randrange(len(self._words) - self._length)
+        first = self._draw.choices(WORDS, k=12)  # 18^12 beginnings
+        text = " ".join([*first, *self._words[at : at + self._length - len(first)]])
+        body = json.dumps({**self._fields, "messages": [{"role": "user", "content": text}]}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
+        return f"{head}content-type: application/json\r\n\r\n".encode() + body
+
+
+class Client(asyncio.Protocol):
+    """One connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._answered: asyncio.Future[None] | None = None
+        self._tail = b""
+        self.first_s = 0.0
+        self.last_s = 0.0
+        self.events = 0
+        self.ok = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.first_s and b"data: " in data:
+            self.first_s = time.perf_counter()
+        refused = b'"error":' in data  # before the stream or within it
+        self.events += data.count(EVENT)
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        if refused or self._tail.endswith(END):
+            self.ok = not refused
+            self.last_s = time.perf_counter()
+            if self._answered is not None and not self._answered.done():
+                self._answered.set_result(None)
+
+    async def ask(self, request: bytes) -> None:
+        """Send a request; returns when its stream has ended, well if `ok`."""
+        assert self._transport is not None
+        self._answered = asyncio.get_running_loop().create_future()
+        self.first_s, self.events, self.ok, self._tail = 0.0, 0, False, b""
+        self._transport.write(request)
+        await self._answered
+
+    def last_words(self) -> str:
+        """The end of the last answer, as far as it came."""
+        return self._tail[-300:].decode(errors="replace")
+
+    def counted(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer, by the stream's usage; 0 where it told none."""
+        found = PROMPT_TOKENS.findall(self._tail), COMPLETION_TOKENS.findall(self._tail)
+        return int(found[0][-1]) if found[0] else 0, int(found[1][-1]) if found[1] else 0
+
+
+async def measure(
+    port: int, prompts: Prompts, pids: Mapping[str, Sequence[int]], concurrency: int, seconds: float
+) -> Run:
+    """Load the server at `port` for so long; a client whose request failed asks no more."""
+    run = Run()
+    loop = asyncio.get_running_loop()
+    until = time.perf_counter() + seconds
+
+    async def client_loop() -> None:
+        transport, client = await loop.create_connection(Client, "127.0.0.1", port)
+        going = True
+        while going and time.perf_counter() < until:
+            request = prompts.request()
+            started = time.perf_counter()
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await client.ask(request)
+            except TimeoutError:
+                client.ok = False
+            going = _note(run, client, started, prompts.output_len)
+        transport.close()
+
+    started, cpu, busy_s = time.perf_counter(), _cpu_s(pids), machine_busy_s()
+    await asyncio.gather(*(client_loop() for _ in range(concurrency)))
+    run.duration_s = time.perf_counter() - started
+    run.cpu_s = {name: after - cpu[name] for name, after in _cpu_s(pids).items()}
+    run.others_cpu_s = max(0.0, machine_busy_s() - busy_s - sum(run.cpu_s.values()))
+    return run
+
+
+def _note(run: Run, client: Client, started_s: float, output_len: int) -> bool:
+    """Count an answer. Returns: whether it is what was asked for."""
+    prompt_tokens, completion_tokens = client.counted()
+    if not (client.ok and client.first_s and completion_tokens == output_len):
+        run.failed += 1
+        run.last_words = client.last_words()
+        return False
+    run.ttft_s.append(client.first_s - started_s)
+    run.tpot_s.append((client.last_s - client.first_s) / max(1, output_len - 1))
+    run.events += client.events
+    run.prompt_tokens.add(prompt_tokens)
+    return True
+
+
+def _cpu_s(pids: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    return {name: cpu_s(some) for name, some in pids.items()}
+
+
+def figures(run: Run, output_len: int, **facts: Any) -> dict[str, Any]:
+    """One line of JSON about a run: `facts` and what was measured."""
+    answered = len(run.ttft_s)
+    thousands = answered * output_len / 1000 or 1.0
+
+    return {
+        **facts,
+        "output_len": output_len,
+        "prompt_tokens": sorted(run.prompt_tokens),
+        "requests": answered,
+        "failed": run.failed,
+        "req_s": round(answered / run.duration_s, 1),
+        "ttft_ms_p50": quantile_ms(run.ttft_s, 0.5),
+        "ttft_ms_p90": quantile_ms(run.ttft_s, 0.9),
+        "tpot_ms_p50": quantile_ms(run.tpot_s, 0.5),
+        "events_per_request": round(run.events / (answered or 1), 1),
+        "cpu_s_per_1k_tokens": {name: round(used_s / thousands, 4) for name, used_s in sorted(run.cpu_s.items())},
+        "cores_used": round(sum(run.cpu_s.values()) / run.duration_s, 2),
+        "cores_others": round(run.others_cpu_s / run.duration_s, 2),
+        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores",
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -1,0 +1,219 @@
+"""What a prefill policy saves where conversations come back: tokens computed, how evenly, and time to the first token.
+
+    python -m bench.conversations                                    # round_robin and kv_aware, 4 prefill + 1 decode
+    python -m bench.conversations --model mock:smollm2-135m --conversations 40 --users 11
+    python -m bench.conversations --policy round_robin --policy cache_aware --policy kv_aware --rounds 3
+
+A mesh of its own for each policy, all up at once, by turns: each round leads the same conversations through every one. A
+turn is asked behind all that was said before it, so the prefill worker that had the turn before has all but the last answer
+and question. One JSON line for each policy and round, and one for each policy beside the first, with medians over rounds
+and whether the targets are met.
+
+`computed` is what all workers computed of prompts, by their own counters: prefill's and, where a prompt stayed there, decode's.
+Decode keeps a conversation too, so it lets only the missing pages be sent (`decode_found`), but what prefill does not have
+it must compute before. `load_spread` is the largest share of a prefill worker over the mean, of computed tokens;
+`requests_spread` the same of requests. Where users and workers have a common divisor and users do not pause, round robin
+meets each conversation at the same worker again and again, by no merit: let them pause.
+"""
+
+import asyncio
+import json
+import random
+import signal
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple
+
+import httpx
+import typer
+
+from bench.load.client import Run
+from bench.load.conversations import Turn, conversations, converse
+from bench.load.report import quantile_ms
+from bench.load.workloads import words
+from bench.processes import model_name
+from bench.serve import progress_bar
+from bench.turns import Contestant, Model, start_kvmesh
+from components.discovery.registry import join_registry
+from components.wire.instances import Role
+
+SETTLE_S: Final = 0.3  # after the last answer, until what counts transfers has counted it
+TALK_S: Final = 1200.0  # for all conversations of a round: then something hangs
+TARGETS: Final = {  # of a policy over the first one
+    "computed": 0.40,
+    "load_spread": 1.10,
+    "ttft_ms_p50": 1.0,
+}
+
+
+class Counted(NamedTuple):
+    """What a worker's metrics page says, since its start."""
+
+    computed: float  # prompt tokens
+    found: float  # of prompts, in its prefix cache
+    transfers: float  # that are complete
+
+    def since(self, before: "Counted") -> "Counted":
+        """What came after `before`."""
+        return Counted(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+NAMES: Final = {
+    "prompt_tokens_total": "computed",
+    "prefix_cache_hits_total": "found",
+    "kv_transfer_seconds_count": "transfers",
+}
+
+
+def counted(page: str) -> Counted:
+    """Of a metrics page. Raises: TypeError, when it lacks one of them."""
+    pairs = (line.split() for line in page.splitlines() if line and not line.startswith("#"))
+    return Counted(**{NAMES[pair[0]]: float(pair[1]) for pair in pairs if pair[0] in NAMES})
+
+
+def spread(values: Sequence[float]) -> float:
+    """The largest over the mean: 1 when all are equal. 0 of nothing."""
+    mean = statistics.fmean(values) if values else 0.0
+    return max(values) / mean if mean else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Talked:
+    """One round through one mesh."""
+
+    run: Run
+    answers: list[list[str]]
+    prefills: Sequence[Counted]
+    decodes: Sequence[Counted]
+
+    def figures(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        tokens = [worker.computed for worker in self.prefills]
+        requests = [worker.transfers for worker in self.prefills]
+        local = sum(worker.computed for worker in self.decodes)
+        return {
+            "requests": len(self.run.ttft_s),
+            "prompt_tokens": self.run.prompt_tokens,
+            "computed": round(sum(tokens) + local),
+            "computed_by_decode": round(local),
+            "prefill_found": round(sum(worker.found for worker in self.prefills)),
+            "decode_found": round(sum(worker.found for worker in self.decodes)),
+            "prefill_tokens": [round(count) for count in tokens],
+            "prefill_requests": [round(count) for count in requests],
+            "load_spread": round(spread(tokens), 3),
+            "requests_spread": round(spread(requests), 3),
+            "ttft_ms_p50": quantile_ms(self.run.ttft_s, 0.5),
+            "ttft_ms_p90": quantile_ms(self.run.ttft_s, 0.9),
+            "duration_s": round(self.run.duration_s, 1),
+        }
+
+
+def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict[str, Any]:
+    """`policy` / `first`: of the medians over rounds; and what was to be reached."""
+    told: dict[str, Any] = {"compared": f"{policy} / {first}"}
+    for figure in (*TARGETS, "ttft_ms_p90", "requests_spread"):
+        ours, theirs = ([line[figure] for line in lines if line["label"] == name] for name in (policy, first))
+        told[figure] = round(statistics.median(ours) / statistics.median(theirs), 3)
+        if figure in TARGETS:
+            told |= {f"target_{figure}": TARGETS[figure], f"met_{figure}": told[figure] <= TARGETS[figure]}
+    return told
+
+
+async def metrics_pages(who: Contestant, roles: Sequence[Role]) -> list[list[str]]:
+    """URLs of the metrics pages of each role's workers, by instance id."""
+    facts = json.loads((who.servers[0].log.parent / "local" / "running.json").read_text())
+    async with join_registry(facts["etcd_url"], facts["namespace"], 10.0) as registry:
+        return [[f"{r.http}/metrics" for r in registry.book.of_role(role) if r.http] for role in roles]
+
+
+def read(pages: Sequence[Sequence[str]]) -> list[list[Counted]]:
+    """What they say now."""
+    return [[counted(httpx.get(url).raise_for_status().text) for url in some] for some in pages]
+
+
+def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: int) -> Talked:
+    """Lead the conversations, after a warm-up of one turn for each user. Exits when a turn fails."""
+    pages = asyncio.run(metrics_pages(who, ("prefill", "decode")))
+    draw = random.Random()
+
+    async def load(some: Sequence[Sequence[Turn]]) -> tuple[Run, list[list[str]]]:
+        total = sum(map(len, some))
+        async with asyncio.timeout(TALK_S):
+            with progress_bar(who.name, total) as done:
+                run, answers = await converse(who.url, model, some, users, done)
+        await asyncio.sleep(SETTLE_S)
+        if run.failed or len(run.ttft_s) < total:
+            sys.exit(f"{who.name}: of {total} turns {run.failed} failed: {next(iter(run.reasons), 'no reason told')}")
+        return run, answers
+
+    asyncio.run(load([[Turn(words(draw, 64), 4)] for _ in range(2 * users)]))
+    before = read(pages)
+    run, answers = asyncio.run(load(talks))
+    each = [
+        [now.since(then) for now, then in zip(*pair, strict=True)] for pair in zip(read(pages), before, strict=True)
+    ]
+    return Talked(run, answers, *each)
+
+
+def main(
+    policy: Annotated[list[str], typer.Option(help="for prefill; several times, the first is compared with")] = [  # noqa: B006
+        "round_robin",
+        "kv_aware",
+    ],
+    prefill: Annotated[int, typer.Option(min=1, help="prefill workers")] = 4,
+    decode: Annotated[int, typer.Option(min=1, help="decode workers, each of which chooses for itself")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="each leads other conversations, through every mesh")] = 2,
+    count: Annotated[int, typer.Option("--conversations", min=1, help="in a round")] = 12,
+    turns: Annotated[int, typer.Option(min=1, help="of a conversation")] = 12,
+    users: Annotated[int, typer.Option(min=1, help="at once")] = 3,
+    first_len: Annotated[int, typer.Option(min=0, help="tokens that begin a conversation beside its first turn's")] = 0,
+    turn_len: Annotated[int, typer.Option(min=1, help="mean tokens that a user says")] = 100,
+    output_len: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 24,
+    think_s: Annotated[float, typer.Option(min=0.0, help="mean seconds between an answer and the next turn")] = 0.3,
+    system_len: Annotated[int, typer.Option(min=0, help="tokens of a beginning that all conversations share")] = 0,
+    kv_memory_gb: Annotated[float, typer.Option(help="of each worker")] = 0.5,
+    model: Model = "smollm2-135m",
+    seed: Annotated[int | None, typer.Option(help="makes the same conversations again")] = None,
+) -> None:
+    """Lead the same conversations through a mesh of each policy, by turns."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
+    draw = random.Random(seed)
+    shape = {"turns": turns, "first_len": first_len, "turn_len": turn_len, "output_len": output_len, "think_s": think_s}
+    facts = {"model": model, "prefill": prefill, "decode": decode, "users": users, "conversations": count, **shape}
+    lines: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        meshes = [
+            stack.enter_context(
+                start_kvmesh(name, model, {"prefill": prefill, "decode": decode}, _env(name, kv_memory_gb))
+            )
+            for name in policy
+        ]
+        print(json.dumps(facts | {"system_len": system_len, "kv_memory_gb": kv_memory_gb}), flush=True)
+        for number in range(rounds):
+            talks = conversations(draw, count, system=words(draw, system_len), **shape)  # type: ignore[arg-type]
+            answers = []
+            for who in meshes if number % 2 == 0 else meshes[::-1]:
+                talked = talk(who, model_name(int(who.url.rpartition(":")[2])), talks, users)
+                answers.append(talked.answers)
+                lines.append({"label": who.name, "round": number, **talked.figures()})
+                print(json.dumps(lines[-1]), flush=True)
+            print(json.dumps({"round": number, "equal_answers": equal(answers)}), flush=True)
+    for name in policy[1:]:
+        print(json.dumps(compare(lines, name, policy[0])), flush=True)
+
+
+def equal(answers: Sequence[Sequence[Sequence[str]]]) -> str:
+    """In how many conversations every mesh gave the same answers."""
+    same = sum(all(other == one for other in each) for one, *each in zip(*answers, strict=True))
+    return f"{same} of {len(answers[0])}"
+
+
+def _env(policy: str, kv_memory_gb: float) -> dict[str, str]:
+    return {"MESH_DECODE_PREFILL_POLICY": policy, "MESH_ENGINE__KV_MEMORY_GB": str(kv_memory_gb)}
+
+
+if __name__ == "__main__":
+    typer.run(main)

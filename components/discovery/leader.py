@@ -1,0 +1,111 @@
+"""One of several processes acts, and the others wait until it is gone: a leased key in etcd, written where there is none."""
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from components.discovery.etcd import Backoff, etcd_client, keep_lease
+from components.errors import BackendUnavailable
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0  # how often one that waits looks whether the key is gone
+
+
+class Leadership:
+    """Whether this process leads. By its own clock: it stops believing so before etcd gives the key to another."""
+
+    def __init__(self) -> None:
+        self._until = 0.0  # monotonic
+
+    def is_held(self) -> bool:
+        """Whether this process may act now."""
+        return time.monotonic() < self._until
+
+    def held_until(self, monotonic_s: float) -> None:
+        """The lease was granted or refreshed; 0: it is given up or lost."""
+        self._until = monotonic_s
+
+
+class _Campaign:
+    """The thread that etcd3's calls block."""
+
+    def __init__(self, url: str, key: str, facts: Mapping[str, str | int], ttl_s: float) -> None:
+        self.leadership = Leadership()
+        self.stop = threading.Event()
+        self._url = url
+        self._key = key
+        self._value = json.dumps(facts)
+        self._ttl_s = math.ceil(ttl_s)
+
+    def run(self) -> None:
+        """Until `stop`: lead whenever nobody else does."""
+        backoff = Backoff()
+        while not self.stop.is_set():
+            try:
+                with etcd_client(self._url) as client:
+                    self._stand(client, backoff)
+            except BackendUnavailable as exc:
+                level = logging.ERROR if backoff.since is None else logging.DEBUG
+                log.log(level, "etcd cannot be reached, so nobody leads", extra={"reason": exc.message})
+                self.stop.wait(backoff.failed())
+            except Exception:  # the edge of this thread, which must not die before the process
+                log.exception("leadership lost, trying again")
+                self.stop.wait(backoff.failed())
+            finally:
+                self.leadership.held_until(0.0)
+
+    def _stand(self, client: Any, backoff: Backoff) -> None:
+        while not self.stop.is_set():
+            taken = client.get(self._key)[0] is not None
+            backoff.reset()  # it answers what needs a quorum
+            if taken:
+                self.stop.wait(LOOK_S)
+                continue
+            asked = time.monotonic()  # etcd counts from a moment later
+            lease = client.lease(self._ttl_s)
+            won, _ = client.transaction(
+                compare=[client.transactions.create(self._key) == 0],
+                success=[client.transactions.put(self._key, self._value, lease)],
+                failure=[],
+            )
+            if not won:
+                lease.revoke()
+                continue
+            log.info("leading", extra={"key": self._key})
+            self.leadership.held_until(asked + self._ttl_s)
+            try:
+                held_until = self.leadership.held_until
+                keep_lease(self._url, client, lease, asked + self._ttl_s, self.stop, renewed=held_until)
+            finally:
+                self.leadership.held_until(0.0)
+                if not self.stop.is_set():
+                    log.warning("no longer leading", extra={"key": self._key})
+            if self.stop.is_set():
+                lease.revoke()  # the next one leads at once
+
+
+@asynccontextmanager
+async def lead(url: str, key: str, facts: Mapping[str, str | int], ttl_s: float) -> AsyncIterator[Leadership]:
+    """Take part in the choice of a leader while inside; yields at once, leading or not.
+
+    Args:
+        url: of etcd.
+        key: that the leader holds.
+        facts: its value, as JSON, for whoever reads etcd.
+        ttl_s: after which a silent leader is none any more.
+    """
+    campaign = _Campaign(url, key, facts, ttl_s)
+    thread = threading.Thread(target=campaign.run, name="etcd-leader")
+    thread.start()
+    try:
+        yield campaign.leadership
+    finally:
+        campaign.stop.set()
+        await asyncio.to_thread(thread.join)

@@ -1,0 +1,59 @@
+"""The instances of one role as one process sees them: who is alive, and whose turn it is."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+
+from components.discovery.book import InstanceBook
+from components.messaging.bus import Bus
+from components.messaging.heartbeats import Liveness, watch_heartbeats
+from components.messaging.kv_subscriber import follow_kv_events
+from components.routing.kv_index import KvIndex
+from components.routing.policies import Phase, PolicyName, looks_at_caches, make_policy
+from components.routing.router import Router
+from components.wire.instances import InstanceRecord
+
+
+class Fleet:
+    """`alive` knows who can be used, `router` whom to choose; both hear what etcd and heartbeats tell."""
+
+    def __init__(
+        self,
+        book: InstanceBook,
+        alive: Liveness,
+        phase: Phase,
+        policy: PolicyName,
+        rng: Random | None = None,
+    ) -> None:
+        """Draws come from `rng`; None: a source of its own."""
+        self.rng = rng = rng or Random()
+        self.alive = alive
+        self.policy = policy
+        self.index = KvIndex() if looks_at_caches(policy, phase) else None
+        self.router = Router(make_policy(policy, phase, rng), rng, time.monotonic, self.index)
+        self._phase = phase
+        for record in book.of_role(phase):
+            self._changed(None, record)
+        book.subscribe(self._changed)
+        alive.on_heard(self.router.heard)
+
+    def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        if was is not None and was.role == self._phase:
+            self.router.left(was.instance_id)
+        if now is not None and now.role == self._phase:
+            page_size = None if now.kv is None else now.kv.layout.page_size
+            self.router.joined(now.instance_id, now.epoch, page_size, tells_cache=now.kv_events)
+
+
+@asynccontextmanager
+async def watch_fleet(
+    bus: Bus, namespace: str, phase: Phase, book: InstanceBook, policy: PolicyName, *, rng: Random | None = None
+) -> AsyncIterator[Fleet]:
+    """The fleet of a role, kept while inside; what its instances have cached only where the policy looks at it."""
+    async with AsyncExitStack() as stack:
+        alive = await stack.enter_async_context(watch_heartbeats(bus, namespace, phase, book))
+        fleet = Fleet(book, alive, phase, policy, rng)
+        if fleet.index is not None:
+            await stack.enter_async_context(follow_kv_events(bus, namespace, phase, book, fleet.index, rng=fleet.rng))
+        yield fleet

@@ -1,0 +1,260 @@
+"""From what was seen to how many workers each role needs, and why. What it learns of the workers it keeps."""
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil, exp, log
+from typing import Final
+
+from components.planning.demand import (
+    StepCurve,
+    crowded,
+    decode_workers,
+    prefill_workers,
+    waits,
+)
+from components.planning.history import Span, Work
+from components.planning.samples import Observation, Planned
+
+LEARNING_S: Final = 300.0  # over which variability and delays are averaged
+VARIABILITY: Final = (0.3, 5.0)  # what is believed of it
+TREND_S: Final = 120.0  # that a trend is taken over
+ENOUGH: Final = 20  # requests that a share or a mean is believed from
+CEILING: Final = 0.95  # of the load per worker at which a target was missed
+PURE: Final = 0.1  # prompt tokens per generated one, up to which a step tells what a decode costs
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What is promised: a share `goal` of first tokens within `ttft_s`, and of gaps between tokens within `itl_s`."""
+
+    ttft_s: float = 0.5
+    itl_s: float = 0.05
+    goal: float = 0.9
+    kv_usage: float = 0.8  # share of decode's pages that requests may hold
+    backlog_s: float = 30.0  # time to clear a queue in
+    headroom: float = 0.15  # load that must still fit before a worker is let go
+    memory_s: float = 1800.0  # how long a missed target is remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Workers of one role: `now` for the load as it is, `shrunk` for what must still fit with fewer."""
+
+    now: int
+    shrunk: int
+    why: str  # the tightest reason
+
+
+class Trend:
+    """Where a load is going, from what it was a while ago. Only upwards: less is believed when it has come."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque()  # (when, load)
+
+    def rise(self, now_s: float, load: float, ahead_s: float) -> float:
+        """`load` is now; how much more it will be `ahead_s` from now, going on as in the last minutes."""
+        self._seen.append((now_s, load))
+        while self._seen[0][0] < now_s - TREND_S:
+            self._seen.popleft()
+        then_s, before = self._seen[0]
+        if now_s - then_s < TREND_S / 2:
+            return 0.0
+        return max(0.0, (load - before) / (now_s - then_s) * ahead_s)
+
+    def forget(self) -> None:
+        """What was between is unknown."""
+        self._seen.clear()
+
+
+@dataclass(slots=True)
+class _Ceiling:
+    load: float  # per worker
+    at_s: float
+
+
+class Needs:
+    """What each role needs, observation by observation."""
+
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
+        self.curve = StepCurve()
+        self.tokens_per_s = 0.0  # of a prefill worker that computes; 0: none has
+        self.service_s = 0.0  # of a prompt
+        self.variability = 1.0
+        self.other_s = 0.0  # of a first token, beside waiting and computing
+        self.offered = 0.0  # prompt work, in workers
+        self.answer_tokens = 0.0  # generated for a request
+        self._trends: dict[Planned, Trend] = {"prefill": Trend(), "decode": Trend()}
+        self._ceilings: dict[Planned, _Ceiling] = {}
+
+    def saw(self, span: Span) -> None:
+        """What happened between two observations."""
+        for work in span.each["decode"]:
+            if work.steps >= 5 and work.prompt_tokens <= PURE * work.generated_tokens:
+                self.curve.saw(work.generated_tokens / work.steps, work.busy_s / work.steps)
+
+    def forget(self) -> None:
+        """There was a gap: no trend is known."""
+        for trend in self._trends.values():
+            trend.forget()
+
+    def needs(self, now: Observation, total: Span, *, steady_s: float, ahead_s: float) -> dict[Planned, Need]:
+        """Of each role.
+
+        Args:
+            now: the latest observation.
+            total: the window that it ends.
+            steady_s: for how long everybody was heard and no worker came or went.
+            ahead_s: from the middle of the window until a worker that is ordered now would serve.
+        """
+        self._learn(now, total, steady=steady_s >= total.seconds)
+        if steady_s >= 2 * total.seconds:  # what began before a worker came is over, too
+            self._notice_misses(now, total)
+        return {"prefill": self._prefill(now, ahead_s), "decode": self._decode(now, total, ahead_s)}
+
+    # --- prefill
+
+    def _learn(self, now: Observation, total: Span, *, steady: bool) -> None:
+        work, workers = total.work["prefill"], now.serving("prefill")
+        if work.busy_s > 0 and work.prompt_tokens:
+            self.tokens_per_s = work.prompt_tokens / work.busy_s
+        self.offered = self._offered(total)
+        if not work.accepted or not self.tokens_per_s:
+            return
+        self.service_s = self.offered * total.seconds / work.accepted
+        if work.accepted < ENOUGH or not steady:
+            return
+        weight = min(1.0, total.seconds / LEARNING_S) / 10  # ten observations and more see the same window
+        waiting = work.waiting_s / total.seconds
+        if 0.3 * workers < self.offered < 0.95 * workers:
+            random = waits(workers, self.offered) * self.offered / (workers - self.offered)
+            if random > 0.05:
+                least, most = VARIABILITY
+                seen = min(most, max(least, waiting / random))
+                self.variability *= exp(weight * (log(seen) - log(self.variability)))
+        if total.ttft.count >= ENOUGH:
+            waited_s = waiting * total.seconds / work.accepted
+            other_s = min(self._targets.ttft_s / 2, max(0.0, total.ttft.mean_s - self.service_s - waited_s))
+            self.other_s += weight * (other_s - self.other_s)
+
+    def _offered(self, total: Span) -> float:
+        """Work that came, in workers: what was computed, what the queues grew by, what decode kept to itself."""
+        work = total.work["prefill"]
+        if not self.tokens_per_s:
+            return 0.0
+        beside = work.queued_growth + total.work["decode"].prompt_tokens
+        return max(0.0, work.busy_s + beside / self.tokens_per_s) / total.seconds
+
+    def _patience_s(self) -> float:
+        """What the target leaves for waiting; where computing alone takes longer than that, as if it took half as long."""
+        return max(self._targets.ttft_s - self.service_s - self.other_s, self.service_s / 2)
+
+    def _prefill(self, now: Observation, ahead_s: float) -> Need:
+        targets = self._targets
+        rise = self._trends["prefill"].rise(now.at_s, self.offered, ahead_s)
+        if not self.tokens_per_s or not self.offered:
+            return Need(1, 1, "no prompts")
+        queued_s = sum(worker.queued_tokens for worker in now.workers["prefill"]) / self.tokens_per_s
+        patience_s = self._patience_s()
+
+        def workers(offered: float) -> int:
+            fewest = prefill_workers(
+                offered + queued_s / targets.backlog_s,
+                patience_s,
+                self.service_s,
+                late_share=1 - targets.goal,
+                variability=self.variability,
+            )
+            return max(fewest, self._under_ceiling("prefill", offered, now.at_s))
+
+        why = (
+            f"prompts keep {self.offered:.2f} workers busy, soon {rise:.2f} more, {queued_s:.1f} s of work wait; "
+            f"a prompt takes {self.service_s * 1000:.0f} ms and may wait {patience_s * 1000:.0f} ms"
+        )
+        soon = self.offered + rise
+        return Need(workers(soon), workers(soon * (1 + targets.headroom)), why)
+
+    # --- decode
+
+    def _decode(self, now: Observation, total: Span, ahead_s: float) -> Need:
+        work, seconds = total.work["decode"], total.seconds
+        here = max(1, now.serving("decode"))
+        load = self._tokens_offered(work, seconds)
+        load += self._trends["decode"].rise(now.at_s, load, ahead_s)
+        reasons = [self._for_gaps(work, load, here), self._for_pages(now)]
+        if work.waiting_s / seconds > here / 2:
+            reasons.append(
+                Need(here + 1, here + 1, f"{work.waiting_s / seconds:.1f} requests wait for pages or places")
+            )
+        ceiling = self._under_ceiling("decode", load, now.at_s)
+        shrunk = self._under_ceiling("decode", load * (1 + self._targets.headroom), now.at_s)
+        reasons.append(Need(ceiling, shrunk, f"with {load:.0f} tokens/s on fewer the target was missed"))
+        tightest = max(reasons, key=lambda need: (need.now, need.shrunk))
+        return Need(tightest.now, max(need.shrunk for need in reasons), tightest.why)
+
+    def _tokens_offered(self, work: Work, seconds: float) -> float:
+        """Tokens a second that are asked for: while requests wait, fewer are generated than that."""
+        made = work.generated_tokens / seconds
+        if work.waiting_s / seconds < 1 and work.accepted >= ENOUGH:
+            each = work.generated_tokens / work.accepted
+            weight = 0.1 if self.answer_tokens else 1.0
+            self.answer_tokens += weight * (each - self.answer_tokens)
+            return made
+        return max(made, work.accepted / seconds * self.answer_tokens)
+
+    def _for_gaps(self, work: Work, load: float, here: int) -> Need:
+        targets = self._targets
+        if not work.steps or not work.generated_tokens:
+            return Need(1, 1, "no tokens")
+        batch, step_s = work.generated_tokens / work.steps, work.busy_s / work.steps
+        why = f"{load:.0f} tokens/s in steps of {step_s * 1000:.1f} ms with {batch:.1f} requests"
+        line = self.curve.line()
+        if line is None:  # one size was seen: a step is taken to take as long as its batch is large
+            share = step_s * max(1.0, crowded(batch, targets.goal) / batch) / targets.itl_s
+            return Need(min(here + 1, ceil(here * share)), max(1, ceil(here * share * (1 + targets.headroom))), why)
+        now = decode_workers(load, line, targets.itl_s, targets.goal)
+        shrunk = decode_workers(load * (1 + targets.headroom), line, targets.itl_s, targets.goal)
+        if now is None or shrunk is None:
+            return Need(here, here, f"a step of one request takes {(line.fixed_s + line.each_s) * 1000:.1f} ms")
+        return Need(now, shrunk, why)
+
+    def _for_pages(self, now: Observation) -> Need:
+        workers = now.workers["decode"]
+        used, pages = sum(w.used_pages for w in workers), sum(w.total_pages for w in workers)
+        if not pages:
+            return Need(1, 1, "no pages")
+        each = self._targets.kv_usage * pages / len(workers)
+        fewest, shrunk = ceil(used / each), ceil(used * (1 + self._targets.headroom) / each)
+        return Need(max(1, fewest), max(1, shrunk), f"{used} of {pages} pages are held")
+
+    # --- what the formulas did not see
+
+    def _notice_misses(self, now: Observation, total: Span) -> None:
+        """A target is missed although there were workers enough: they can carry less than the formulas say."""
+        targets = self._targets
+        decodes, prefills = now.serving("decode"), now.serving("prefill")
+        work = total.work["prefill"]
+        missed = total.ttft.count >= ENOUGH and total.ttft.share_within(targets.ttft_s) < targets.goal
+        if missed and self._late_by_waiting(work, prefills) > (1 - targets.goal) / 2:  # else no worker would help
+            self._lower("prefill", self.offered / prefills, now.at_s)
+        generated = total.work["decode"]
+        crowd = generated.generated_tokens / max(1, generated.steps)
+        if total.itl.count >= 10 * ENOUGH and total.itl.share_within(targets.itl_s) < targets.goal and crowd > 1.5:
+            self._lower("decode", generated.generated_tokens / total.seconds / max(1, decodes), now.at_s)
+
+    def _late_by_waiting(self, work: Work, workers: int) -> float:
+        """The share of prompts that are late because they waited, by the waits that were measured."""
+        waited_s = work.waiting_s / max(1, work.accepted)
+        some = waits(workers, self.offered)
+        return some * exp(-some * self._patience_s() / waited_s) if waited_s > 0 else 0.0
+
+    def _lower(self, role: Planned, load: float, now_s: float) -> None:
+        known = self._ceilings.get(role)
+        if load > 0 and (known is None or load < known.load or now_s - known.at_s > self._targets.memory_s):
+            self._ceilings[role] = _Ceiling(load, now_s)
+
+    def _under_ceiling(self, role: Planned, load: float, now_s: float) -> int:
+        ceiling = self._ceilings.get(role)
+        if ceiling is None or now_s - ceiling.at_s > self._targets.memory_s:
+            return 1
+        return max(1, ceil(load / (CEILING * ceiling.load)))

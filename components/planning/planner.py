@@ -1,0 +1,248 @@
+"""When to change how many workers there are: one at a time, only on news of everybody, and never to and fro."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from components.planning.history import History
+from components.planning.needs import Need, Needs, Targets
+from components.planning.samples import PLANNED, Observation, Planned
+
+LONGEST_PATIENCE: Final = 16  # times `down_after_s`
+GAP: Final = 3.0  # times `every_s`: past that, what was between two observations is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How many workers of a role there may be."""
+
+    least: int = 1
+    most: int = 1
+
+    def within(self, workers: int) -> int:
+        """The nearest number allowed."""
+        return min(self.most, max(self.least, workers))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the planner acts; seconds."""
+
+    every_s: float = 5.0  # between two observations
+    window_s: float = 60.0  # that demand is averaged over
+    up_after_s: float = 10.0  # more workers are needed for so long
+    down_after_s: float = 120.0  # fewer were enough for so long
+    start_s: float = 30.0  # from the order of a worker until it serves, before that was seen
+    settle_s: float = 15.0  # between a change that is done and the next that lets a worker go
+    start_timeout_s: float = 600.0  # for a worker to come, or to drain
+    retry_s: float = 120.0  # after a change that failed
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One worker more or less."""
+
+    role: Planned
+    before: int
+    after: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows from one observation."""
+
+    needs: Mapping[Planned, Need]  # within the bounds; empty while too little was seen
+    change: Change | None = None
+    hold: str = ""  # why nothing is changed; empty: there is a change, or nothing to do
+
+
+@dataclass(slots=True)
+class _Role:
+    """What is remembered of one role."""
+
+    bounds: Bounds
+    above_since_s: float | None = None
+    enough: deque[tuple[float, int]] = field(default_factory=deque)  # (when, workers that were enough)
+    missing_since_s: float | None = None
+    went_down_s: float | None = None
+    patience: int = 1  # times `down_after_s`: doubles with every worker that was let go too early
+
+
+class Planner:
+    """Sees observations, answers with a verdict each. Whoever acts on a change says so with `took` or `failed`."""
+
+    def __init__(self, targets: Targets, bounds: Mapping[Planned, Bounds], pace: Pace = Pace()) -> None:
+        self.needs = Needs(targets)
+        self._pace = pace
+        self._history = History(pace.window_s, GAP * pace.every_s)
+        self._roles = {role: _Role(bounds[role]) for role in PLANNED}
+        self._pending: tuple[Change, float] | None = None
+        self._settled_s = float("-inf")  # when the last change was done
+        self._not_before_s = float("-inf")
+        self._start_s = pace.start_s  # of a worker, as seen lately
+
+    def took(self, change: Change, now_s: float) -> None:
+        """The change was ordered: nothing else happens until it has taken effect."""
+        self._pending = change, now_s
+        role = self._roles[change.role]
+        regret_s = 4 * self._pace.down_after_s
+        if change.after < change.before:
+            if role.went_down_s is not None and now_s - role.went_down_s > regret_s:
+                role.patience = max(1, role.patience // 2)
+            role.went_down_s = now_s
+        elif role.went_down_s is not None and now_s - role.went_down_s < regret_s:
+            role.patience = min(LONGEST_PATIENCE, 2 * role.patience)
+            role.went_down_s = None
+
+    def failed(self, now_s: float) -> None:
+        """A change could not be ordered, or did not happen: leave it for a while."""
+        self._pending = None
+        self._not_before_s = now_s + self._pace.retry_s
+
+    def see(self, now: Observation) -> Verdict:
+        """What to do now, if anything."""
+        span = self._history.see(now)
+        if span is None:
+            self._forget()
+            self.needs.forget()
+            self._settled_s = now.at_s
+        else:
+            self.needs.saw(span)
+        if self._history.seconds < self._pace.window_s / 2:
+            return self._verdict({}, now, "too little was seen yet")
+        total = self._history.total()
+        steady_s = 0.0 if self._pending is not None or now.unknown else now.at_s - self._settled_s
+        if not all(now.serving(role) for role in PLANNED):
+            self._forget()
+            return self._verdict({}, now, "a role has no worker that is heard")
+        ahead_s = self._pace.window_s / 2 + self._pace.up_after_s + self._start_s
+        needs = self.needs.needs(now, total, steady_s=steady_s, ahead_s=ahead_s)
+        needs = self._bounded(needs)
+        self._note(needs, now)
+        return self._verdict(needs, now, "")
+
+    def _bounded(self, needs: Mapping[Planned, Need]) -> dict[Planned, Need]:
+        return {
+            role: Need(state.bounds.within(needs[role].now), state.bounds.within(needs[role].shrunk), needs[role].why)
+            for role, state in self._roles.items()
+        }
+
+    def _forget(self) -> None:
+        """Something was not seen: no calm is known of any more."""
+        for state in self._roles.values():
+            state.above_since_s = None
+            state.enough.clear()
+
+    def _note(self, needs: Mapping[Planned, Need], now: Observation) -> None:
+        if not now.wanted:
+            self._forget()
+            return
+        for role, state in self._roles.items():
+            need = needs[role]
+            if need.now <= now.wanted[role]:
+                state.above_since_s = None
+            elif state.above_since_s is None:
+                state.above_since_s = now.at_s
+            if now.unknown:  # who is not heard may have work: it is no calm, but others' work is work
+                state.enough.clear()
+                continue
+            state.enough.append((now.at_s, max(need.now, need.shrunk)))
+            longest_s = state.patience * self._pace.down_after_s + GAP * self._pace.every_s
+            while state.enough[0][0] < now.at_s - longest_s:
+                state.enough.popleft()
+
+    def _verdict(self, needs: Mapping[Planned, Need], now: Observation, hold: str) -> Verdict:
+        change, why = self._decide(needs, now)
+        return Verdict(needs, change, "" if change else hold or why)
+
+    def _decide(self, needs: Mapping[Planned, Need], now: Observation) -> tuple[Change | None, str]:
+        if blocked := self._blocked(now):
+            return None, blocked
+        up = self._up(needs, now)
+        if up is not None:
+            return up, ""
+        down = self._down(now)
+        lost = any(self._is_short(role, now) or now.draining(role) for role in PLANNED)
+        if down is not None and (lost or now.unknown):
+            return None, "not everybody is heard, so nobody is let go"
+        if down is not None and now.at_s - self._settled_s < self._pace.settle_s:
+            return None, "the last change settles"
+        return down, ""
+
+    def _is_short(self, role: Planned, now: Observation) -> bool:
+        """Whether somebody may still come, or has not gone yet; one that has not come for long never will."""
+        since_s = self._roles[role].missing_since_s
+        given_up = since_s is not None and now.at_s - since_s >= self._pace.start_timeout_s
+        return now.serving(role) != now.wanted[role] and not given_up
+
+    def _blocked(self, now: Observation) -> str:
+        """Why nothing at all may be changed now; empty when something may."""
+        if not now.wanted:
+            return "the connector does not say how many workers there are"
+        if self._pending is not None and (waiting := self._follow(*self._pending, now)):
+            return waiting
+        if now.at_s < self._not_before_s:
+            return "the last change failed"
+        return self._missing(now)
+
+    def _follow(self, change: Change, since_s: float, now: Observation) -> str:
+        """What the change under way waits for; empty when it is over."""
+        waited_s = now.at_s - since_s
+        serving, wanted = now.serving(change.role), now.wanted[change.role]
+        if change.after > change.before:
+            done = serving >= change.after
+        else:
+            done = serving <= change.after and not now.draining(change.role) and not now.unknown
+        if done:
+            if change.after > change.before:
+                self._start_s += (waited_s - self._start_s) / 4
+            self._pending, self._settled_s = None, now.at_s
+            return ""
+        if wanted == change.before and waited_s > GAP * self._pace.every_s:
+            self.failed(now.at_s)
+            return f"the change of {change.role} to {change.after} was taken back"
+        if waited_s > self._pace.start_timeout_s:
+            self.failed(now.at_s)
+            self._roles[change.role].missing_since_s = since_s
+            return f"{change.role} has not come to {change.after} in {waited_s:.0f} s"
+        return f"waiting for {change.role} to be {change.after}, for {waited_s:.0f} s now"
+
+    def _missing(self, now: Observation) -> str:
+        """Who is wanted and not there, and shall be waited for."""
+        found = ""
+        for role, state in self._roles.items():
+            if now.serving(role) >= now.wanted[role]:
+                state.missing_since_s = None
+                continue
+            if state.missing_since_s is None:
+                state.missing_since_s = now.at_s
+            if now.at_s - state.missing_since_s < self._pace.start_timeout_s:
+                found = f"{now.serving(role)} of {now.wanted[role]} {role} workers are there"
+        return found
+
+    def _up(self, needs: Mapping[Planned, Need], now: Observation) -> Change | None:
+        ups = []
+        for role, state in self._roles.items():
+            here = now.wanted[role]
+            if here < state.bounds.least:
+                return Change(role, here, here + 1, f"at least {state.bounds.least}")
+            since_s = state.above_since_s
+            if role in needs and since_s is not None and now.at_s - since_s >= self._pace.up_after_s:
+                ups.append((needs[role].now / here, Change(role, here, here + 1, needs[role].why)))
+        return max(ups, key=lambda up: up[0])[1] if ups else None
+
+    def _down(self, now: Observation) -> Change | None:
+        downs = []
+        for role, state in self._roles.items():
+            here = now.wanted[role]
+            if here > state.bounds.most:
+                return Change(role, here, here - 1, f"at most {state.bounds.most}")
+            for_s = state.patience * self._pace.down_after_s
+            if not state.enough or now.at_s - state.enough[0][0] < for_s:
+                continue
+            enough = max(workers for at_s, workers in state.enough if at_s >= now.at_s - for_s)
+            if enough < here:
+                downs.append((enough / here, Change(role, here, here - 1, f"{enough} were enough for {for_s:.0f} s")))
+        return min(downs, key=lambda down: down[0])[1] if downs else None

@@ -1,0 +1,139 @@
+"""Where a prompt is computed: here, or by which prefill instance."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from components.errors import MeshError, UnknownModel
+from components.kv_transfer.layout import check_compatible, check_same_adapter
+from components.messaging.fleet import Fleet
+from components.messaging.service import Endpoint
+from components.routing.block_hash import PromptBlocks, seed_hash
+from components.routing.choice import Ask
+from components.routing.local_prefill import PromptLoad, sooner_here
+from components.routing.router import Chosen, explained
+from components.wire.instances import InstanceRecord
+from components.wire.routes import ExplainRoute, RouteExplained
+from components.wire.tokens import num_tokens, unpack_tokens
+from engine.ports import Engine
+from services.decode.remote_prefill import RemotePrefill
+
+log = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    """What the choice depends on, of one request."""
+
+    token_ids: bytes  # int32[T]
+    cache_salt: str
+    adapter: str
+    session: str
+
+
+class PrefillChoice:
+    """Knows which prefill instances fit this decode instance, and asks the router for one of them."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        engine: Engine,
+        remote: RemotePrefill,
+        own_prompts: Callable[[], PromptLoad],
+        *,
+        model: str,
+        max_local_prefill: int,
+        local_prefill_on_queue: bool,
+    ) -> None:
+        """`own_prompts`: what is to be computed here already."""
+        self._alive = fleet.alive
+        self._router = fleet.router
+        self._policy = fleet.policy
+        self._engine = engine
+        self._remote = remote
+        self._own_prompts = own_prompts
+        self._model = model
+        self._max_local_prefill = max_local_prefill
+        self._overflow = local_prefill_on_queue
+        self._fitting: dict[str, _Fitting] = {}  # by adapter
+        self._refused: dict[str, set[str]] = {}  # why instances do not fit us, each reason said once
+        fleet.alive.on_lost(self._lost)
+
+    def endpoint(self) -> Endpoint:
+        """The call for an explanation."""
+        return Endpoint("explain_route", ExplainRoute, self.explain_route)
+
+    def choose(self, wanted: Wanted, remaining: int, *, explain: bool = False, dry: bool = False) -> Chosen | str:
+        """A prefill instance for a prompt of which `remaining` tokens are not cached here, or why it is computed here."""
+        if remaining <= self._max_local_prefill:
+            return f"only {remaining} tokens remain"
+        if not self._remote.has_room:
+            return "there are as many transfers as aux slots"
+        usable = self._usable(wanted.adapter)
+        queues = (self._alive.prompts(r.instance_id) for r in usable)
+        if self._overflow and sooner_here(remaining, self._own_prompts(), queues):
+            return "every prefill queue lasts longer than computing it here"
+        blocks = self._blocks(wanted)
+        tokens = num_tokens(wanted.token_ids)
+        ask = Ask(tokens, session=wanted.session, prefix=blocks.prefix(), explain=explain, dry=dry)
+        chosen = self._router.choose(ask, blocks, usable)
+        if chosen is not None:
+            return chosen
+        return f"no prefill instance{f' with adapter {wanted.adapter}' if wanted.adapter else ''} is alive"
+
+    def record_of(self, chosen: Chosen) -> InstanceRecord:
+        """The instance that was chosen a moment ago."""
+        record = self._alive.find(chosen.instance_id)
+        assert record is not None, "those that are usable are known"
+        return record
+
+    async def explain_route(self, request: ExplainRoute) -> RouteExplained:
+        """Where a prompt would be computed now, and why. Raises: UnknownModel."""
+        if request.adapter and request.adapter not in self._engine.adapters:
+            raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
+        token_ids = unpack_tokens(request.token_ids)
+        hit = self._engine.peek_prefix(token_ids, request.cache_salt, request.adapter)
+        wanted = Wanted(request.token_ids, request.cache_salt, request.adapter, request.session)
+        chosen = self.choose(wanted, len(token_ids) - hit, explain=True, dry=True)
+        return explained(self._policy, request.token_ids, chosen)
+
+    def _blocks(self, wanted: Wanted) -> PromptBlocks:
+        """By the names that the caches of instances which fit give them."""
+        identity = self._engine.adapters.get(wanted.adapter, "")
+        return PromptBlocks(
+            wanted.token_ids, seed_hash(self._engine.kv_region.layout.model, identity, wanted.cache_salt)
+        )
+
+    def _usable(self, adapter: str) -> Sequence[InstanceRecord]:
+        """Prefill instances whose KV is what we would compute with `adapter`."""
+        alive = self._alive.usable(self._model, adapter)
+        known = self._fitting.get(adapter)
+        if known is None or known.of is not alive:
+            known = _Fitting(alive, [record for record in alive if self._fits(record, adapter)])
+            self._fitting[adapter] = known
+        return known.records
+
+    def _fits(self, record: InstanceRecord, adapter: str) -> bool:
+        if record.kv is None:
+            return False
+        try:
+            check_compatible(self._engine.kv_region.layout, record.kv.layout)
+            self._remote.check(record.kv)
+            if adapter:
+                check_same_adapter(adapter, self._engine.adapters[adapter], record.adapters[adapter])
+        except MeshError as exc:
+            told = self._refused.setdefault(record.instance_id, set())
+            if exc.message not in told:
+                told.add(exc.message)
+                log.warning("prefill instance not used", extra={"prefill": record.instance_id, "cause": exc.message})
+            return False
+        return True
+
+    def _lost(self, record: InstanceRecord, _why: str) -> None:
+        self._refused.pop(record.instance_id, None)
+
+
+class _Fitting(NamedTuple):
+    """Of a list of those that are alive, which stays the same while nothing changes, those that fit."""
+
+    of: Sequence[InstanceRecord]
+    records: Sequence[InstanceRecord]

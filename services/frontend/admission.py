@@ -1,0 +1,254 @@
+"""Admission: a request goes on at once while decode has room and nobody waits, else it waits its turn, or is refused.
+
+There is room while
+
+    tokens in held pages + those of ours that have not begun + those of others' that hold no page  <  admit_load · capacity
+
+The first and the last are what heartbeats said, up to half a second ago, the others being other frontends' requests. Ours are
+counted here, from admission to the first token of each prompt. One that has its pages and has not begun counts twice, so with
+a load of 1 memory would not fill; and held pages are no more than the capacity, so that, however old the news,
+(admit_load - 1) · capacity of ours is always on its way, where there is one frontend. Of several under too much work, one may
+keep the others waiting. The request that crosses the line still goes: else one larger than everything would be stuck.
+
+Before the first instance is there, there is room: nothing waits for what may never come. When all of them are lost later, those
+who wait go on waiting.
+"""
+
+import asyncio
+import math
+import os
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Final, Protocol
+
+from components.errors import QueueFull
+from components.routing.load import REQUEST_TOKENS
+from services.frontend.fair_queue import FairQueue, Waiting
+from services.frontend.metrics import FrontendMetrics
+from services.frontend.ports import FleetRoom, Mesh
+
+LOOK_EVERY_S: Final = 0.05  # at what decode carries, and for those who have waited too long
+RATE_OVER_S: Final = 10.0
+RETRY_S: Final = (1.0, 60.0)  # OpenAI's clients take no advice to wait much longer
+ANSWER_WEIGHT: Final = 2  # a token of an answer costs its key as much as so many of a prompt, as in arXiv:2401.00588
+ANONYMOUS: Final = b""
+_PEPPER: Final = os.urandom(16)
+
+
+class Limits(Protocol):
+    """The settings of a frontend are one."""
+
+    @property
+    def queue_tokens(self) -> int:
+        """That may wait."""
+
+    @property
+    def queue_timeout_s(self) -> float:
+        """Longest wait."""
+
+    @property
+    def admit_load(self) -> float:
+        """See the module; above 1."""
+
+    @property
+    def max_inflight(self) -> int | None:
+        """Requests admitted and not over; None: no limit."""
+
+
+def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Whom a request counts for: a hash of its bearer token that means nothing to another process; one key without any."""
+    for name, value in headers:
+        if name == b"authorization":
+            token = value.strip().rpartition(b" ")[2]
+            return blake2b(token, digest_size=16, key=_PEPPER).digest()
+    return ANONYMOUS
+
+
+class Place:
+    """One request, from `Admission.enter` until `leave`."""
+
+    __slots__ = ("_admission", "inside", "not_begun", "tokens_not_begun", "turn", "waiting")
+
+    def __init__(self, admission: "Admission", waiting: Waiting, choices: int) -> None:
+        self._admission = admission
+        self.waiting = waiting
+        self.inside = False  # admitted, and not over
+        self.turn: asyncio.Future[QueueFull | None] | None = None  # set for one that has to wait
+        self.not_begun = choices
+        self.tokens_not_begun = waiting.tokens
+
+    async def admitted(self) -> None:
+        """Wait for the turn of one that has to. Raises: QueueFull."""
+        if self.turn is not None and (refusal := await self.turn) is not None:
+            raise refusal
+
+    def began(self, prompt_tokens: int) -> None:
+        """The first token of a choice has come; of a prompt's first choice, with the tokens of that prompt."""
+        self._admission.began(self, prompt_tokens)
+
+    def leave(self, answer_tokens: int = 0) -> None:
+        """It is over, waits no more, or was refused. Once more does no harm."""
+        self._admission.leave(self, answer_tokens)
+
+
+class AdmittedRate:
+    """Tokens admitted per second, lately."""
+
+    def __init__(self, now_s: float) -> None:
+        self._since_s = self._at_s = now_s
+        self._sum = 0.0  # what was admitted t ago counts e^(-t / RATE_OVER_S)
+
+    def add(self, tokens: int, now_s: float) -> None:
+        """So many were admitted now."""
+        self._sum = self._decayed(now_s) + tokens
+        self._at_s = now_s
+
+    def per_s(self, now_s: float) -> float:
+        """Over the last seconds, or since there is anything to tell of."""
+        seen_s = RATE_OVER_S * -math.expm1(-max(now_s - self._since_s, 1.0) / RATE_OVER_S)
+        return self._decayed(now_s) / seen_s
+
+    def _decayed(self, now_s: float) -> float:
+        return self._sum * math.exp((self._at_s - now_s) / RATE_OVER_S)
+
+
+class Admission:
+    """Who goes on and who waits. On one event loop, whose clock it takes."""
+
+    def __init__(self, mesh: Mesh, limits: Limits, metrics: FrontendMetrics) -> None:
+        self._mesh = mesh
+        self._limits = limits
+        self._max_inflight = limits.max_inflight or math.inf
+        self._queue = FairQueue(limits.queue_tokens)
+        self._places: dict[Waiting, Place] = {}  # of those in the queue
+        self._inflight = 0
+        self._not_begun = 0  # choices of ours
+        self._tokens_not_begun = 0
+        self._usual_tokens = 0.0  # of a choice
+        self._room: FleetRoom | None = None
+        self._known_tokens = 0.0  # that decode carries beside ours
+        self._limit_tokens = math.inf
+        self._look_at_s = -math.inf
+        self._rate: AdmittedRate | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._metrics = metrics
+        metrics.show_queue(lambda: len(self._queue), lambda: self._queue.tokens)
+
+    def enter(self, key: bytes, priority: int, prompt_tokens: int, choices: int = 1) -> Place:
+        """A request has come. If its place has a `turn`, it waits for `admitted`. `leave` the place in any case.
+
+        Raises: QueueFull, when it can not even wait.
+        """
+        now_s = asyncio.get_running_loop().time()
+        place = Place(self, Waiting(key, priority, prompt_tokens + REQUEST_TOKENS * choices, now_s), choices)
+        if not self._queue and self._has_room(now_s):
+            self._admit(place, now_s)
+        else:
+            self._wait(place, now_s)
+        return place
+
+    def began(self, place: Place, prompt_tokens: int) -> None:
+        """See `Place.began`."""
+        if place.inside:
+            self._count_begun(place, 1, prompt_tokens + REQUEST_TOKENS)
+            self._pump()
+
+    def leave(self, place: Place, answer_tokens: int) -> None:
+        """See `Place.leave`."""
+        if self._places.pop(place.waiting, None) is not None:
+            self._queue.remove(place.waiting)
+        if place.inside:
+            place.inside = False
+            self._inflight -= 1
+            self._count_begun(place, place.not_begun, place.tokens_not_begun)
+            self._queue.charge(place.waiting.key, place.waiting.priority, ANSWER_WEIGHT * answer_tokens)
+            self._pump()
+
+    def _has_room(self, now_s: float) -> bool:
+        if now_s >= self._look_at_s:
+            self._look(now_s)
+        return self._known_tokens + self._tokens_not_begun < self._limit_tokens and self._inflight < self._max_inflight
+
+    def _look(self, now_s: float) -> None:
+        self._look_at_s = now_s + LOOK_EVERY_S
+        room = self._mesh.room()
+        if room == self._room:
+            return  # nothing new, while ours have begun since: compared again, what was said then would be others'
+        self._room = room
+        others = max(0, room.num_waiting - self._not_begun)
+        self._known_tokens = room.held_tokens + others * self._usual_tokens
+        if room.capacity_tokens is not None:
+            self._limit_tokens = self._limits.admit_load * room.capacity_tokens
+        elif self._limit_tokens < math.inf:  # everyone was lost: whoever comes back must not get all who wait at once
+            self._known_tokens = self._limit_tokens
+
+    def _admit(self, place: Place, now_s: float) -> None:
+        one = place.waiting
+        place.inside = True
+        self._inflight += 1
+        self._not_begun += place.not_begun
+        self._tokens_not_begun += one.tokens
+        self._usual_tokens += (one.tokens / place.not_begun - self._usual_tokens) / 16
+        if self._rate is None:
+            self._rate = AdmittedRate(now_s)
+        self._rate.add(one.tokens, now_s)
+        self._metrics.queue_time.observe(now_s - one.since_s)
+
+    def _wait(self, place: Place, now_s: float) -> None:
+        """Raises: QueueFull."""
+        for one in self._queue.put(place.waiting):
+            if one is place.waiting:
+                raise self._refusal("full", now_s)
+            self._refuse(one, "shed", now_s)
+        self._places[place.waiting] = place
+        place.turn = asyncio.get_running_loop().create_future()
+        self._look_later()
+
+    def _refuse(self, one: Waiting, why: str, now_s: float) -> None:
+        """Of one that is not in the queue any more."""
+        turn = self._places.pop(one).turn
+        refusal = self._refusal(why, now_s)
+        if turn is not None and not turn.done():
+            turn.set_result(refusal)
+
+    def _refusal(self, why: str, now_s: float) -> QueueFull:
+        self._metrics.refused.labels(why).inc()
+        rate = 0.0 if self._rate is None else self._rate.per_s(now_s)
+        least, most = RETRY_S
+        retry_after_s = min(max(self._queue.tokens / rate, least), most) if rate > 0 else most
+        return QueueFull(
+            f"admission: {why}",
+            retry_after_s=retry_after_s,
+            waiting=len(self._queue),
+            waiting_tokens=self._queue.tokens,
+        )
+
+    def _pump(self) -> None:
+        """Let go on whose turn it is, as long as there is room."""
+        if not self._queue:
+            return
+        now_s = asyncio.get_running_loop().time()
+        while self._queue and self._has_room(now_s):
+            place = self._places.pop(self._queue.take())
+            self._admit(place, now_s)
+            if place.turn is not None and not place.turn.done():  # whoever was cancelled just now leaves next
+                place.turn.set_result(None)
+
+    def _look_later(self) -> None:
+        if self._timer is None and self._queue:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        for one in self._queue.waiting_since(now_s - self._limits.queue_timeout_s):
+            self._queue.remove(one)
+            self._refuse(one, "age", now_s)
+        self._pump()
+        self._look_later()
+
+    def _count_begun(self, place: Place, choices: int, tokens: int) -> None:
+        place.not_begun -= choices
+        place.tokens_not_begun -= tokens
+        self._not_begun -= choices
+        self._tokens_not_begun -= tokens

@@ -1,0 +1,310 @@
+"""Who waits, whose turn it is, and who has to go when too much waits. No clock and no I/O.
+
+Between priorities the engine's rule (`engine/scheduler/scheduler.py`): lower goes first, and 256 arrivals are worth one step of
+priority, so a stream of better ones does not starve a worse one. Compared is whose turn it is within each: the age of a flood
+that waits for its share takes nobody else along.
+
+Within a priority start-time fair queueing by key, in tokens: a key's next request starts, in virtual time, where its last one
+ended, but not before now, and the earliest start goes first. While two keys both wait, what they were given differs by at most
+one request of each, and a key that was idle has saved up nothing. Within a key by arrival. Sources: Goyal, Vin, Cheng 1996,
+"Start-time fair queuing"; that an answer's tokens, which nobody knows beforehand, are charged when they are there: the virtual
+token counter of Sheng et al. 2023, arXiv:2401.00588.
+
+When more would wait than may, priorities worse than the newcomer's give way, the worst first. Of the newcomer's own, the key
+with the most waiting tokens does, if that is more than the newcomer's key would have; else the newcomer is refused. Of a key
+the youngest goes. So one key alone may fill the queue, and a flood takes nobody else's place. Source: longest queue drop,
+Suter, Lakshman, Stiliadis, Choudhury 1998.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from typing import Final
+
+OVERTAKERS: Final = 256
+SWEEP_AT: Final = 64  # fewer may lie about when they are over
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One request; the queue alone writes `arrival`."""
+
+    key: bytes
+    priority: int  # lower goes first
+    tokens: int
+    since_s: float
+    arrival: int = -1
+
+
+InOrder = OrderedDict[int, Waiting]  # by arrival
+
+
+class _Line:
+    """One key within one priority."""
+
+    __slots__ = ("listed", "start", "tokens", "waiting", "weighed")
+
+    def __init__(self) -> None:
+        self.listed = False  # in `_Order`
+        self.weighed = 0  # `tokens` as `_Heaviest` has them: no fewer than they are
+        self.start = 0  # of its next request, in virtual time
+        self.tokens = 0
+        self.waiting: InOrder = OrderedDict()
+
+    def rank(self) -> tuple[int, int]:
+        """Unlike any other line's."""
+        return self.start, next(iter(self.waiting))
+
+
+class _Order:
+    """Lines with somebody waiting, by rank. Ranks only grow, and one that has is put right when it comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], _Line]] = []
+        self._sweep_at = SWEEP_AT
+
+    def add(self, line: _Line) -> None:
+        """Somebody waits there now."""
+        if line.listed:
+            return
+        if len(self._heap) >= self._sweep_at:
+            self._sweep()
+        line.listed = True
+        heappush(self._heap, (line.rank(), line))
+
+    def first(self) -> _Line:
+        """The one with the least rank; there must be one."""
+        while True:
+            rank, line = self._heap[0]
+            if not line.waiting:
+                heappop(self._heap)
+                line.listed = False
+            elif (now := line.rank()) != rank:
+                heapreplace(self._heap, (now, line))
+            else:
+                return line
+
+    def _sweep(self) -> None:
+        for _, line in self._heap:
+            line.listed = bool(line.waiting)
+        self._heap = [entry for entry in self._heap if entry[1].listed]
+        heapify(self._heap)
+        self._sweep_at = 2 * len(self._heap) + SWEEP_AT
+
+
+class _Heaviest:
+    """Which line has the most tokens. One that has grown is noted at once, one that has shrunk when it comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, _Line]] = []
+        self._sweep_at = SWEEP_AT
+        self._notes = count()  # no two entries are equal
+
+    def grown(self, line: _Line) -> None:
+        """It has more than before."""
+        if line.tokens <= line.weighed:
+            return
+        if len(self._heap) >= self._sweep_at:
+            self._sweep()
+        line.weighed = line.tokens
+        heappush(self._heap, (-line.tokens, next(self._notes), line))
+
+    def line(self) -> _Line:
+        """The heaviest; there must be one with tokens."""
+        while True:
+            weight, _, line = self._heap[0]
+            if -weight != line.weighed:  # another entry tells of it
+                heappop(self._heap)
+            elif line.tokens == line.weighed:
+                return line
+            else:
+                line.weighed = line.tokens
+                heapreplace(self._heap, (-line.tokens, next(self._notes), line))
+
+    def _sweep(self) -> None:
+        kept: dict[int, tuple[int, int, _Line]] = {}  # one for each line: its weight may have been noted more than once
+        for note in self._heap:
+            weight, _, line = note
+            if -weight != line.weighed:
+                continue
+            if line.tokens:
+                kept[id(line)] = note
+            else:
+                line.weighed = 0
+        self._heap = list(kept.values())
+        heapify(self._heap)
+        self._sweep_at = 2 * len(kept) + SWEEP_AT
+
+
+class _Level:
+    """One priority."""
+
+    __slots__ = ("_heaviest", "_lines", "_now", "_order", "_priority", "_sweep_at", "num_waiting", "tokens")
+
+    def __init__(self, priority: int) -> None:
+        self.num_waiting = 0
+        self.tokens = 0
+        self._priority = priority
+        self._now = 0  # virtual time: where the request that was taken last started
+        self._lines: dict[bytes, _Line] = {}
+        self._order = _Order()
+        self._heaviest = _Heaviest()
+        self._sweep_at = SWEEP_AT
+
+    def turn(self) -> tuple[int, int]:
+        """When whoever is first here goes; of levels with somebody waiting, the one with the least is next."""
+        arrival = self._order.first().rank()[1]
+        return arrival + self._priority * OVERTAKERS, self._priority
+
+    def add(self, one: Waiting) -> None:
+        line = self._line(one.key)
+        if not line.waiting:
+            line.start = max(line.start, self._now)
+        line.waiting[one.arrival] = one
+        self.num_waiting += 1
+        line.tokens += one.tokens
+        self.tokens += one.tokens
+        self._order.add(line)
+        self._heaviest.grown(line)
+
+    def remove(self, one: Waiting) -> None:
+        line = self._lines[one.key]
+        del line.waiting[one.arrival]
+        self.num_waiting -= 1
+        line.tokens -= one.tokens
+        self.tokens -= one.tokens
+
+    def take(self) -> Waiting:
+        line = self._order.first()
+        one = next(iter(line.waiting.values()))
+        self._now = line.start
+        line.start += one.tokens
+        self.remove(one)
+        return one
+
+    def charge(self, key: bytes, tokens: int) -> None:
+        line = self._line(key)
+        line.start = max(line.start, self._now) + tokens
+
+    def worst(self) -> Waiting:
+        """The youngest of the heaviest key."""
+        return next(reversed(self._heaviest.line().waiting.values()))
+
+    def beyond(self, newcomer: Waiting, over: int) -> list[Waiting] | None:
+        """Who of the heaviest key would go for `newcomer`, `over` tokens at least; None: the newcomer itself."""
+        mine = self._lines.get(newcomer.key)
+        share = newcomer.tokens + (0 if mine is None else mine.tokens)
+        heaviest = self._heaviest.line()
+        left = heaviest.tokens
+        found: list[Waiting] = []
+        for one in reversed(heaviest.waiting.values()):
+            if left <= share:
+                return None
+            found.append(one)
+            left -= one.tokens
+            over -= one.tokens
+            if over <= 0:
+                return found
+        return None
+
+    def _line(self, key: bytes) -> _Line:
+        """The key's own, also when none of it waits: what it was given counts until virtual time has come there."""
+        line = self._lines.get(key)
+        if line is None:
+            if len(self._lines) >= self._sweep_at:
+                self._lines = {k: li for k, li in self._lines.items() if li.waiting or li.start > self._now}
+                self._sweep_at = 2 * len(self._lines) + SWEEP_AT
+            line = self._lines[key] = _Line()
+        return line
+
+
+class FairQueue:
+    """See the module. A step takes time in the logarithm of how many keys wait, times how many priorities do."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.tokens = 0
+        self._max_tokens = max_tokens
+        self._arrivals = 0
+        self._waiting: InOrder = OrderedDict()
+        self._levels: dict[int, _Level] = {}  # of priorities that wait
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, one: Waiting) -> list[Waiting]:
+        """Queue a request, unless it is the one that has to go.
+
+        One that is larger than all that may wait does so while nobody else does.
+
+        Returns: who has to go and is not in the queue any more: `[one]`, or others.
+        """
+        leaving = self._make_room(one)
+        if leaving is None:
+            return [one]
+        one.arrival = self._arrivals
+        self._arrivals += 1
+        level = self._levels.get(one.priority)
+        if level is None:
+            level = self._levels[one.priority] = _Level(one.priority)
+        level.add(one)
+        self._waiting[one.arrival] = one
+        self.tokens += one.tokens
+        return leaving
+
+    def take(self) -> Waiting:
+        """Whose turn it is; there must be someone."""
+        one = min(self._levels.values(), key=_Level.turn).take()
+        self._forget(one)
+        return one
+
+    def remove(self, one: Waiting) -> None:
+        """It waits no more, whoever's turn it is. It must be in the queue."""
+        self._levels[one.priority].remove(one)
+        self._forget(one)
+
+    def waiting_since(self, until_s: float) -> list[Waiting]:
+        """Those who came until then, oldest first."""
+        found: list[Waiting] = []
+        for one in self._waiting.values():
+            if one.since_s > until_s:
+                break
+            found.append(one)
+        return found
+
+    def charge(self, key: bytes, priority: int, tokens: int) -> None:
+        """Count what a request that was taken has cost beyond its `tokens`, as long as anyone of its priority waits."""
+        level = self._levels.get(priority)
+        if level is not None:
+            level.charge(key, tokens)
+
+    def _make_room(self, newcomer: Waiting) -> list[Waiting] | None:
+        """Remove who has to go for `newcomer`, and return them; None, and nobody is removed: the newcomer itself."""
+        over = self.tokens + newcomer.tokens - self._max_tokens
+        if over <= 0 or not self._waiting:
+            return []
+        if newcomer.tokens > self._max_tokens:
+            return None
+        worse = [self._levels[p] for p in sorted(self._levels, reverse=True) if p > newcomer.priority]
+        missing = over - sum(level.tokens for level in worse)
+        leaving: list[Waiting] = []
+        if missing > 0:
+            level = self._levels.get(newcomer.priority)
+            beyond = None if level is None else level.beyond(newcomer, missing)
+            if beyond is None:
+                return None
+            leaving = beyond
+            for one in beyond:
+                self.remove(one)
+        for level in worse:
+            while level.num_waiting and self.tokens + newcomer.tokens > self._max_tokens:
+                leaving.append(level.worst())
+                self.remove(leaving[-1])
+        return leaving
+
+    def _forget(self, one: Waiting) -> None:
+        """What is left to do once its level does not have it any more."""
+        del self._waiting[one.arrival]
+        self.tokens -= one.tokens
+        if not self._levels[one.priority].num_waiting:
+            del self._levels[one.priority]

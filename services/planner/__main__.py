@@ -1,0 +1,50 @@
+"""python -m services.planner: how many workers the load needs, and a connector that makes it so."""
+
+import os
+import socket
+
+from components.aio import first
+from components.discovery.leader import lead
+from components.discovery.registry import join_registry
+from components.messaging.bus import connect_bus
+from components.messaging.service import serve_calls
+from components.process import new_instance_id, run, stop_signal
+from components.telemetry.logs import log_ready
+from components.telemetry.spans import start_telemetry
+from components.telemetry.worker_metrics import serve_metrics
+from services.planner.config import PlannerSettings
+from services.planner.connectors import open_connector
+from services.planner.metrics import PlannerMetrics
+from services.planner.observer import open_observer
+from services.planner.planning import Planning
+
+
+async def main(settings: PlannerSettings) -> None:
+    """Plan until told to stop; the workers stay as they are then."""
+    me = new_instance_id()
+    subject = f"{settings.namespace}.planner.{me}"
+    metrics = PlannerMetrics()
+    facts: dict[str, str | int] = {
+        "instance_id": me,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "connector": settings.connector,
+    }
+    async with (
+        start_telemetry(settings, "planner", me),
+        connect_bus(settings.nats_url, f"planner-{me}") as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        open_observer(bus, settings.namespace, registry.book) as observer,
+        serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, lambda: True) as page,
+        lead(
+            settings.etcd_url, f"{settings.namespace}/planner", {**facts, "http": page}, settings.leader_ttl_s
+        ) as leader,
+    ):
+        planning = Planning(settings, observer, open_connector(settings, bus), leader, metrics)
+        async with serve_calls(bus, "planner", subject, planning.endpoints(), {"instance_id": me}):
+            log_ready(instance=me, connector=settings.connector, metrics=page)
+            await first(stop_signal(), planning.run())
+
+
+if __name__ == "__main__":
+    run(main(PlannerSettings.read()))

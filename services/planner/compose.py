@@ -1,0 +1,79 @@
+"""Workers of a compose project, through the docker command line. Compose stops with SIGTERM and the file's grace period."""
+
+import asyncio
+import logging
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from components.errors import BackendUnavailable
+from components.planning.planner import Change
+from components.planning.samples import PLANNED, Planned
+
+log = logging.getLogger(__name__)
+
+ASK_S: Final = 20.0
+LAST_WORDS: Final = 300  # characters of what a command that failed has to say
+
+
+class ComposeConnector:
+    """Services are named after roles, as in deploy/compose."""
+
+    def __init__(self, command: str, file: str | None = None, project: str | None = None) -> None:
+        self._command = [*shlex.split(command), *(["-f", file] if file else []), *(["-p", project] if project else [])]
+        self._under_way: dict[Planned, int] = {}  # a scaling down lasts as long as its worker drains
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def counts(self) -> Mapping[Planned, int]:
+        """Containers of each role that run, or shall while a command is under way. Raises: BackendUnavailable."""
+        return {role: await self._count(role) for role in PLANNED}
+
+    async def scale(self, change: Change) -> None:
+        """Begin to scale. A command that fails shows in the next `counts`. Raises: BackendUnavailable, when one runs."""
+        if self._under_way:
+            raise BackendUnavailable("compose still scales")
+        self._under_way[change.role] = change.after
+        task = asyncio.create_task(self._scale(change.role, change.after), name="compose-scale")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _count(self, role: Planned) -> int:
+        if (under_way := self._under_way.get(role)) is not None:
+            return under_way
+        try:
+            async with asyncio.timeout(ASK_S):
+                listed = await self._run("ps", "--quiet", "--status", "running", role)
+        except TimeoutError as exc:
+            raise BackendUnavailable(f"{shlex.join(self._command)} does not answer") from exc
+        return len(listed.split())
+
+    async def _scale(self, role: Planned, count: int) -> None:
+        try:
+            await self._run("up", "--detach", "--no-deps", "--no-recreate", "--scale", f"{role}={count}", role)
+        except BackendUnavailable as exc:
+            log.warning("scaling failed", extra={"role": role, "count": count, "cause": exc.message})
+        finally:
+            del self._under_way[role]
+
+    async def _run(self, *words: str) -> str:
+        command: Sequence[str] = [*self._command, *words]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as exc:
+            raise BackendUnavailable(
+                f"{command[0]} cannot be run: {exc.strerror} (MESH_PLANNER_COMPOSE_COMMAND)"
+            ) from exc
+        try:
+            out, err = await process.communicate()
+        except asyncio.CancelledError:
+            process.terminate()
+            await process.wait()
+            raise
+        if process.returncode:
+            raise BackendUnavailable(f"{shlex.join(command)}: {err.decode(errors='replace').strip()[-LAST_WORDS:]}")
+        return out.decode(errors="replace")

@@ -1,0 +1,127 @@
+"""Workers of a Kubernetes cluster, through the scale subresource of a Deployment or StatefulSet.
+
+A pod that goes gets SIGTERM and its `terminationGracePeriodSeconds`, which must be longer than the worker drains.
+"""
+
+import asyncio
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+from components.errors import BackendUnavailable, Rejected
+from components.planning.planner import Change
+from components.planning.samples import PLANNED, Planned
+
+ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+KINDS: Final = {"deployment": "deployments", "statefulset": "statefulsets"}
+ANSWER_S: Final = 5.0
+CHANGED_MEANWHILE: Final = 409
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What runs the workers of one role."""
+
+    plural: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`deployment/NAME` or `statefulset/NAME`. Raises: BackendUnavailable."""
+        kind, _, name = text.partition("/")
+        if kind not in KINDS or not name:
+            raise BackendUnavailable(f"{text!r} is none of deployment/NAME and statefulset/NAME")
+        return cls(KINDS[kind], name)
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """Where the API is, and who we are to it."""
+
+    url: str
+    namespace: str
+    account: Path | None = None  # with `token`, read anew for each call as it is rotated, and `ca.crt`
+
+
+def in_cluster(url: str | None, namespace: str | None) -> Api:
+    """The API at `url`, such as a `kubectl proxy`; else that of the cluster that this runs in. Raises: BackendUnavailable."""
+    if url:
+        return Api(url, namespace or "default")
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise BackendUnavailable("this runs in no Kubernetes cluster: set MESH_PLANNER_KUBERNETES_API")
+    try:
+        own = (ACCOUNT / "namespace").read_text().strip()
+    except OSError as exc:
+        raise BackendUnavailable(f"no service account in {ACCOUNT}: {exc.strerror}") from exc
+    return Api(f"https://{f'[{host}]' if ':' in host else host}:{port}", namespace or own, ACCOUNT)
+
+
+class KubernetesConnector:
+    """Needs `get` and `patch` on `deployments/scale` (or `statefulsets/scale`)."""
+
+    def __init__(self, api: Api, workloads: Mapping[Planned, Workload]) -> None:
+        self._api = api
+        self._workloads = workloads
+
+    async def counts(self) -> Mapping[Planned, int]:
+        """Replicas that are asked for. Raises: BackendUnavailable."""
+        return {role: (await self._scale_of(role))[0] for role in PLANNED}
+
+    async def scale(self, change: Change) -> None:
+        """Ask for `after` replicas. Raises: BackendUnavailable; Rejected, where somebody has changed them meanwhile."""
+        replicas, version = await self._scale_of(change.role)
+        if replicas != change.before:
+            raise Rejected(f"{replicas} {change.role} replicas are asked for, not {change.before}")
+        patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": change.after}}
+        await asyncio.to_thread(self._call, "PATCH", self._path(change.role), json.dumps(patch))
+
+    async def _scale_of(self, role: Planned) -> tuple[int, str]:
+        """(replicas asked for, version of that)."""
+        scale = await asyncio.to_thread(self._call, "GET", self._path(role))
+        try:
+            return int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"])
+        except (LookupError, TypeError, ValueError, AttributeError) as exc:
+            raise BackendUnavailable(f"{self._path(role)} is no scale") from exc
+
+    def _path(self, role: Planned) -> str:
+        workload = self._workloads[role]
+        return f"/apis/apps/v1/namespaces/{self._api.namespace}/{workload.plural}/{workload.name}/scale"
+
+    def _call(self, method: str, path: str, body: str | None = None) -> Any:
+        try:
+            connection, headers = self._connect()
+            try:
+                if body is not None:
+                    headers["Content-Type"] = "application/merge-patch+json"
+                connection.request(method, path, body, headers)
+                answer = connection.getresponse()
+                text = answer.read().decode(errors="replace")
+            finally:
+                connection.close()
+        except (OSError, http.client.HTTPException) as exc:
+            raise BackendUnavailable(f"Kubernetes at {self._api.url}: {str(exc) or type(exc).__name__}") from exc
+        if answer.status == CHANGED_MEANWHILE:
+            raise Rejected(f"{method} {path}: somebody has changed it meanwhile")
+        if answer.status != http.client.OK:
+            raise BackendUnavailable(f"{method} {path}: HTTP {answer.status} {text[:200]}")
+        try:
+            return json.loads(text)
+        except ValueError as exc:
+            raise BackendUnavailable(f"{method} {path}: no JSON") from exc
+
+    def _connect(self) -> tuple[http.client.HTTPConnection, dict[str, str]]:
+        parts, account = urlsplit(self._api.url), self._api.account
+        headers = {"Accept": "application/json"}
+        if account is not None:
+            headers["Authorization"] = f"Bearer {(account / 'token').read_text().strip()}"
+        if parts.scheme == "http":
+            return http.client.HTTPConnection(parts.netloc, timeout=ANSWER_S), headers
+        trust = ssl.create_default_context(cafile=str(account / "ca.crt") if account else None)
+        return http.client.HTTPSConnection(parts.netloc, timeout=ANSWER_S, context=trust), headers

@@ -1,0 +1,141 @@
+"""The planner at work: look, decide, act where this process leads, tell."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Final
+
+from components.discovery.leader import Leadership
+from components.errors import MeshError
+from components.messaging.service import Endpoint
+from components.planning.planner import Change, Planner, Verdict
+from components.planning.samples import PLANNED, Observation, Planned
+from components.wire.plan import AskPlan, PlanTold, RolePlan
+from services.planner.config import PlannerSettings
+from services.planner.connectors import Connector
+from services.planner.metrics import PlannerMetrics
+from services.planner.observer import Observer
+
+log = logging.getLogger(__name__)
+
+KEPT_CHANGES: Final = 10
+
+
+class Planning:
+    """One planner process, whether it leads or not: one that waits has seen the load when its time comes."""
+
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        observer: Observer,
+        connector: Connector | None,
+        leadership: Leadership,
+        metrics: PlannerMetrics,
+    ) -> None:
+        self._settings = settings
+        self._observer = observer
+        self._connector = connector
+        self._leadership = leadership
+        self._metrics = metrics
+        self._planner = Planner(settings.targets(), settings.bounds(), settings.pace())
+        self._seen = Observation(time.monotonic(), {}, {})
+        self._verdict = Verdict({}, None, "nothing was seen yet")
+        self._said = ""  # of what would be done
+        self._silent = False  # whether the connector's silence was told
+        self._changes: deque[str] = deque(maxlen=KEPT_CHANGES)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            started_s = time.monotonic()
+            await self.step()
+            await asyncio.sleep(max(0.0, self._settings.every_s - (time.monotonic() - started_s)))
+
+    async def step(self) -> None:
+        """One look, and what follows from it."""
+        seen = await self._observer.observe(await self._wanted())
+        if self._connector is None:  # whatever is there was wanted by somebody
+            seen = replace(seen, wanted={role: seen.serving(role) for role in PLANNED})
+        verdict = self._planner.see(seen)
+        leading = self._leadership.is_held()
+        self._seen, self._verdict = seen, verdict
+        self._metrics.saw(seen, verdict, self._planner.needs, leading=leading)
+        log.debug("looked", extra={"hold": verdict.hold, "unknown": len(seen.unknown), "leading": leading})
+        if verdict.change is None:
+            self._said = ""
+        elif self._connector is None:
+            self._say(verdict.change)
+        elif leading:
+            await self._act(self._connector, verdict.change)
+
+    async def _wanted(self) -> Mapping[Planned, int]:
+        if self._connector is None:
+            return {}
+        try:
+            counts = await self._connector.counts()
+        except MeshError as exc:
+            level = logging.DEBUG if self._silent else logging.WARNING
+            log.log(level, "the connector does not answer", extra={"cause": exc.message})
+            self._silent = True
+            return {}
+        self._silent = False
+        return counts
+
+    def _say(self, change: Change) -> None:
+        text = f"{change.role} from {change.before} to {change.after}"
+        if text != self._said:
+            log.info("would scale", extra=_facts(change))
+            self._said = text
+            self._keep(change, "would be ")
+
+    async def _act(self, connector: Connector, change: Change) -> None:
+        try:
+            await connector.scale(change)
+        except MeshError as exc:
+            log.warning("not scaled", extra={**_facts(change), "cause": exc.message})
+            self._metrics.refused(change)
+            self._planner.failed(time.monotonic())
+            return
+        log.info("scaling", extra=_facts(change))
+        self._metrics.changed(change)
+        self._keep(change, "")
+        self._planner.took(change, time.monotonic())
+
+    def _keep(self, change: Change, how: str) -> None:
+        at = f"{datetime.now(UTC):%H:%M:%S}"
+        self._changes.append(f"{at} {how}{change.role} {change.before} → {change.after}: {change.why}")
+
+    def endpoints(self) -> list[Endpoint]:
+        """What is answered."""
+        return [Endpoint("plan", AskPlan, self.plan)]
+
+    async def plan(self, _: AskPlan) -> PlanTold:
+        """What is known and thought now."""
+        return PlanTold(
+            leading=self._leadership.is_held(),
+            connector=self._settings.connector,
+            prefill=self._role("prefill"),
+            decode=self._role("decode"),
+            hold=self._verdict.hold,
+            unknown=list(self._seen.unknown),
+            changes=list(self._changes),
+        )
+
+    def _role(self, role: Planned) -> RolePlan:
+        bounds, need = self._settings.bounds()[role], self._verdict.needs.get(role)
+        return RolePlan(
+            least=bounds.least,
+            most=bounds.most,
+            serving=self._seen.serving(role),
+            wanted=self._seen.wanted.get(role),
+            needed=None if need is None else need.now,
+            why="" if need is None else need.why,
+        )
+
+
+def _facts(change: Change) -> dict[str, str | int]:
+    return {"role": change.role, "before": change.before, "after": change.after, "why": change.why}

@@ -1,0 +1,101 @@
+"""A simulated fleet that the planner sizes, beside fixed ones on the same traffic."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bench.load.workloads import lognormal, poisson_times_s
+from bench.simulate.fleet import Fleet
+from bench.simulate.incidents import Incident
+from bench.simulate.measured import Measured, Slo
+from bench.simulate.planned import Plan, PlannedFleet
+from bench.simulate.routers import MakePolicy
+from bench.simulate.setup import Setup
+from bench.simulate.traffic import Request, swinging
+from bench.simulate.worker import Engine
+from components.planning.needs import Targets
+from components.planning.planner import Bounds
+from components.routing.policies import Phase, make_policy
+from engine.mock.config import MockConfig
+
+REPO = Path(__file__).resolve().parents[2]
+SLO = Slo(3.0, 0.05)
+PLAN = Plan(Bounds(1, 7), Bounds(1, 4), Targets(ttft_s=SLO.ttft_s, itl_s=SLO.tpot_s))
+ENGINE = Engine(MockConfig(), num_pages=2048, page_tokens=64)
+
+
+def least_load(phase: Phase) -> MakePolicy:
+    return lambda rng: make_policy("least_load", phase, rng)
+
+
+def day(seed: int, count: int) -> Iterator[Request]:
+    """2.5 requests a second on average, 4.5 at noon and 0.5 at night; a day has an hour."""
+    draw = Random(seed)
+    times = poisson_times_s(draw, 2.5)
+    level = (Request(n, next(times), lognormal(draw, 1600, 0.6), lognormal(draw, 300, 0.6), []) for n in range(count))
+    return swinging(level, 0.8, 3600.0)
+
+
+def fleet_of(prefill: int, decode: int, seed: int, count: int, incidents: tuple[Incident, ...] = ()) -> Fleet:
+    setup = Setup(decode, prefill, ENGINE, slo=SLO)
+    return Fleet(setup, day(seed, count), least_load("decode"), least_load("prefill"), incidents)
+
+
+def figures(measured: Measured) -> tuple[float, float]:
+    """Share of requests that keep the SLO, worker-seconds."""
+    told = measured.figures()
+    return told["slo"], told["worker_s"]
+
+
+def test_a_swinging_rate_is_that_much_higher_and_lower_and_loses_nobody() -> None:
+    requests = list(swinging((Request(n, n * 0.1, 1, 1, []) for n in range(18_000)), 0.5, 900.0))
+    assert len(requests) == 18_000
+    assert all(a.at_s <= b.at_s for a, b in pairwise(requests))
+    noon = sum(175 <= request.at_s < 275 for request in requests)
+    night = sum(625 <= request.at_s < 725 for request in requests)
+    assert noon == pytest.approx(1500, rel=0.03)
+    assert night == pytest.approx(500, rel=0.03)
+
+
+def test_the_planner_keeps_the_slo_of_a_large_fleet_with_fewer_worker_seconds() -> None:
+    """6 + 4 workers are made for noon. 4 + 3 would cost what the planner's do, and be late for every sixth request."""
+    count = 9000
+    large, large_s = figures(fleet_of(6, 4, 1, count).run())
+    fleet = fleet_of(3, 2, 1, count)
+    planned = PlannedFleet(fleet, PLAN)
+    kept, spent_s = figures(fleet.run())
+    assert len(fleet.measured.e2e_s) == count
+    assert large > 0.95
+    assert kept > large - 0.05
+    assert spent_s < 0.75 * large_s
+    assert all(abs(change.after - change.before) == 1 for _, change in planned.changes)
+    orders = [at_s for at_s, _ in planned.changes]
+    assert all(later - sooner >= PLAN.pace.every_s for sooner, later in pairwise(orders))
+
+
+def test_workers_that_crash_are_not_taken_for_workers_that_are_not_needed() -> None:
+    """Two prefill workers die, and nobody starts them again: the planner waits for them, and lets nobody go."""
+    fleet = fleet_of(4, 2, 2, 900, (Incident(100.0, "crash", "prefill", 0), Incident(101.0, "crash", "prefill", 1)))
+    planned = PlannedFleet(fleet, PLAN)
+    fleet.run()
+    assert len(fleet.measured.e2e_s) == 900
+    assert not [change for at_s, change in planned.changes if at_s > 100 and change.after < change.before]
+
+
+def test_the_command_line_shows_a_planned_fleet_beside_fixed_ones() -> None:
+    command = [sys.executable, "-m", "bench.simulate", "--requests", "200", "--rate", "5", "--swing", "0.5"]
+    command += ["--policy", "least_load", "--prefill", "1", "--decode", "1", "--fixed", "2/1", "--planner", "1..3/1..2"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=60)
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
+        "least_load",
+        "least_load 2/1",
+        "least_load planned",
+    ]
+    wrong = subprocess.run([*command[:-1], "3"], cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
+    assert wrong.returncode == 2
+    assert "LEAST..MOST/LEAST..MOST" in wrong.stderr

@@ -1,0 +1,62 @@
+"""One leads, and another one as soon as it may: with a real etcd."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from components.discovery.etcd import etcd_client
+from components.discovery.leader import Leadership, lead
+
+pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
+
+
+async def held(leadership: Leadership, *, timeout_s: float = 8.0) -> float:
+    """Seconds until it is held."""
+    started = time.monotonic()
+    while not leadership.is_held():
+        assert time.monotonic() - started < timeout_s
+        await asyncio.sleep(0.02)
+    return time.monotonic() - started
+
+
+async def test_the_second_leads_when_the_first_has_left(etcd_url: str, namespace: str) -> None:
+    key = f"{namespace}/planner"
+    async with lead(etcd_url, key, {"who": "second"}, 30.0) as second:
+        async with lead(etcd_url, key, {"who": "first"}, 30.0) as first:
+            while not (first.is_held() or second.is_held()):
+                await asyncio.sleep(0.02)
+            leads, waits = (first, second) if first.is_held() else (second, first)
+            for _ in range(20):
+                assert leads.is_held()
+                assert not waits.is_held()
+                await asyncio.sleep(0.05)
+        assert not first.is_held()
+        await held(second)
+        with etcd_client(etcd_url) as client:
+            assert json.loads(client.get(key)[0]) == {"who": "second"}
+    with etcd_client(etcd_url) as client:
+        assert client.get(key)[0] is None, "whoever leaves gives it up"
+
+
+async def test_one_whose_lease_is_gone_knows_within_its_time_and_stands_again(
+    etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = f"{namespace}/planner"
+    async with lead(etcd_url, key, {}, 3.0) as leadership:
+        await held(leadership)
+        with etcd_client(etcd_url) as client:
+            lost = client.get(key)[1].lease_id
+            client.revoke_lease(lost)
+            async with asyncio.timeout(3.0):
+                while (now := client.get(key)[1]) is None or now.lease_id == lost:
+                    await asyncio.sleep(0.05)
+        await held(leadership)
+    assert "no longer leading" in caplog.text
+
+
+async def test_without_etcd_nobody_leads() -> None:
+    async with lead("http://127.0.0.1:1", "ns/planner", {}, 3.0) as leadership:
+        await asyncio.sleep(0.3)
+        assert not leadership.is_held()

@@ -1,0 +1,212 @@
+"""A router's parts together: what one choice looks at, what it leaves behind, and what its outcome changes."""
+
+import json
+from random import Random
+
+import pytest
+
+from components.errors import DecodeLost, MeshError, Overloaded, StaleInstance
+from components.routing.block_hash import PromptBlocks, block_hashes, seed_hash
+from components.routing.breaker import USUAL, BreakerState
+from components.routing.choice import Ask, Member
+from components.routing.health import WARM_S
+from components.routing.kv_index import KvIndex
+from components.routing.policies import PolicyName, make_policy
+from components.routing.router import Chosen, Route, Router
+from components.wire.heartbeat import Heartbeat
+from components.wire.tokens import pack_tokens
+
+SEED = seed_hash("m")
+PROMPT = list(range(64))
+
+
+def blocks(tokens: list[int] = PROMPT) -> PromptBlocks:
+    return PromptBlocks(pack_tokens(tokens), SEED)
+
+
+class Fleet:
+    """Instances that came long ago, under a clock that the test moves."""
+
+    def __init__(self, policy: PolicyName = "kv_aware", sizes: dict[str, int] | None = None, tell: str = "abc") -> None:
+        self.now = 0.0
+        self.index = KvIndex()
+        self.router = Router(make_policy(policy, "prefill", Random(1)), Random(1), lambda: self.now, self.index)
+        for name, size in (sizes or dict.fromkeys("abc", 16)).items():
+            self.router.joined(name, "e", size, tells_cache=name in tell)
+        self.now = WARM_S
+
+    def choose(self, usable: str = "abc", *, explain: bool = False, tokens: list[int] = PROMPT) -> Chosen:
+        chosen = self.router.choose(
+            Ask(len(tokens), explain=explain), blocks(tokens), [Member(name) for name in usable]
+        )
+        assert chosen is not None
+        return chosen
+
+    def send(self, chosen: Chosen, tokens: int = 64) -> Route:
+        return self.router.send(chosen, tokens, pages=4)
+
+    def beat(self, name: str, **said: int) -> None:
+        self.router.heard(Heartbeat(instance_id=name, epoch="e", step=1, busy=True, **said))
+
+
+def test_what_an_instance_tells_of_its_cache_draws_the_prompt_there() -> None:
+    fleet = Fleet()
+    fleet.index.add("b", block_hashes(PROMPT, 16, SEED)[:2])
+    chosen = fleet.choose()
+    assert (chosen.instance_id, chosen.cached_tokens, chosen.num_candidates) == ("b", 32, 3)
+
+
+def test_with_pages_of_several_sizes_each_is_looked_up_by_its_own() -> None:
+    fleet = Fleet(sizes={"a": 16, "b": 32, "c": 32})
+    fleet.index.add("a", block_hashes(PROMPT, 16, SEED)[:1])
+    fleet.index.add("c", block_hashes(PROMPT, 32, SEED)[:1])
+    assert (fleet.choose().instance_id, fleet.choose().cached_tokens) == ("c", 32)
+    fleet.router.left("c")
+    assert fleet.choose("ab").cached_tokens == 16
+
+
+def test_an_instance_never_has_the_whole_prompt() -> None:
+    """Its last token is computed in any case, for there is something to draw the next one from."""
+    fleet = Fleet()
+    fleet.index.add("b", block_hashes(PROMPT, 16, SEED))
+    assert fleet.choose().cached_tokens == 63
+
+
+def test_of_those_that_do_not_tell_it_is_guessed_from_what_was_sent() -> None:
+    fleet = Fleet(tell="bc")
+    fleet.send(fleet.choose("a")).over()
+    fleet.send(fleet.choose("b", tokens=PROMPT[::-1])).over()
+    assert (fleet.choose().instance_id, fleet.choose().cached_tokens) == ("a", 63)
+    assert fleet.choose(tokens=PROMPT[::-1]).cached_tokens == 0, "b would have told"
+    fleet.router.joined("a", "anew", 16)
+    assert fleet.choose().cached_tokens == 0
+
+
+def test_requests_count_from_sending_on_and_until_they_are_over() -> None:
+    fleet = Fleet("least_load")
+    routes = [fleet.send(fleet.choose()) for _ in range(6)]
+    assert sorted(route.instance_id for route in routes) == list("aabbcc"), "a burst is spread before any heartbeat"
+    member = fleet.router.book.find("a")
+    assert member is not None
+    assert (member.running, member.queued_tokens, member.used_pages) == (2, 128, 8)
+    for route in routes:
+        route.over()
+    assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
+
+
+def test_a_request_of_several_branches_is_over_with_the_last_of_them() -> None:
+    fleet = Fleet("least_load")
+    route = fleet.router.send(fleet.choose("a"), 64, 4, branches=3)
+    member = fleet.router.book.find("a")
+    assert member is not None
+    for _ in range(2):
+        route.over()
+        assert member.running == 3
+    route.over()
+    assert member.running == 0
+
+
+def test_a_number_that_a_heartbeat_tells_of_is_not_counted_twice() -> None:
+    fleet = Fleet("least_load")
+    route = fleet.send(fleet.choose("a"))
+    route.accepted(1)
+    fleet.beat("a", accepted=1, num_requests=1, queued_tokens=64, held_pages=4)
+    member = fleet.router.book.find("a")
+    assert member is not None
+    assert (member.running, member.queued_tokens, member.used_pages) == (1, 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (DecodeLost("silent"), BreakerState.OPEN),
+        (Overloaded("full"), BreakerState.CLOSED),
+        (StaleInstance("it is another one now"), BreakerState.CLOSED),
+    ],
+)
+def test_loss_speaks_against_an_instance_and_a_refusal_does_not(error: MeshError, state: BreakerState) -> None:
+    fleet = Fleet("round_robin")
+    for _ in range(USUAL.failures):
+        route = fleet.send(fleet.choose("b"))
+        route.failed(error)
+        route.over()
+    assert fleet.router.health.state("b") is state
+    seen = {fleet.choose().instance_id for _ in range(4)}
+    assert seen == ({"a", "c"} if state is BreakerState.OPEN else {"a"}) or state is BreakerState.CLOSED
+
+
+def test_branches_that_fail_together_are_one_failure() -> None:
+    fleet = Fleet("round_robin")
+    route = fleet.router.send(fleet.choose("b"), 64, 4, branches=4)
+    for _ in range(4):
+        route.failed(DecodeLost("a frame was lost"))
+        route.over()
+    assert fleet.router.health.state("b") is BreakerState.CLOSED
+
+
+def test_success_makes_up_for_failures() -> None:
+    fleet = Fleet("round_robin")
+    for outcome in ("fail", "fail", "succeed", "fail", "fail"):
+        route = fleet.send(fleet.choose("b"))
+        route.failed(DecodeLost("")) if outcome == "fail" else route.succeeded()
+        route.over()
+    assert fleet.router.health.state("b") is BreakerState.CLOSED
+
+
+def test_an_explanation_names_who_was_compared_and_is_remembered_by_nobody() -> None:
+    fleet = Fleet("kv_aware")
+    fleet.index.add("b", block_hashes(PROMPT, 16, SEED)[:2])
+    fleet.beat("c", queued_tokens=1000)
+    explained = fleet.router.explain(Ask(64), blocks(), [Member(name) for name in "abc"])
+    assert explained is not None
+    assert [(c.instance_id, c.cached_tokens, c.queued_tokens, c.cost) for c in explained.candidates] == [
+        ("b", 32, 0, 32.0),
+        ("a", 0, 0, 64.0),
+        ("c", 0, 1000, 1064.0),
+    ]
+    facts = explained.facts()
+    assert json.loads(str(facts["kvmesh.route.compared"]))[0] == {
+        "instance": "b",
+        "cached": 32,
+        "queued": 0,
+        "running": 0,
+        "pages": 0,
+        "cost": 32,
+    }
+    assert "32 of 64 tokens cached" in str(facts["kvmesh.route.why"])
+    assert all(member.running == 0 for member in fleet.router.book.members)
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [("round_robin", "its turn"), ("session_affinity", "cost 64"), ("bucket", "no lengths are known")],
+)
+def test_a_policy_with_a_memory_forgets_what_was_only_a_question(policy: PolicyName, why: str) -> None:
+    fleet = Fleet(policy)
+    members = [Member(name) for name in "abc"]
+    for _ in range(200):
+        fleet.router.explain(Ask(64, session="s"), blocks(), members)
+    chosen = fleet.router.choose(Ask(64, session="s"), blocks(), members)
+    assert chosen is not None
+    assert why in chosen.why
+    assert policy != "round_robin" or chosen.instance_id == "a"
+
+
+def test_whoever_left_is_not_chosen_though_the_same_list_is_asked_again() -> None:
+    fleet = Fleet("round_robin")
+    usable = [Member(name) for name in "abc"]
+
+    def one() -> str:
+        chosen = fleet.router.choose(Ask(1), blocks(), usable)
+        assert chosen is not None
+        return chosen.instance_id
+
+    assert [one() for _ in range(3)] == list("abc")
+    fleet.router.left("b")
+    assert [one() for _ in range(4)] == list("acac")
+    fleet.router.joined("b", "anew", 16)
+    assert "b" in {one() for _ in range(30)}
+
+
+def test_nobody_usable_means_nobody_chosen() -> None:
+    assert Fleet().router.choose(Ask(1), blocks(), []) is None

@@ -1,0 +1,20 @@
+import gc
+
+from components.process import GC_THRESHOLDS, run, settle
+
+
+def test_a_service_collects_garbage_seldom_and_never_what_its_start_left() -> None:
+    before, seen = gc.get_threshold(), []
+
+    async def main() -> None:
+        settle()
+        seen.append((gc.get_threshold(), gc.get_freeze_count()))
+
+    try:
+        run(main())
+        [(thresholds, frozen)] = seen
+        assert thresholds == GC_THRESHOLDS
+        assert frozen > 10_000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

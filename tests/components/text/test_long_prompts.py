@@ -1,0 +1,133 @@
+"""Long prompts beside the event loop: few at a time, short ones first, none for ever, none for nothing."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from components.text import long_prompts as module
+from components.text.long_prompts import LongPrompts
+
+
+class Gate:
+    """Work that notes its order and waits until it may end."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.open = threading.Event()
+        self.threads: set[str] = set()
+
+    def work(self, name: str) -> Callable[[], str]:
+        def run() -> str:
+            self.order.append(name)
+            self.threads.add(threading.current_thread().name)
+            assert self.open.wait(10)
+            return name
+
+        return run
+
+
+async def started(gate: Gate, number: int) -> None:
+    async with asyncio.timeout(5):
+        while len(gate.order) < number:
+            await asyncio.sleep(0.001)
+
+
+async def settle() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_shorter_prompts_overtake_those_that_came_just_before() -> None:
+    async def run() -> Gate:
+        gate, turns = Gate(), LongPrompts(1)
+        tasks = [asyncio.create_task(turns.run(1000, gate.work("first")))]
+        await started(gate, 1)
+        for name, chars in (("longest", 400_000), ("long", 200_000), ("short", 10_000)):
+            tasks.append(asyncio.create_task(turns.run(chars, gate.work(name))))
+            await settle()
+        gate.open.set()
+        assert await asyncio.gather(*tasks) == ["first", "longest", "long", "short"]
+        return gate
+
+    gate = asyncio.run(run())
+    assert gate.order == ["first", "short", "long", "longest"]
+    assert len(gate.threads) == 1
+
+
+def test_a_long_prompt_waits_for_no_short_one_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OVERTAKEN_S_PER_CHAR", 1e-7)
+
+    async def run() -> list[str]:
+        gate, turns = Gate(), LongPrompts(1)
+        tasks = [asyncio.create_task(turns.run(1000, gate.work("first")))]
+        await started(gate, 1)
+        tasks.append(asyncio.create_task(turns.run(200_000, gate.work("long"))))  # its turn is 20 ms from now
+        await asyncio.sleep(0.05)
+        tasks.append(asyncio.create_task(turns.run(10_000, gate.work("late"))))
+        await settle()
+        gate.open.set()
+        await asyncio.gather(*tasks)
+        return gate.order
+
+    assert asyncio.run(run()) == ["first", "long", "late"]
+
+
+def test_whoever_leaves_is_not_worked_for_and_leaves_its_turn_to_others() -> None:
+    async def run() -> list[str]:
+        gate, turns = Gate(), LongPrompts(1)
+        tasks = {"first": asyncio.create_task(turns.run(1, gate.work("first")))}
+        await started(gate, 1)
+        for name in ("gone", "next"):
+            tasks[name] = asyncio.create_task(turns.run(1, gate.work(name)))
+            await settle()
+        tasks["gone"].cancel()
+        gate.open.set()
+        assert await asyncio.wait_for(tasks["next"], 5) == "next"
+        assert await turns.run(1, lambda: "again") == "again"
+        assert tasks["gone"].cancelled()
+        return gate.order
+
+    assert asyncio.run(run()) == ["first", "next"]
+
+
+def test_a_turn_given_to_one_who_just_left_is_passed_on() -> None:
+    async def run() -> None:
+        turns = LongPrompts(1)
+        gate = Gate()
+        first = asyncio.create_task(turns.run(1, gate.work("first")))
+        await started(gate, 1)
+        gone = asyncio.create_task(turns.run(1, gate.work("gone")))
+        await settle()
+        first.cancel()  # passes its turn on to the one that leaves in the same turn of the loop
+        await asyncio.sleep(0)
+        gone.cancel()
+        gate.open.set()
+        await asyncio.wait({first, gone})
+        assert await asyncio.wait_for(turns.run(1, lambda: "free"), 5) == "free"
+
+    asyncio.run(run())
+
+
+def test_what_the_work_raises_is_raised_and_frees_the_turn() -> None:
+    async def run() -> None:
+        turns = LongPrompts(1)
+        with pytest.raises(ZeroDivisionError):
+            await turns.run(1, lambda: 1 // 0)
+        assert await turns.run(1, lambda: 2) == 2
+
+    asyncio.run(run())
+
+
+def test_the_loop_goes_on_meanwhile() -> None:
+    async def run() -> int:
+        turns, ticks = LongPrompts(1), 0
+        task = asyncio.create_task(turns.run(1, lambda: time.sleep(0.1)))
+        while not task.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(run()) > 3

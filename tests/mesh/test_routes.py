@@ -1,0 +1,55 @@
+"""What `inspect route` says is what a request then meets, asked of real services."""
+
+import asyncio
+import re
+import time
+
+import httpx
+import pytest
+from rich.console import Console
+
+from components.settings import MeshSettings
+from components.wire.routes import ExplainRoute
+from services.inspect.route import show_route
+from tests.mesh.harness import MeshProcesses
+from tests.mesh.mocks import MODEL
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+
+STORY = "There was a house by the sea, and in it lived a cat that knew the tides. " * 6
+
+
+def _shown(mesh: MeshProcesses, text: str) -> str:
+    console = Console(width=160, color_system=None)
+    settings = MeshSettings(etcd_url=mesh.etcd_url, nats_url=mesh.nats_url, namespace=mesh.namespace)
+    with console.capture() as capture:
+        asyncio.run(show_route(settings, console, ExplainRoute(text=text, chat=False)))
+    return capture.get()
+
+
+def _ask(url: str, text: str) -> int:
+    """Prompt tokens that decode had cached."""
+    body = {"model": MODEL, "prompt": text, "max_tokens": 4, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer.raise_for_status()
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_where_a_prompt_would_go_is_told_with_its_reasons_and_nothing_is_sent(mock_mesh: MeshProcesses) -> None:
+    *_, frontend = mock_mesh.start("bootstrap", "prefill", "prefill", "decode", "decode", "frontend")
+    deadline = time.monotonic() + 20
+    while "a prefill instance, by kv_aware" not in (shown := _shown(mock_mesh, STORY)) or shown.count("closed") < 4:
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.2)
+    assert f"a decode instance for {len(STORY)} tokens, by least_load" in shown
+    assert f"0 of {len(STORY)} tokens cached" in shown
+    assert _ask(frontend.url, STORY) == 0, "asking where it would go has sent nothing"
+
+    pages = len(STORY) // 16 * 16
+    longer = STORY + "One night the cat was gone, and so were the tides, and nobody knew why. " * 2
+    while shown.count(f"{pages} of {len(longer)} tokens cached") < 2:  # both have told of their pages
+        assert time.monotonic() < deadline, shown
+        shown = _shown(mock_mesh, longer)
+    rows = [re.split(r"\s*│\s*", line) for line in shown.splitlines() if line.startswith("│ →")]
+    assert [row[3] for row in rows] == [str(pages)] * 2, "the one chosen has it, of both phases"
+    assert _ask(frontend.url, longer) == pages

@@ -1,0 +1,41 @@
+"""What `inspect planner` shows of an answer."""
+
+from rich.console import Console
+
+from components.wire.plan import PlanTold, RolePlan
+from services.inspect.planner import show_plan
+
+
+def shown(plan: PlanTold) -> str:
+    console = Console(width=200, record=True)
+    show_plan("mesh.planner.ab12", plan, console)
+    return console.export_text()
+
+
+def test_a_plan_tells_who_leads_what_is_needed_and_what_was_done() -> None:
+    prefill = RolePlan(least=1, most=4, serving=2, wanted=3, needed=4, why="prompts keep 2.10 workers busy")
+    plan = PlanTold(
+        leading=True,
+        connector="local",
+        prefill=prefill,
+        decode=RolePlan(least=1, most=1, serving=1),
+        hold="waiting for prefill to be 3",
+        unknown=["f00"],
+        changes=["10:00:00 prefill 2 → 3: prompts keep 2.10 workers busy"],
+    )
+    text = shown(plan)
+    assert "planner ab12, connector local: leads" in text
+    row = next(line for line in text.splitlines() if "1..4" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "prefill",
+        "1..4",
+        "2",
+        "3",
+        "4",
+        "prompts keep 2.10 workers busy",
+    ]
+    unknown = next(line for line in text.splitlines() if "1..1" in line)
+    assert [cell.strip() for cell in unknown.split("│")[4:6]] == ["?", "?"]
+    assert "nothing is changed: waiting for prefill to be 3" in text
+    assert "not heard: f00" in text
+    assert "10:00:00 prefill 2 → 3" in text

@@ -1,0 +1,43 @@
+"""A mesh whose frontends share a port must not come to share it with another mesh's."""
+
+import socket
+
+import pytest
+
+from services.local.plan import Plan
+from services.local.process import CannotStart
+from services.local.readiness import own_ports
+
+
+@pytest.fixture
+def plan() -> Plan:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return Plan({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 2}, port=probe.getsockname()[1])
+
+
+def test_a_port_is_one_mesh_s_while_nobody_listens_yet_and_free_again_after_it(plan: Plan) -> None:
+    with (
+        own_ports(plan),
+        pytest.raises(CannotStart, match=rf"cannot listen on 127.0.0.1:{plan.port} \(Address already"),
+    ):
+        own_ports(plan).__enter__()
+    with own_ports(plan):
+        pass
+
+
+def test_a_port_that_others_share_already_is_refused(plan: Plan) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", plan.port))
+        other.listen()
+        with pytest.raises(CannotStart, match="give another --port"):
+            own_ports(plan).__enter__()
+
+
+def test_frontends_may_share_the_port_that_is_held_for_them(plan: Plan) -> None:
+    with own_ports(plan), socket.socket() as one, socket.socket() as two:
+        for listener in (one, two):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(("127.0.0.1", plan.port))
+            listener.listen()

@@ -1,0 +1,113 @@
+"""A mesh on one box is told how many workers to run: one more, one fewer, and what it refuses."""
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from components.errors import MeshError, Rejected
+from components.messaging.bus import connect_bus
+from components.planning.planner import Change
+from services.planner.local import LocalConnector
+from tests.conftest import RunService, ServiceProcess
+from tests.services.local.test_supervisor import alive, eventually, gone
+
+pytestmark = pytest.mark.mesh
+
+
+@pytest.fixture
+def mesh(run_service: RunService, tmp_path: Path) -> Iterator[Callable[..., ServiceProcess]]:
+    """Start a mesh of fakes and wait until it is ready."""
+    started: list[ServiceProcess] = []
+
+    def start(*habits: str) -> ServiceProcess:
+        process = run_service("tests.services.local.fake_mesh", str(tmp_path / "state"), "18431", *habits)
+        started.append(process)
+        process.wait_for_log("Ready:")
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        eventually(lambda: gone(process), process.logged())  # noqa: B023
+
+
+def told(process: ServiceProcess, scenario: Callable[[LocalConnector], Awaitable[None]]) -> None:
+    """Run `scenario` with a connector to the mesh's own NATS."""
+    facts = json.loads((process.log.parent / "state/local/running.json").read_text())
+
+    async def main() -> None:
+        async with connect_bus(facts["nats_url"], "test") as bus:
+            await scenario(LocalConnector(bus, facts["namespace"]))
+
+    asyncio.run(main())
+
+
+def test_workers_come_and_go_one_at_a_time_and_names_are_never_used_again(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh()
+
+    async def scenario(local: LocalConnector) -> None:
+        assert await local.counts() == {"prefill": 1, "decode": 1}
+        await local.scale(Change("prefill", 1, 2, ""))
+        assert await local.counts() == {"prefill": 2, "decode": 1}
+        await asyncio.to_thread(process.wait_for_log, "prefill-1    ready")
+        await local.scale(Change("prefill", 2, 1, ""))
+        assert await local.counts() == {"prefill": 1, "decode": 1}
+        await asyncio.to_thread(process.wait_for_log, "prefill-1    has left")
+        await local.scale(Change("prefill", 1, 2, ""))
+        await asyncio.to_thread(process.wait_for_log, "prefill-2    ready")
+        with pytest.raises(Rejected, match="2 prefill workers are kept here, not 1"):
+            await local.scale(Change("prefill", 1, 2, ""))
+        with pytest.raises(Rejected, match="not one step"):
+            await local.scale(Change("prefill", 2, 4, ""))
+        with pytest.raises(Rejected, match="the last decode worker stays"):
+            await local.scale(Change("decode", 1, 0, ""))
+
+    told(process, scenario)
+    pids = re.findall(r"prefill-(\d)\s+starting  pid=(\d+)", process.logged())
+    assert [number for number, _ in pids] == ["0", "1", "2"]
+    assert int(pids[1][1]) not in alive(process), "the one that left came back"
+    assert {int(pids[0][1]), int(pids[2][1])} <= alive(process)
+    assert process.terminate(5) == 0, process.logged()
+
+
+def test_one_that_cannot_start_is_given_up_and_the_mesh_goes_on(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh("grown=dies-early")
+
+    async def scenario(local: LocalConnector) -> None:
+        await local.scale(Change("decode", 1, 2, ""))
+        await asyncio.to_thread(process.wait_for_log, "it is given up")
+        assert await local.counts() == {"prefill": 1, "decode": 1}
+
+    told(process, scenario)
+    assert process.popen.poll() is None
+    assert process.terminate(5) == 0, process.logged()
+
+
+def test_a_stop_gives_one_that_is_leaving_no_second_signal(mesh: Callable[..., ServiceProcess]) -> None:
+    """A second SIGTERM would end a draining worker in the middle of its streams."""
+    process = mesh("grown=drains")
+
+    async def scenario(local: LocalConnector) -> None:
+        await local.scale(Change("decode", 1, 2, ""))
+        await asyncio.to_thread(process.wait_for_log, "decode-1     ready")
+        await local.scale(Change("decode", 2, 1, ""))
+        await asyncio.to_thread(process.wait_for_log, "draining")
+
+    told(process, scenario)
+    assert process.terminate(5) == 0, process.logged()
+    assert "drained" in process.logged()
+    assert "a second signal" not in process.logged()
+    assert not alive(process)
+
+
+def test_without_a_mesh_the_connector_says_so(nats_url: str, namespace: str) -> None:
+    async def main() -> None:
+        async with connect_bus(nats_url, "test") as bus:
+            with pytest.raises(MeshError, match=f"no services.local answers in namespace {namespace}"):
+                await LocalConnector(bus, namespace).counts()
+
+    asyncio.run(main())

@@ -1,0 +1,26 @@
+"""`docker compose` as the planner uses it: notes its words in a file, and keeps containers in another.
+
+`fake_docker.py <directory> compose …`; answers like Compose 2: `ps --quiet` prints an id a line, `up` is silent on stdout.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+home, words = Path(sys.argv[1]), sys.argv[2:]
+with (home / "said.jsonl").open("a") as said:
+    said.write(json.dumps(words) + "\n")
+state = home / "containers.json"
+containers = json.loads(state.read_text())
+if "ps" in words:
+    assert words[words.index("ps") :][:4] == ["ps", "--quiet", "--status", "running"]
+    for i in range(containers[words[-1]]):
+        sys.stdout.write(f"{i:012x}\n")
+elif "up" in words:
+    if (home / "broken").exists():
+        sys.exit('service "prefill" has no container to start: no space left on device')
+    role, _, count = words[words.index("--scale") + 1].partition("=")
+    time.sleep(0.3 if int(count) < containers[role] else 0.0)  # a container that goes has its grace period
+    containers[role] = int(count)
+    state.write_text(json.dumps(containers))

@@ -1,0 +1,73 @@
+"""Pages of real metrics become samples."""
+
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from components.errors import MalformedMessage, PeerLost
+from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from components.wire.instances import InstanceRecord
+from engine.ports import StepStats
+from services.frontend.metrics import FrontendMetrics
+from services.planner.http import get
+from services.planner.pages import Counters, page_of, read_frontend, read_worker
+
+RECORD = InstanceRecord(
+    instance_id="i",
+    epoch="e",
+    role="decode",
+    host="box",
+    pid=1,
+    started_unix_ms=0,
+    subject="s",
+    http="http://127.0.0.1:9",
+)
+
+
+def test_a_workers_page_tells_what_it_did() -> None:
+    metrics = WorkerMetrics()
+    metrics.record(StepStats(prompt_tokens=100, decode_tokens=3, step_s=0.2))
+    metrics.record(StepStats(decode_tokens=4, step_s=0.1))
+    metrics.record(StepStats(step_s=9.0))  # computed nothing
+    page = generate_latest(metrics.registry).decode()
+    found = read_worker(page)
+    assert found == Counters(pytest.approx(0.3), 2, 100, 7)
+    with pytest.raises(MalformedMessage, match="engine_step_seconds_sum"):
+        read_worker("# HELP nothing\n")
+
+
+def test_a_frontends_page_tells_of_all_models_together() -> None:
+    metrics = FrontendMetrics(CollectorRegistry())
+    assert read_frontend("f", generate_latest(metrics.registry).decode()).ttft.count == 0
+    metrics.time_to_first_token.labels("a", "chat").observe(0.2)
+    metrics.time_to_first_token.labels("b", "completions").observe(0.9)
+    metrics.gaps.of("a").observe(0.012)
+    seen = read_frontend("f", generate_latest(metrics.registry).decode())
+    assert seen.ttft.count == 2
+    assert seen.ttft.mean_s == pytest.approx(0.55)
+    assert seen.ttft.share_within(0.25) == 0.5
+    assert seen.itl.count == 1
+    assert seen.itl.share_within(0.015) == 1.0
+    with pytest.raises(MalformedMessage):
+        read_frontend("f", "{}{}{")
+
+
+def test_a_page_on_loopback_of_another_host_is_asked_for_by_that_hosts_name() -> None:
+    assert page_of(RECORD, "box") == "http://127.0.0.1:9/metrics"
+    assert page_of(RECORD, "other") == "http://box:9/metrics"
+
+
+def test_a_frontend_is_asked_on_its_own_page_for_others_may_share_its_port() -> None:
+    assert page_of(replace(RECORD, metrics="http://127.0.0.1:10"), "box") == "http://127.0.0.1:10/metrics"
+
+
+@pytest.mark.anyio
+async def test_a_page_is_fetched_and_what_is_none_is_said() -> None:
+    metrics = WorkerMetrics()
+    async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
+        assert "engine_step_seconds_count 0.0" in await get(f"{url}/metrics")
+        with pytest.raises(PeerLost, match="answers 404"):
+            await get(f"{url}/nothing")
+    with pytest.raises(PeerLost, match="cannot be read"):
+        await get(f"{url}/metrics")

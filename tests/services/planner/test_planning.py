@@ -1,0 +1,109 @@
+"""What a planner process does with its decisions: it acts where it leads, says once where it has nothing to act with."""
+
+import logging
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from components.discovery.leader import Leadership
+from components.errors import BackendUnavailable
+from components.planning.planner import Change
+from components.planning.samples import Observation, Planned
+from components.wire.plan import AskPlan
+from services.planner.config import PlannerSettings
+from services.planner.metrics import PlannerMetrics
+from services.planner.planning import Planning
+from tests.components.planning.test_planner import MadeUp
+
+pytestmark = pytest.mark.anyio
+
+BUSY = (30.0, 100.0)  # six prefill workers' work
+
+
+class Fleet:
+    """An observer and a connector over a made-up fleet."""
+
+    def __init__(self) -> None:
+        self.fleet = MadeUp()
+        self.ordered: list[Change] = []
+        self.silent = self.broken = False
+
+    async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
+        seen = self.fleet.run(5.0, *BUSY)
+        return Observation(seen.at_s, wanted, seen.workers, seen.frontends, ["gone"])
+
+    async def counts(self) -> Mapping[Planned, int]:
+        if self.silent:
+            raise BackendUnavailable("away")
+        return dict(self.fleet.counts)
+
+    async def scale(self, change: Change) -> None:
+        if self.broken:
+            raise BackendUnavailable("no room")
+        self.ordered.append(change)
+        self.fleet.follow(change)
+
+
+def planning(fleet: Fleet, *, acts: bool = True, leads: bool = True) -> tuple[Planning, Leadership]:
+    leadership = Leadership()
+    if leads:
+        leadership.held_until(time.monotonic() + 60)
+    settings = PlannerSettings(prefill="1..4", decode="1..2", connector="local" if acts else "none")
+    return Planning(settings, fleet, fleet if acts else None, leadership, PlannerMetrics()), leadership
+
+
+async def test_who_leads_acts_and_who_waits_acts_when_it_leads() -> None:
+    fleet = Fleet()
+    plan, leadership = planning(fleet, leads=False)
+    for _ in range(20):
+        await plan.step()
+    assert not fleet.ordered
+    assert not (await plan.plan(AskPlan())).leading
+    leadership.held_until(time.monotonic() + 60)
+    await plan.step()
+    assert [(c.role, c.before, c.after) for c in fleet.ordered] == [("prefill", 1, 2)], "it has watched meanwhile"
+    told = await plan.plan(AskPlan())
+    assert told.leading
+    assert (told.prefill.serving, told.prefill.wanted, told.prefill.most) == (1, 1, 4)
+    assert told.prefill.needed == 4
+    assert told.unknown == ["gone"]
+    assert "prefill 1 → 2: prompts keep" in told.changes[0]
+    leadership.held_until(0.0)
+    for _ in range(40):
+        await plan.step()
+    assert len(fleet.ordered) == 1
+
+
+async def test_without_a_connector_it_says_once_what_it_would_do(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    plan, _ = planning(fleet, acts=False)
+    with caplog.at_level(logging.INFO):
+        for _ in range(30):
+            await plan.step()
+    said = [vars(record) for record in caplog.records if record.message == "would scale"]
+    assert [(facts["role"], facts["before"], facts["after"]) for facts in said] == [("prefill", 1, 2)]
+    assert fleet.fleet.counts == {"prefill": 1, "decode": 1}
+    assert (await plan.plan(AskPlan())).connector == "none"
+
+
+async def test_a_connector_that_fails_is_left_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    fleet.broken = True
+    plan, _ = planning(fleet)
+    for _ in range(30):
+        await plan.step()
+    refused = [record for record in caplog.records if record.message == "not scaled"]
+    assert len(refused) == 1, "it would be asked every five seconds"
+    assert vars(refused[0])["cause"] == "no room"
+
+
+async def test_a_connector_that_is_silent_is_said_once_and_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    fleet.silent = True
+    plan, _ = planning(fleet)
+    for _ in range(30):
+        await plan.step()
+    assert not fleet.ordered
+    assert [vars(record)["cause"] for record in caplog.records if record.levelno == logging.WARNING] == ["away"]
+    assert (await plan.plan(AskPlan())).hold == "the connector does not say how many workers there are"
