@@ -42,31 +42,26 @@ class Tally(Generic[S]):
 class Lifecycle(Generic[S]):
     """The state of one thing. A state without a row in `table` is terminal."""
 
-    __slots__ = ("_name", "_state", "_table", "_tally")
+    __slots__ = ("_name", "_table", "_tally", "state")
 
     def __init__(self, name: str, table: Mapping[S, Set[S]], start: S, tally: Tally[S] | None = None) -> None:
         self._name = name
         self._table = table
-        self._state = start
+        self.state = start  # where it is now; `advance` alone writes it. No property: engines read it for each token
         self._tally = tally
         if tally is not None:
             tally.moved(None, start)
 
     @property
-    def state(self) -> S:
-        """Where it is now."""
-        return self._state
-
-    @property
     def is_over(self) -> bool:
         """Whether the state is terminal."""
-        return self._state not in self._table
+        return self.state not in self._table
 
     def advance(self, to: S) -> None:
         """Move to `to`. Raises: IllegalTransition, off the table."""
-        if to not in self._table.get(self._state, frozenset()):
-            raise IllegalTransition(f"{self._name}: {self._state} → {to} is not in the table")
-        log.debug("state", extra={"of": self._name, "was": str(self._state), "is": str(to)})
+        if to not in self._table.get(self.state, frozenset()):
+            raise IllegalTransition(f"{self._name}: {self.state} → {to} is not in the table")
+        log.debug("state", extra={"of": self._name, "was": str(self.state), "is": str(to)})
         if self._tally is not None:
-            self._tally.moved(self._state, to)
-        self._state = to
+            self._tally.moved(self.state, to)
+        self.state = to

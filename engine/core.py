@@ -251,8 +251,9 @@ class EngineCore:
             return
         with self._failing(flight.chunks, output):
             sampled = flight.launched.result()
-            self._prompt_tokens += sum(_prompt_tokens(chunk) for chunk in flight.chunks)
             for chunk, token_id in zip(flight.chunks, sampled, strict=True):
+                if chunk.start < chunk.request.prompt_len:
+                    self._prompt_tokens += min(chunk.end, chunk.request.prompt_len) - chunk.start
                 self._requests.landed(chunk)
                 if not chunk.dropped:
                     self._commit(chunk, token_id, output)
@@ -348,8 +349,3 @@ class EngineCore:
             prefix_hits=self._memory.prefix_hits,
             retractions=scheduler.retractions,
         )
-
-
-def _prompt_tokens(chunk: Chunk) -> int:
-    """Tokens of the chunk that belong to the prompt; the rest were generated before, here or elsewhere."""
-    return max(0, min(chunk.end, chunk.request.prompt_len) - chunk.start)

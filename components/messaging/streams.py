@@ -6,7 +6,6 @@ with DecodeLost, and whoever reads it goes on elsewhere from the tokens it has.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from itertools import count
@@ -133,11 +132,11 @@ class InStream:
         self.stream_id = stream_id
         self.instance_id = instance_id
         self.epoch = epoch
-        self._items: deque[StreamItem] = deque()
+        self._items: list[StreamItem] = []
         self._error: MeshError | None = None
         self.failure = Failure()  # for whoever waits for something else about this stream
         self._next_seq = 0
-        self._wake = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for an item, or for the end
 
     def put(self, item: StreamItem) -> None:
         """An item arrived. A number seen before is a duplicate and dropped; a missing one ends the stream."""
@@ -148,23 +147,28 @@ class InStream:
             return
         self._next_seq += 1
         self._items.append(item)
-        self._wake.set()
+        if self._reader is not None:
+            self._wake()
 
     def fail(self, error: MeshError) -> None:
         """The stream ends here; items that arrived before are still read."""
         self._error = self._error or error
         self.failure.tell(error)
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
     async def next(self) -> list[StreamItem]:
         """Everything that has arrived, at least one item. Raises: what ended the stream, once all items are read."""
         while not self._items:
             if self._error is not None:
                 raise self._error
-            self._wake.clear()
-            await self._wake.wait()
-        items = list(self._items)
-        self._items.clear()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        items, self._items = self._items, []
         error = items[-1].error
         if error is not None:
             items.pop()

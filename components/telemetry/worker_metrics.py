@@ -68,13 +68,15 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._running = self._gauge("num_requests_running", "Requests in the batch.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests queued for pages or budget.")
-        self._usage = self._gauge("kv_cache_usage_perc", "Share of KV pages that requests hold, 0 to 1.")
+        self._latest: StepFigures | None = None
+        self._shown("num_requests_running", "Requests in the batch.", lambda step: step.num_running)
+        self._shown("num_requests_waiting", "Requests queued for pages or budget.", lambda step: step.num_waiting)
+        self._shown("kv_cache_usage_perc", "Share of KV pages that requests hold, 0 to 1.", _usage)
+        looked_up = "Prompt tokens looked up in the prefix cache."
+        self._shown("prefix_cache_queries_total", looked_up, lambda step: step.prefix_queries)
+        self._shown("prefix_cache_hits_total", "Of those, found.", lambda step: step.prefix_hits)
         self._prompt = self._counter("prompt_tokens", "Prompt tokens computed here.")
         self._generated = self._counter("generation_tokens", "Tokens sampled here.")
-        self._queries = self._gauge("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
-        self._hits = self._gauge("prefix_cache_hits_total", "Of those, found.")
         self._steps = Histogram(
             "engine_step_seconds", "Duration of an engine step.", buckets=STEP_BUCKETS, registry=self.registry
         )
@@ -95,14 +97,12 @@ class WorkerMetrics:
         self._recomputes = self._counter("prompt_recomputes", "Prompts computed here because their KV did not come.")
 
     def record(self, figures: StepFigures) -> None:
-        """One engine step."""
-        self._running.set(figures.num_running)
-        self._waiting.set(figures.num_waiting)
-        self._usage.set(1 - (figures.free_pages + figures.cached_pages) / max(1, figures.total_pages))
-        self._prompt.inc(figures.prompt_tokens)
-        self._generated.inc(figures.decode_tokens)
-        self._queries.set(figures.prefix_queries)
-        self._hits.set(figures.prefix_hits)
+        """One engine step. What can be looked up when somebody asks is not written down at each."""
+        self._latest = figures
+        if figures.prompt_tokens:
+            self._prompt.inc(figures.prompt_tokens)
+        if figures.decode_tokens:
+            self._generated.inc(figures.decode_tokens)
         if figures.prompt_tokens or figures.decode_tokens:
             self._steps.observe(figures.step_s)
 
@@ -135,11 +135,19 @@ class WorkerMetrics:
         """One prompt is computed here after its transfer failed."""
         self._recomputes.inc()
 
+    def _shown(self, name: str, text: str, figure: Callable[[StepFigures], float]) -> None:
+        """A gauge of the latest step."""
+        self._gauge(name, text).set_function(lambda: 0 if self._latest is None else figure(self._latest))
+
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self.registry)
+
+
+def _usage(step: StepFigures) -> float:
+    return 1 - (step.free_pages + step.cached_pages) / max(1, step.total_pages)
 
 
 @dataclass(frozen=True, slots=True)

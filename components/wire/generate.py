@@ -5,8 +5,10 @@ then arrive on the subject in `reply_to`: one frame per engine step and frontend
 A request with n branches is n streams from then on, each with its own numbers, its own end and its own cancellation.
 """
 
+import sys
+from array import array
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgpack
 from pydantic import ValidationError
@@ -18,9 +20,9 @@ from components.wire.refused import Refused
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
 
-FRAME_VERSION: Final = 2
-PLAIN: Final = 7  # fields of an item
-TOLD: Final = 9  # of one with log-probabilities
+FRAME_VERSION: Final = 3
+FIELDS: Final = 9  # of an item
+PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings a token alone has behind its tokens
 
 
 @message("generate.v3")
@@ -89,74 +91,103 @@ class TokenFrame:
 
 
 def pack_frame(frame: TokenFrame) -> bytes:
-    """The one hot message: a plain msgpack array, checked by hand on the other side instead of by a schema."""
-    items = [
-        (
-            i.stream_id,
-            i.seq,
-            pack_tokens(i.token_ids),
-            i.finish,
-            None if i.error is None else (i.error.error, i.error.message, i.error.fields),
-            i.num_cached_tokens,
-            i.sent_unix_ns,
-        )
-        if i.logprobs is None is i.prompt_logprobs
-        else _told(i)
-        for i in frame.items
-    ]
-    packed: bytes = msgpack.packb((FRAME_VERSION, frame.instance_id, frame.epoch, frame.step, items), use_bin_type=True)
+    """The one hot message: a plain msgpack array, checked by hand on the other side instead of by a schema.
+
+    Items of one token and nothing else, which nearly all are, travel as three columns: making, packing and checking each of
+    them for itself would be most of what a token costs. The others say how many of those come before them.
+    """
+    streams, seqs, tokens = array("q"), array("q"), array("i")
+    others: list[tuple[int, tuple[Any, ...]]] = []
+    for item in frame.items:
+        if len(item.token_ids) == 1 and item[3:] == PLAIN:
+            streams.append(item.stream_id)
+            seqs.append(item.seq)
+            tokens.append(item.token_ids[0])
+        else:
+            others.append((len(seqs), _other(item)))
+    columns = [_little_endian(column) for column in (streams, seqs, tokens)]
+    packed: bytes = msgpack.packb((FRAME_VERSION, frame.instance_id, frame.epoch, frame.step, *columns, others))
     return packed
 
 
-def _told(item: StreamItem) -> tuple[Any, ...]:
-    """An item with log-probabilities; a prompt's say how many there are."""
+def _other(item: StreamItem) -> tuple[Any, ...]:
+    error = None if item.error is None else (item.error.error, item.error.message, item.error.fields)
     prompt = item.prompt_logprobs
     return (
         item.stream_id,
         item.seq,
         pack_tokens(item.token_ids),
         item.finish,
-        None,
+        error,
         item.num_cached_tokens,
         item.sent_unix_ns,
         None if item.logprobs is None else pack_logprobs(item.logprobs),
-        None if prompt is None else (len(prompt), pack_logprobs(prompt)),
+        None if prompt is None else (len(prompt), pack_logprobs(prompt)),  # a prompt's say how many there are
     )
+
+
+def _little_endian(column: "array[int]") -> bytes:
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
 
 
 def unpack_frame(data: bytes) -> TokenFrame:
     """The frame in `data`. Raises: MalformedMessage."""
     value = unpack_plain(data)
-    if not (isinstance(value, list) and len(value) == 5 and value[0] == FRAME_VERSION):
+    if not (isinstance(value, list) and len(value) == 8 and value[0] == FRAME_VERSION):
         raise MalformedMessage(f"not a token frame of version {FRAME_VERSION}")
-    _, instance_id, epoch, step, items = value
+    _, instance_id, epoch, step, streams, seqs, tokens, others = value
     if not (isinstance(instance_id, str) and isinstance(epoch, str) and isinstance(step, int)):
         raise MalformedMessage("token frame: bad header")
-    if not isinstance(items, list):
+    columns = _column("q", streams), _column("q", seqs), _column("i", tokens)
+    if len({len(column) for column in columns}) > 1:
+        raise MalformedMessage("token frame: columns of different lengths")
+    items = [StreamItem(stream_id, seq, [token]) for stream_id, seq, token in zip(*columns, strict=True)]
+    return TokenFrame(instance_id, epoch, step, _merged(items, others))
+
+
+def _column(kind: Literal["q", "i"], data: Any) -> "array[int]":
+    column = array(kind)
+    if not isinstance(data, bytes) or len(data) % column.itemsize:
+        raise MalformedMessage("token frame: bad column")
+    column.frombytes(data)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
+
+
+def _merged(items: list[StreamItem], others: Any) -> list[StreamItem]:
+    """Plain items and the others, which say how many plain ones come before them."""
+    if not isinstance(others, list):
         raise MalformedMessage("token frame: items must be an array")
-    return TokenFrame(instance_id, epoch, step, [_item(i) for i in items])
+    merged: list[StreamItem] = []
+    taken = 0
+    for other in others:
+        if not (isinstance(other, list) and len(other) == 2 and isinstance(other[0], int)):
+            raise MalformedMessage("token frame: bad item")
+        if not taken <= other[0] <= len(items):
+            raise MalformedMessage("token frame: items out of order")
+        merged += items[taken : other[0]]
+        taken = other[0]
+        merged.append(_item(other[1]))
+    return merged + items[taken:]
 
 
 def _item(value: Any) -> StreamItem:
-    if not (isinstance(value, list) and len(value) == PLAIN):
-        return _told_item(value)
-    stream_id, seq, tokens, finish, error, cached, sent = value
-    # spelled out: this runs once a token, and a generator costs as much as all the rest
+    if not (isinstance(value, list) and len(value) == FIELDS):
+        raise MalformedMessage(f"token frame: an item is an array of {FIELDS}")
+    stream_id, seq, tokens, finish, error, cached, sent, told, prompt = value
     numbers = isinstance(stream_id, int) and isinstance(seq, int) and isinstance(cached, int) and isinstance(sent, int)
     if not (numbers and isinstance(tokens, bytes) and (finish is None or isinstance(finish, str))):
         raise MalformedMessage("token frame: bad item")
-    return StreamItem(stream_id, seq, unpack_tokens(tokens), finish, _error(error), cached, sent)
-
-
-def _told_item(value: Any) -> StreamItem:
-    """One with log-probabilities."""
-    if not (isinstance(value, list) and len(value) == TOLD):
-        raise MalformedMessage(f"token frame: an item is an array of {PLAIN} or {TOLD}")
-    item, told = _item(value[:PLAIN]), value[PLAIN]
     if told is not None and not isinstance(told, bytes):
         raise MalformedMessage("token frame: bad log-probabilities")
-    logprobs = None if told is None else unpack_logprobs(told, len(item.token_ids))
-    return item._replace(logprobs=logprobs, prompt_logprobs=_prompt_logprobs(value[-1]))
+    token_ids = unpack_tokens(tokens)
+    logprobs = None if told is None else unpack_logprobs(told, len(token_ids))
+    return StreamItem(
+        stream_id, seq, token_ids, finish, _error(error), cached, sent, logprobs, _prompt_logprobs(prompt)
+    )
 
 
 def _prompt_logprobs(value: Any) -> list[TokenLogprobs] | None:

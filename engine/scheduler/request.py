@@ -84,8 +84,10 @@ class Request:
         begin with it, there is nothing to compute until the step has landed.
         """
         flight = self.in_flight
-        if flight is None or not flight.samples:
-            return len(self.tokens) - self.start
+        if flight is None:
+            return len(self.tokens) - self.num_computed
+        if not flight.samples:
+            return len(self.tokens) - flight.end
         ends = self.phase is Phase.PREFILL or flight.end + 1 >= self.limit
         forks = self.sampling.n > 1 and flight.end == self.prompt_len
         return 0 if ends or forks else 1

@@ -10,7 +10,7 @@ import logging
 from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine.ports import Phase
 from engine.scheduler.memory import RequestMemory
@@ -28,9 +28,8 @@ def by_turn(request: Request) -> int:
     return request.arrival + request.priority * OVERTAKERS
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One request's share of a step: `length` tokens from `start` on."""
+class Chunk(NamedTuple):
+    """One request's share of a step: `length` tokens from `start` on. A tuple, for the reason of `TokenOutput`."""
 
     request: Request
     start: int
@@ -46,7 +45,7 @@ class Chunk:
     @property
     def dropped(self) -> bool:
         """Whether its request ended after the step was launched: nobody looks at what is drawn for it."""
-        return self.request.state is not RequestState.RUNNING
+        return self.request.lifecycle.state is not RequestState.RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +121,27 @@ class Scheduler:
 
     def must_retract(self) -> bool:
         """Whether there are too few pages for the running decodes' next tokens."""
-        growing = sum(1 for r in self.running if r.pending == 1 and not self.memory.has_slots(r))
-        return growing > self.memory.pool.num_available
+        available = self.memory.pool.num_available
+        if available >= len(self.running):  # a page each: as good as always
+            return False
+        return sum(1 for r in self.running if r.pending == 1 and not self.memory.has_slots(r)) > available
 
     def schedule(self) -> Plan:
         """Plan one step and give its requests the pages they need for it.
 
         One step may be in flight, and its tokens unknown; none when somebody must be retracted.
         """
-        chunks: list[Chunk] = []
         reserved: list[Request] = []
         budget = self._max_step_tokens
         retractions = self.retractions
-        for request in [r for r in self.running if r.pending == 1]:
-            if request.state is RequestState.RUNNING and self._make_room(request):
-                chunks.append(_chunk(request, 1))
-                budget -= 1
+        chunks = [
+            _chunk(request, 1)
+            for request in list(self.running)  # whoever is last of them may have to make room
+            if request.pending == 1 and request.state is RequestState.RUNNING and self._make_room(request)
+        ]
+        budget -= len(chunks)
         full = max(0, budget - self._pack_tokens)  # with so much of the budget left, no further prompt is begun
-        for request in [r for r in self.running if r.pending > 1]:
+        for request in [r for r in self.running if r.pending > 1] if len(chunks) < len(self.running) else ():
             if budget > full:
                 chunks.append(_chunk(request, budget))
                 budget -= chunks[-1].length

@@ -118,7 +118,7 @@ class ActiveRequests:
         item = stream.tokens(
             output.token_ids,
             finish,
-            output.num_cached_tokens,
+            output.num_cached_tokens if sent_ns else 0,
             sent_ns,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,

@@ -55,7 +55,7 @@ def test_a_frame_comes_out_as_it_went_in_errors_too(frame: TokenFrame) -> None:
     assert unpack_frame(pack_frame(frame)) == frame
 
 
-@given(st.binary() | st.binary().map(lambda b: b"\x95\x02" + b))
+@given(st.binary() | st.binary().map(lambda b: b"\x98\x03" + b))
 def test_garbage_is_no_frame(data: bytes) -> None:
     with pytest.raises(MalformedMessage):
         unpack_frame(data)
@@ -78,35 +78,67 @@ def test_a_damaged_frame_is_refused_or_still_a_frame(frame: TokenFrame, data: st
 )
 def test_a_bad_error_in_an_item_is_a_malformed_frame(error: object) -> None:
     """The error's fields are checked by a schema, whose own exception once went through to the subscription."""
-    item = [0, 0, b"", None, error, 0, 0]
+    item = [0, 0, b"", None, error, 0, 0, None, None]
     with pytest.raises(MalformedMessage):
-        unpack_frame(msgpack.packb([2, "i", "e", 0, [item]]))
+        unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, item]]]))
+
+
+HEAD = [3, "i", "e", 0]
+NOTHING = [b"", b"", b""]
+ONE = [bytes(8), bytes(8), bytes(4)]  # token 0, the first of stream 0
+ITEM = [0, 0, b"", None, None, 0, 0, None, None]
+WRONG = {
+    "version": [2, "i", "e", 0, *NOTHING, []],
+    "length": [*HEAD, *NOTHING],
+    "instance": [3, 0, "e", 0, *NOTHING, []],
+    "step": [3, "i", "e", "0", *NOTHING, []],
+    "a column of text": [*HEAD, "", b"", b"", []],
+    "part of a number": [*HEAD, b"", bytes(7), b"", []],
+    "a column too short": [*HEAD, bytes(8), bytes(8), b"", []],
+    "others": [*HEAD, *NOTHING, {}],
+    "no place": [*HEAD, *NOTHING, [ITEM]],
+    "a place behind the end": [*HEAD, *ONE, [[2, ITEM]]],
+    "places out of order": [*HEAD, *ONE, [[1, ITEM], [0, ITEM]]],
+    "a place below zero": [*HEAD, *ONE, [[-1, ITEM]]],
+}
+
+
+def _with(field: int, value: object) -> list[object]:
+    return [*ITEM[:field], value, *ITEM[field + 1 :]]
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_frame_of_the_wrong_shape_is_refused(what: str) -> None:
+    with pytest.raises(MalformedMessage):
+        unpack_frame(msgpack.packb(WRONG[what]))
 
 
 @pytest.mark.parametrize(
-    "value",
+    "item",
     [
-        [1, "i", "e", 0, []],  # another version
-        [2, "i", "e", 0],
-        [2, 0, "e", 0, []],
-        [2, "i", "e", "0", []],
-        [2, "i", "e", 0, {}],
-        [2, "i", "e", 0, [[0, 0, b"", None, None, 0]]],
-        [2, "i", "e", 0, [["0", 0, b"", None, None, 0, 0]]],
-        [2, "i", "e", 0, [[0, 0, "", None, None, 0, 0]]],
-        [2, "i", "e", 0, [[0, 0, b"123", None, None, 0, 0]]],
-        [2, "i", "e", 0, [[0, 0, b"", 7, None, 0, 0]]],
-        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, None]]],
-        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, "", None]]],
-        [2, "i", "e", 0, [[0, 0, b"1234", None, None, 0, 0, b"\0\0\0\0", None]]],  # one token, none told of
-        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, None, b"\0\0\0\0"]]],
-        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, None, [2**40, b"\0\0\0\0"]]]],
-        [2, "i", "e", 0, [[0, 0, b"", None, None, 0, 0, None, [-1, b"\xff\xff\xff\xff"]]]],
+        ITEM[:-1],
+        _with(0, "0"),
+        _with(2, ""),
+        _with(2, b"123"),
+        _with(3, 7),
+        _with(7, ""),
+        [0, 0, b"1234", None, None, 0, 0, bytes(4), None],  # one token, none told of
+        _with(8, bytes(4)),
+        _with(8, [2**40, bytes(4)]),
+        _with(8, [-1, b"\xff\xff\xff\xff"]),
     ],
 )
-def test_a_frame_of_the_wrong_shape_is_refused(value: object) -> None:
+def test_an_item_of_the_wrong_shape_is_refused(item: list[object]) -> None:
+    unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, ITEM]]]))  # what the others differ from
     with pytest.raises(MalformedMessage):
-        unpack_frame(msgpack.packb(value))
+        unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, item]]]))
+
+
+def test_plain_items_keep_their_place_among_the_others() -> None:
+    """A stream's first item is none of them, nor is its last."""
+    items = [StreamItem(1, 0, [7], None, None, 3, 5), StreamItem(2, 4, [8]), StreamItem(1, 1, [9])]
+    items += [StreamItem(2, 5, [10], "stop"), StreamItem(1, 2, [11])]
+    assert unpack_frame(pack_frame(TokenFrame("i", "e", 1, items))).items == items
 
 
 @given(st.lists(int32))
