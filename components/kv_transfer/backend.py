@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 from components.errors import IncompatibleLayout
@@ -33,15 +32,6 @@ class PageRegion(Protocol):
         """As torch names it: cpu, cuda:0."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteStats:
-    """One finished write."""
-
-    num_bytes: int
-    num_descriptors: int  # after merging neighbours
-    duration_us: int
-
-
 class KvTransfer(Protocol):
     """One process's end. Every method is called on the event loop; whatever blocks happens on the backend's own thread."""
 
@@ -59,14 +49,14 @@ class KvTransfer(Protocol):
     async def disconnect(self, agent: str) -> None:
         """Forget a peer that is gone: nothing is written to it any more."""
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
         """Copy pages `source` of ours into pages `target` of the peer, whose pages are as large as ours.
 
-        Returns when they have landed. A page is one contiguous piece on both sides.
+        Returns when they have landed: how many bytes that were. A page is one contiguous piece on both sides.
         Raises: TransferFailed, when no byte of it is in flight any more but not all have landed.
         """
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
         """Copy `pieces` of our pool into the peer's, whose pages have another size; otherwise as `write_pages`.
 
         At least one piece, and not a byte beside them: an earlier write may have filled the other rows of the same page.
@@ -74,7 +64,7 @@ class KvTransfer(Protocol):
         prepares for whole pages does not help here.
         """
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
         """Copy one aux slot, then tell the peer `notification`. Raises: TransferFailed."""
 
     def expect(self, notification: str) -> asyncio.Future[None]:

@@ -6,13 +6,12 @@ doorbell, and each write costs one round trip, so that a peer that is dead or ha
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from components.errors import BackendUnavailable
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend, endpoint_of
+from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import Bell
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
@@ -56,26 +55,22 @@ class FakeKvTransfer:
         """Forget everyone."""
         await self._lines.disconnect_all()
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
         """Copy nothing; returns when the peer has answered. No byte is counted, for none moved."""
-        started = time.monotonic()
         line = self._lines.to(agent)
-        pieces = runs(source, target, self._region.num_pages, self._num_pages[agent])
+        runs(source, target, self._region.num_pages, self._num_pages[agent])  # only pages that exist
         await line.ring(Ring())
-        return WriteStats(0, len(pieces), int((time.monotonic() - started) * 1e6))
+        return 0
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
         """As `write_pages`."""
-        started = time.monotonic()
         await self._lines.to(agent).ring(Ring())
-        return WriteStats(0, len(pieces), int((time.monotonic() - started) * 1e6))
+        return 0
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
         """Send one aux slot, and tell the peer."""
-        started = time.monotonic()
         record = self.aux.raw(source_slot)
         await self._lines.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
-        return WriteStats(len(record), 1, int((time.monotonic() - started) * 1e6))
 
     def expect(self, notification: str) -> asyncio.Future[None]:
         """A future that completes when a peer has sent exactly this text."""

@@ -7,13 +7,11 @@ wait a minute for such a peer: that must not hold up the writes to others.
 
 import asyncio
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final
 
 from components.errors import TransferFailed
-from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.mooncake_api import prepare_end, start_engine
 from components.kv_transfer.own_thread import OwnThread
 from components.wire.instances import KvEndpoint
@@ -38,8 +36,7 @@ class Piece:
 @dataclass(slots=True)
 class _Write:
     pieces: list[Piece]
-    done: asyncio.Future[WriteStats]
-    started: float
+    done: asyncio.Future[int]
     num_open: int  # pieces that have not ended
     failure: str = ""
 
@@ -62,9 +59,9 @@ class MooncakePeer:
         """Return once it can be written to. Raises: TransferFailed, when no engine answers."""
         await asyncio.shield(self._opening)
 
-    async def write(self, pieces: list[Piece]) -> WriteStats:
-        """Copy all pieces; returns when they have landed. Raises: TransferFailed, when none is in flight any more."""
-        done: asyncio.Future[WriteStats] = asyncio.get_running_loop().create_future()
+    async def write(self, pieces: list[Piece]) -> int:
+        """Copy all pieces; returns how many bytes have landed. Raises: TransferFailed, when none is in flight any more."""
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._thread.post(lambda: self._add(pieces, done))
         # A cancelled caller is not told of the end, but the thread still is: whoever needs to know it shields this call.
         return await asyncio.shield(done)
@@ -83,11 +80,11 @@ class MooncakePeer:
         if not batch or self._engine.transfer_check_status(batch) != LANDED:
             raise TransferFailed(f"no Mooncake engine answers at {self._segment!r}")
 
-    def _add(self, pieces: list[Piece], done: asyncio.Future[WriteStats]) -> None:
-        write = _Write(pieces, done, time.monotonic(), len(pieces))
+    def _add(self, pieces: list[Piece], done: asyncio.Future[int]) -> None:
+        write = _Write(pieces, done, len(pieces))
         self._waiting.extend((write, piece) for piece in pieces)
         if not pieces:
-            self._thread.settle(done, WriteStats(0, 0, 0))
+            self._thread.settle(done, 0)
 
     def _poll(self) -> float | None:
         """See what has ended, begin what has waited."""
@@ -123,9 +120,7 @@ class MooncakePeer:
             error = TransferFailed(f"{write.failure}; the peer {self.endpoint.agent} is lost")
             self._thread.settle(write.done, error=error)
         else:
-            took_us = int((time.monotonic() - write.started) * 1e6)
-            num_bytes = sum(piece.num_bytes for piece in write.pieces)
-            self._thread.settle(write.done, WriteStats(num_bytes, len(write.pieces), took_us))
+            self._thread.settle(write.done, sum(piece.num_bytes for piece in write.pieces))
 
     def _close(self) -> None:
         writes = [*self._in_flight.values(), *(write for write, _ in self._waiting)]

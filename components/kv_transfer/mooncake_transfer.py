@@ -12,7 +12,7 @@ from typing import Any
 
 from components.errors import BackendUnavailable, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend, endpoint_of
+from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import Bell
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
@@ -76,7 +76,7 @@ class MooncakeTransfer:
         if peer is not None:
             await peer.stop()
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
         """Copy pages; returns when they have landed."""
         peer = self._peer(agent)
         size, ours, theirs = self._region.layout.page_bytes, self._region.address, peer.endpoint.base_address
@@ -86,22 +86,21 @@ class MooncakeTransfer:
         ]
         return await peer.write(pieces)
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
         """Copy pieces of pages of another size; returns when they have landed."""
         peer = self._peer(agent)
         ours, theirs = self._region.address, peer.endpoint.base_address
         copies = zip(pieces.source.tolist(), pieces.target.tolist(), pieces.length.tolist(), strict=True)
         return await peer.write([Piece(ours + source, theirs + target, size) for source, target, size in copies])
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
         """Copy one aux slot, then tell the peer."""
         peer, line = self._peer(agent), self._lines.to(agent)
         source = self.aux.address + source_slot * self.aux.slot_bytes
         target = peer.endpoint.aux_address + target_slot * peer.endpoint.aux_slot_bytes
         size = min(self.aux.slot_bytes, peer.endpoint.aux_slot_bytes)  # longer ones are not filled further
-        stats = await peer.write([Piece(source, target, size)])
+        await peer.write([Piece(source, target, size)])
         await line.ring(Ring(notification=notification))
-        return stats
 
     def expect(self, notification: str) -> asyncio.Future[None]:
         """A future that completes when a peer has sent exactly this text."""

@@ -1,7 +1,8 @@
-"""The NIXL backend: one agent, and one thread that alone talks to it.
+"""The NIXL backend: one agent, and one thread that owns it and lends it to the event loop for short writes.
 
-Posting a write can copy megabytes in the calling thread (UCX over shared memory does), and completions must be polled: neither
-belongs on the event loop. Errors arrive from NIXL as exceptions or as a state; both become TransferFailed.
+Posting a write copies its bytes in the calling thread (UCX within one machine does), and completions must be polled: neither
+megabytes nor polls belong on the event loop. Without a progress thread NIXL opens UCX for any thread, one at a time
+(UCS_THREAD_MODE_SERIALIZED). Errors arrive from NIXL as exceptions or as a state; both become TransferFailed.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import numpy as np
 
 from components.errors import BackendUnavailable, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, WriteStats, check_same_backend, endpoint_of
+from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 POLL_WRITES_S: Final = 0.0002
 POLL_NOTIFICATIONS_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
+SHORT_BYTES: Final = 6 << 20  # the event loop may post so much itself: half a millisecond, as a wait for Python's lock
+DESCRIPTOR_BYTES: Final = 32 << 10  # what could be copied in the time that posting one more descriptor takes
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class _Peer:
 class _Write:
     agent: str
     handle: Any
-    done: asyncio.Future[WriteStats]
+    done: asyncio.Future[None]
 
 
 class NixlTransfer:
@@ -52,6 +55,9 @@ class NixlTransfer:
     def __init__(self, region: PageRegion, agent_name: str, backend: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self._region = region
+        self._page_bytes = region.layout.page_bytes
+        on_cpu = region.device == "cpu"  # CUDA keeps a context for each thread
+        self._short_pages = SHORT_BYTES // max(self._page_bytes, DESCRIPTOR_BYTES) if on_cpu else 0
         self._name = agent_name
         self._backend = backend
         self._loop = asyncio.get_running_loop()
@@ -82,31 +88,37 @@ class NixlTransfer:
         """Set up once what writing to `peer` needs."""
         check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
-        await self._thread.ask(lambda: self._connect(peer))
+        if peer.agent not in self._peers:
+            await self._thread.ask(lambda: self._connect(peer))
 
     async def disconnect(self, agent: str) -> None:
         """Forget a peer that is gone."""
-        await self._thread.ask(lambda: self._disconnect(agent))
+        known = self._peers.pop(agent, None)  # at once: who connects again waits behind this
+        await self._thread.ask(lambda: self._disconnect(agent, known))
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
         """Copy pages; returns when they have landed."""
-        return await self._write(
+        await self._write(
             lambda peer: self._agent.make_prepped_xfer("WRITE", self._pages, list(source), peer.pages, list(target)),
             agent,
+            short=len(source) <= self._short_pages,
         )
+        return len(source) * self._page_bytes
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
         """Copy pieces; returns when they have landed."""
-        return await self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent)
+        await self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent, short=False)
+        return int(pieces.length.sum())
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
         """Copy one aux slot, then tell the peer."""
         text = notification.encode()
-        return await self._write(
+        await self._write(
             lambda peer: self._agent.make_prepped_xfer(
                 "WRITE", peer.our_aux, [source_slot], peer.aux, [target_slot], text
             ),
             agent,
+            short=self._short_pages > 0,
         )
 
     def expect(self, notification: str) -> asyncio.Future[None]:
@@ -114,31 +126,34 @@ class NixlTransfer:
         future: asyncio.Future[None] = self._loop.create_future()
         self._expected[notification] = future
         future.add_done_callback(lambda _: self._forget(notification))
-        self._thread.post(_nothing)  # the thread may be asleep
+        if len(self._expected) == 1:  # else the thread is looking already
+            self._thread.wake()
         return future
 
     def hasten(self, notification: str) -> None:
         """A peer is about to send this text."""
         if notification in self._expected:
             self._coming.add(notification)
-            self._thread.post(_nothing)
+            if len(self._coming) == 1:  # likewise
+                self._thread.wake()
 
     def _forget(self, notification: str) -> None:
         self._expected.pop(notification, None)
         self._coming.discard(notification)
 
-    async def _write(self, make: Callable[[_Peer], Any], agent: str) -> WriteStats:
-        done: asyncio.Future[WriteStats] = self._loop.create_future()
-        self._thread.post(lambda: self._post(make, agent, done))
-        return await done  # a cancelled caller is not told of the end: whoever needs to know it shields this call
+    def _write(self, make: Callable[[_Peer], Any], agent: str, *, short: bool) -> asyncio.Future[None]:
+        """Completes at the write's end. Cancelling it tells nobody: who needs to know the end shields the call."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        post = self._thread.post_short if short else self._thread.post
+        post(lambda: self._post(make, agent, done))
+        return done
 
-    # Below: on the thread.
+    # Below: on the thread, and what a short write needs on the event loop too, never at the same time.
 
     def _create_agent(self) -> KvEndpoint:
         config = nixl_agent_config(
             enable_prog_thread=False,  # it would spin on a core; this thread makes progress whenever it polls
             backends=[self._backend],
-            capture_telemetry=True,
         )
         self._agent = nixl_agent(self._name, config)
         plugins = self._agent.get_plugin_list()
@@ -187,8 +202,8 @@ class NixlTransfer:
         our_aux = self._prepare("NIXL_INIT_AGENT", ours.address, ours.num_slots, size, "cpu", stride=ours.slot_bytes)
         self._peers[agent] = _Peer(peer, pages, aux, our_aux)
 
-    def _disconnect(self, agent: str) -> None:
-        peer = self._peers.pop(agent, None)
+    def _disconnect(self, agent: str, known: _Peer | None) -> None:
+        peer = known or self._peers.pop(agent, None)
         if peer is None:
             return
         for prepared in (peer.pages, peer.aux, peer.our_aux):
@@ -204,19 +219,20 @@ class NixlTransfer:
         self,
         make: Callable[[_Peer], Any],
         agent: str,
-        done: asyncio.Future[WriteStats],
-    ) -> None:
+        done: asyncio.Future[None],
+    ) -> bool:
+        """Whether something is in flight."""
         peer = self._peers.get(agent)
         if peer is None:
             self._thread.settle(done, error=TransferFailed(f"no connection to {agent}"))
-            return
+            return False
         try:
             handle = make(peer)
         except Exception as exc:  # noqa: BLE001  NIXL's own errors have no common base
             self._thread.settle(
                 done, error=TransferFailed(f"NIXL refused the write to {agent}: {exc or type(exc).__name__}")
             )
-            return
+            return False
         write = _Write(agent, handle, done)
         try:
             state = str(self._agent.transfer(handle))
@@ -225,6 +241,7 @@ class NixlTransfer:
             state = "ERR"
         if not self._finished(write, state):
             self._writes.append(write)
+        return bool(self._writes or self._failed)
 
     def _poll(self) -> float | None:
         """Settle what is over; seconds until the next look, None while nothing is in flight or expected."""
@@ -264,9 +281,9 @@ class NixlTransfer:
         if state == "PROC":
             return False
         if state == "DONE":
-            self._thread.settle(write.done, self._stats(write.handle))
+            self._thread.settle(write.done)
             with contextlib.suppress(Exception):  # nothing is in flight
-                self._agent.release_xfer_handle(write.handle)
+                write.handle.release()
         elif not self._gave_up(write):
             self._failed.append(write)
         return True
@@ -274,23 +291,11 @@ class NixlTransfer:
     def _gave_up(self, write: _Write) -> bool:
         """Settle a failed write once NIXL lets go of it: as long as it does not, bytes may be in flight."""
         try:
-            self._agent.release_xfer_handle(write.handle)
+            write.handle.release()
         except Exception:  # noqa: BLE001  still active inside NIXL: asked again with the next poll
             return False
         self._thread.settle(write.done, error=TransferFailed("NIXL reports the write as failed; the peer is lost"))
         return True
-
-    def _stats(self, handle: Any) -> WriteStats:
-        try:
-            told = self._agent.get_xfer_telemetry(handle)
-        except Exception as exc:  # noqa: BLE001  the bytes have landed, only their count is unknown
-            log.warning("write not measured", extra={"cause": str(exc) or type(exc).__name__})
-            return WriteStats(0, 0, 0)
-        return WriteStats(int(told.totalBytes), int(told.descCount), int(told.xferDuration))
-
-
-def _nothing() -> None:
-    return
 
 
 def _memory_type(device: str) -> tuple[str, int]:

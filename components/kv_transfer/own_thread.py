@@ -1,4 +1,4 @@
-"""A thread that alone talks to a transfer library, and the futures with which the event loop waits for it."""
+"""A thread that owns a transfer library, the loan of it to the event loop, and the futures with which that waits."""
 
 import asyncio
 import queue
@@ -12,7 +12,11 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Posting can take long and completions must be polled: neither belongs on the event loop."""
+    """Posting can take long and completions must be polled: neither belongs on the event loop.
+
+    But handing work over and being told of its end costs more than a short post does: the loop does that itself, while the
+    thread rests.
+    """
 
     def __init__(self, name: str, poll: Callable[[], float | None]) -> None:
         """`poll` runs on the thread, after each piece of work and then again after as many seconds as it returns.
@@ -22,8 +26,10 @@ class OwnThread:
         self._name = name
         self._poll = poll
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._using = threading.Lock()  # the library
         # No SimpleQueue: with a timeout, `get` of CPython's waits for ever if its thread loses the processor at a bad moment.
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=name)
 
     def start(self) -> None:
@@ -35,9 +41,27 @@ class OwnThread:
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def post(self, work: Callable[[], None]) -> None:
-        """Do this; it must not raise."""
+    def post(self, work: Callable[[], object]) -> None:
+        """Do this on the thread; it must not raise."""
         self._work.put(work)
+
+    def post_short(self, work: Callable[[], bool]) -> None:
+        """Do this here and now, or on the thread if that is using the library; it must neither raise nor take long.
+
+        It returns whether there is something to poll for.
+        """
+        if not self._using.acquire(blocking=False):
+            self._work.put(work)
+            return
+        try:
+            if work():
+                self.wake()
+        finally:
+            self._using.release()
+
+    def wake(self) -> None:
+        """Poll now: there is something to poll for, and the thread may be asleep."""
+        self._work.put(_nothing)
 
     async def ask(self, work: Callable[[], T]) -> T:
         """The result of `work`. Raises: MeshError as it is, TransferFailed for anything else."""
@@ -46,8 +70,11 @@ class OwnThread:
         return await future
 
     def settle(self, future: asyncio.Future[Any], result: Any = None, error: MeshError | None = None) -> None:
-        """From the thread: complete a future of the loop, unless somebody has cancelled it."""
-        self._loop.call_soon_threadsafe(_settle, future, result, error)
+        """Complete a future of the loop, unless somebody has cancelled it."""
+        if threading.get_ident() == self._loop_thread:
+            _settle(future, result, error)
+        else:
+            self._loop.call_soon_threadsafe(_settle, future, result, error)
 
     def _run(self) -> None:
         patience_s: float | None = None
@@ -55,12 +82,12 @@ class OwnThread:
             try:
                 work = self._work.get(timeout=patience_s)
             except queue.Empty:
-                pass
-            else:
-                if work is None:
-                    return
+                work = _nothing
+            if work is None:
+                return
+            with self._using:
                 work()
-            patience_s = self._poll()
+                patience_s = self._poll()
 
     def _try(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
         try:
@@ -71,6 +98,10 @@ class OwnThread:
             self.settle(future, error=TransferFailed(f"{self._name}: {exc or type(exc).__name__}"))
         else:
             self.settle(future, result)
+
+
+def _nothing() -> None:
+    return
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: MeshError | None) -> None:

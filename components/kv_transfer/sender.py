@@ -4,12 +4,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from enum import StrEnum, auto
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from components.aio import ended, time_limit
 from components.errors import TransferFailed
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
-from components.kv_transfer.backend import KvTransfer, WriteStats
+from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums, TransferChecksums
 from components.kv_transfer.pieces import cut
 from components.lifecycle import Lifecycle
@@ -18,6 +18,8 @@ from components.telemetry.spans import tracer
 from components.wire.instances import KvEndpoint
 from components.wire.logprobs import TokenLogprobs
 from components.wire.rooms import PagesOffered
+
+T = TypeVar("T")
 
 
 class SendState(StrEnum):
@@ -126,7 +128,7 @@ class Sender:
                 await self._news.wait()
             if ready == self._num_tokens:
                 await self._announce(offer)
-            self.num_bytes += (await self._quietly(self._write(offer, peer, range(sent, ready)))).num_bytes
+            self.num_bytes += await self._quietly(self._write(offer, peer, range(sent, ready)))
             sent = ready
         while self._last is None:
             self._news.clear()
@@ -137,20 +139,20 @@ class Sender:
         computed = self._num_computed
         return computed if computed == self._num_tokens else computed // unit * unit
 
-    async def _write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> WriteStats:
+    async def _write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> int:
         """Write `tokens`, and meanwhile sum them: both only read our pages."""
         write = self._begin_write(offer, peer, tokens)
         if self._sums is None:
             return await write
         summing = asyncio.ensure_future(self._sums.add(self._pages, tokens))
         try:
-            stats = await write
+            moved = await write
         finally:
             await ended(summing)
         summing.result()
-        return stats
+        return moved
 
-    def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> Coroutine[Any, Any, WriteStats]:
+    def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> Coroutine[Any, Any, int]:
         """Rows of a last page that no token fills go along with a whole page, not in pieces."""
         if peer.layout.page_size != self._layout.page_size:
             pieces = cut(self._layout, peer.layout, tokens, self._pages, offer.pages)
@@ -182,7 +184,7 @@ class Sender:
         finally:
             self._transfer.aux.give_back(slot)
 
-    async def _quietly(self, write: Coroutine[Any, Any, WriteStats]) -> WriteStats:
+    async def _quietly(self, write: Coroutine[Any, Any, T]) -> T:
         """Await a write to its end even when cancelled: whoever cancelled may reuse the pages as soon as we return."""
         task = asyncio.ensure_future(write)
         try:

@@ -86,9 +86,7 @@ class WorkerMetrics:
             buckets=TRANSFER_BUCKETS,
             registry=self.registry,
         )
-        self._transfer_bytes = self._counter(
-            "kv_transfer_bytes", "KV bytes that the transfer backend reports as moved."
-        )
+        self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes that were moved.")
         self._transfer_failures = self._counter("kv_transfer_failures", "Transfers that did not complete.")
         self._corrupt = self._counter("kv_transfers_corrupt", "Transfers that did not arrive as they were sent.")
         self._queues = Gauge(

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from components.errors import TransferFailed
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import WriteStats, endpoint_of
+from components.kv_transfer.backend import endpoint_of
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
@@ -81,7 +81,7 @@ class _Write:
         fault: WriteFault,
         notification: str,
     ) -> None:
-        self.done: asyncio.Future[WriteStats] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._fabric = fabric
         self._source, self._target = source, target
         self._fault = fault
@@ -118,7 +118,7 @@ class _Write:
             return
         if self._notification and not self._fault.is_silent:
             self._target.notify(self._notification)
-        self.done.set_result(WriteStats(self._num_bytes, 1, 1))
+        self.done.set_result(self._num_bytes)
 
     def _land(self, piece: Piece) -> None:
         ctypes.memmove(piece.target, piece.source, piece.size)
@@ -166,7 +166,7 @@ class MemoryTransfer:
         self.expected: dict[str, asyncio.Future[None]] = {}
         self.endpoint = endpoint_of("memory", agent, "", region, self.aux)
         self._fabric = fabric
-        self._posted: set[asyncio.Future[WriteStats]] = set()
+        self._posted: set[asyncio.Future[int]] = set()
         fabric.agents[agent] = self
 
     @property
@@ -191,7 +191,7 @@ class MemoryTransfer:
         await asyncio.sleep(0)
         self.peers.discard(agent)
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
         size = self.endpoint.layout.page_bytes // 2
         there = self._peer(agent).endpoint
         pieces = [
@@ -206,7 +206,7 @@ class MemoryTransfer:
         ]
         return await self._write(agent, pieces, self._fabric.meddler.write(agent, "pages"))
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
         there = self._peer(agent).endpoint
         page_bytes = there.layout.page_bytes
         copies = [
@@ -217,7 +217,7 @@ class MemoryTransfer:
         ]
         return await self._write(agent, copies, self._fabric.meddler.write(agent, "pages"))
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
         fault = self._fabric.meddler.write(agent, "aux")
         if fault.stamp:
             self.aux._heads[source_slot]["stamp"] += fault.stamp
@@ -226,7 +226,7 @@ class MemoryTransfer:
         piece = Piece(
             ours.address + source_slot * ours.slot_bytes, theirs.address + target_slot * theirs.slot_bytes, size
         )
-        return await self._write(agent, [piece], fault, notification)
+        await self._write(agent, [piece], fault, notification)
 
     def expect(self, notification: str) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -248,7 +248,7 @@ class MemoryTransfer:
             raise TransferFailed(f"no connection to {agent}")
         return self._fabric.agents[agent]
 
-    async def _write(self, agent: str, pieces: list[Piece], fault: WriteFault, notification: str = "") -> WriteStats:
+    async def _write(self, agent: str, pieces: list[Piece], fault: WriteFault, notification: str = "") -> int:
         write = _Write(self._fabric, self, self._fabric.agents[agent], pieces, fault, notification)
         self._posted.add(write.done)
         write.done.add_done_callback(self._posted.discard)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from components.errors import MeshError
 from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
-from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.layout import KvLayout, check_compatible
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
@@ -58,26 +57,25 @@ class FakeTransfer:
     async def disconnect(self, agent: str) -> None:
         self.forgotten.append(agent)
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
         assert agent in self.connected
         assert len(source) == len(target) > 0
         self.writes.append((list(source), list(target)))
         await self._flight()
-        return WriteStats(len(source) * LAYOUT.page_bytes, 1, 1)
+        return len(source) * LAYOUT.page_bytes
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
+    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
         assert agent in self.connected
         assert len(pieces) > 0
         self.pieces.append(pieces)
         await self._flight()
-        return WriteStats(int(pieces.length.sum()), len(pieces), 1)
+        return int(pieces.length.sum())
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> WriteStats:
+    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
         record = self.aux.read(source_slot)
         await self._flight()
         if self.peer is not None:
             self.peer.land(notification, target_slot, record)
-        return WriteStats(64, 1, 1)
 
     def land(self, notification: str, slot: int, record: AuxRecord) -> None:
         """What a peer's last write does here."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord
-from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.pieces import Pieces
@@ -124,14 +123,14 @@ class Copying(FakeTransfer):
         self.region = Region(pool(layout, seed), layout)
         self.damaged: int | None = None  # a piece of the first write
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
-        stats = await super().write_pieces(agent, pieces)
+    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
+        moved = await super().write_pieces(agent, pieces)
         assert isinstance(self.peer, Copying)
         there = self.peer.region
         there.memory = copied(pieces, self.region.memory, there.memory)
         if self.damaged is not None and len(self.pieces) == 1:
             there.memory.view(np.uint8).reshape(-1)[pieces.target[self.damaged] + 5] ^= 1
-        return stats
+        return moved
 
 
 async def transferred(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.kv_transfer.pieces import Pieces
@@ -31,16 +30,16 @@ class Damaging:
         self._pages = pages
         self._done = False
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
-        stats = await self._transfer.write_pages(agent, source, target)
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+        moved = await self._transfer.write_pages(agent, source, target)
         size = self._pages.layout.page_bytes
         await self._damage(agent, source[0] * size + 100, target[0] * size + 100, 64)
-        return stats
+        return moved
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> WriteStats:
-        stats = await self._transfer.write_pieces(agent, pieces)
+    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
+        moved = await self._transfer.write_pieces(agent, pieces)
         await self._damage(agent, int(pieces.source[7]), int(pieces.target[7]), int(pieces.length[7]))
-        return stats
+        return moved
 
     async def _damage(self, agent: str, source: int, target: int, size: int) -> None:
         if self._done:

@@ -4,9 +4,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,17 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from components.errors import IncompatibleLayout, TransferFailed
+from components.kv_transfer import nixl_transfer
 from components.kv_transfer.aux import AuxRecord
-from components.kv_transfer.nixl_transfer import POLL_NOTIFICATIONS_S, POLL_WRITES_S, NixlTransfer, open_nixl
+from components.kv_transfer.nixl_api import nixl_agent_config
+from components.kv_transfer.nixl_transfer import (
+    DESCRIPTOR_BYTES,
+    POLL_NOTIFICATIONS_S,
+    POLL_WRITES_S,
+    SHORT_BYTES,
+    NixlTransfer,
+    open_nixl,
+)
 from components.kv_transfer.pieces import Pieces, cut
 from components.wire.instances import KvEndpoint
 from services.local.process import tethered
@@ -28,6 +38,7 @@ pytestmark = pytest.mark.anyio
 
 REPO: Final = Path(__file__).resolve().parents[3]
 FAILS_WITHIN_S: Final = 20.0
+TRIES: Final = 20  # for what the thread may be in the way of
 
 
 class Peer:
@@ -102,7 +113,9 @@ def pages() -> Pages:
 
 
 @pytest.fixture
-async def transfer(pages: Pages) -> AsyncIterator[NixlTransfer]:
+async def transfer(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NixlTransfer]:
+    counting = partial(nixl_agent_config, capture_telemetry=True)
+    monkeypatch.setattr(nixl_transfer, "nixl_agent_config", counting)
     async with open_nixl(pages, f"prefill-{random.getrandbits(32):x}") as opened:
         yield opened
 
@@ -119,8 +132,7 @@ async def test_permuted_pages_land_bit_exact_and_the_notification_comes_after_th
         room = f"boot/{draw.getrandbits(40):x}"
         assert shared_peer.say(f"expect {room}") == "expecting\n"
         assert shared_peer.say(f"expect {room}0") == "expecting\n"  # matched exactly, never by prefix
-        stats = await transfer.write_pages(shared_peer.endpoint.agent, source, target)
-        assert stats.num_bytes == 24 * LAYOUT.page_bytes
+        assert await transfer.write_pages(shared_peer.endpoint.agent, source, target) == 24 * LAYOUT.page_bytes
         slot = transfer.aux.take()
         record = AuxRecord(turn + 1, 24, 42, 3)
         transfer.aux.write(slot, record)
@@ -134,18 +146,109 @@ async def test_permuted_pages_land_bit_exact_and_the_notification_comes_after_th
         before = landed["pages"]
 
 
-async def test_neighbours_on_both_sides_merge_into_one_descriptor(transfer: NixlTransfer, shared_peer: Peer) -> None:
+class Posts:
+    """Every write that a transfer posts, and waits for: on which thread, and in how many descriptors."""
+
+    def __init__(self, transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[int] = []
+        self.descriptors: list[int] = []
+        self._agent = transfer._agent
+        self._post = self._agent.transfer
+        monkeypatch.setattr(self._agent, "transfer", self._transfer)
+
+    def _transfer(self, handle: Any) -> Any:
+        self.threads.append(threading.get_ident())
+        state = self._post(handle)
+        while state == "PROC":  # the first one, until there is a connection
+            state = self._agent.check_xfer_state(handle)
+        self.descriptors.append(self._agent.get_xfer_telemetry(handle).descCount)
+        return state
+
+
+@pytest.fixture
+async def posts(transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch) -> Posts:
+    return Posts(transfer, monkeypatch)
+
+
+async def test_neighbours_on_both_sides_merge_into_one_descriptor(
+    transfer: NixlTransfer, shared_peer: Peer, posts: Posts
+) -> None:
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    assert (await transfer.write_pages(agent, range(16), range(32, 48))).num_descriptors == 1
-    assert (await transfer.write_pages(agent, [0, 1, 4, 5], [7, 8, 9, 10])).num_descriptors == 2
-    assert (await transfer.write_pages(agent, [0, 2, 4], [1, 3, 5])).num_descriptors == 3
+    await transfer.write_pages(agent, range(16), range(32, 48))
+    await transfer.write_pages(agent, [0, 1, 4, 5], [7, 8, 9, 10])
+    await transfer.write_pages(agent, [0, 2, 4], [1, 3, 5])
+    assert posts.descriptors == [1, 2, 3]
 
 
-async def test_many_writes_at_once_are_each_told_of_their_end(
+async def test_a_short_write_is_posted_on_the_event_loop_and_a_long_one_on_the_thread(
+    transfer: NixlTransfer, shared_peer: Peer, posts: Posts
+) -> None:
+    agent = shared_peer.endpoint.agent
+    shared_peer.say("expect never-sent")
+    await transfer.connect(shared_peer.endpoint)
+    num_short = transfer._short_pages
+    assert (
+        num_short * DESCRIPTOR_BYTES <= SHORT_BYTES < (num_short + 1) * DESCRIPTOR_BYTES
+    )  # LAYOUT's pages are smaller
+    for count in (1, num_short):
+        source = [page % NUM_PAGES for page in range(count)]
+        for _ in range(TRIES):
+            await transfer.write_pages(agent, source, source)
+            if posts.threads[-1] == threading.get_ident():
+                break
+            await asyncio.sleep(0.05)  # the thread was at it
+        else:
+            pytest.fail(f"{count} pages were never posted on the event loop")
+    source = [page % NUM_PAGES for page in range(num_short + 1)]
+    await transfer.write_pages(agent, source, source)
+    await transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(16), [0], [0]))
+    assert threading.get_ident() not in posts.threads[-2:]
+
+
+async def test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop(
     transfer: NixlTransfer, pages: Pages, shared_peer: Peer
 ) -> None:
+    agent = shared_peer.endpoint.agent
+    shared_peer.say("expect never-sent")
+    await transfer.connect(shared_peer.endpoint)
+    await transfer.write_pages(agent, [1], [1])  # sets the connection up
+    moved = 0
+    for _ in range(TRIES):
+        step = transfer.write_pages(agent, [3], [5])
+        try:
+            step.send(None)  # as far as it comes without waiting
+        except StopIteration as returned:
+            moved = returned.value
+            break
+        step.close()  # the thread was at it
+        await asyncio.sleep(0.05)
+    assert moved == LAYOUT.page_bytes
+    assert json.loads(shared_peer.say("pages"))["pages"][5] == pages.hashes()[3]
+
+
+async def test_a_peer_that_is_forgotten_and_comes_back_is_connected_again(
+    transfer: NixlTransfer, pages: Pages, start_peer: Callable[..., Peer]
+) -> None:
+    """Even when it comes back before the thread has forgotten it."""
+    peer = start_peer("decode-back")
+    await transfer.connect(peer.endpoint)
+    peer.say("expect never-sent")
+    await transfer.write_pages("decode-back", [0], [0])
+    forgetting = asyncio.create_task(transfer.disconnect("decode-back"))
+    await asyncio.sleep(0)
+    await transfer.connect(peer.endpoint)
+    await transfer.write_pages("decode-back", [1], [2])
+    await forgetting
+    assert json.loads(peer.say("pages"))["pages"][2] == pages.hashes()[1]
+
+
+@pytest.mark.parametrize("short", [True, False])
+async def test_many_writes_at_once_are_each_told_of_their_end(
+    transfer: NixlTransfer, pages: Pages, shared_peer: Peer, short: bool
+) -> None:
+    transfer._short_pages *= short
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await asyncio.gather(*(transfer.connect(shared_peer.endpoint) for _ in range(5)))
@@ -205,9 +308,7 @@ async def test_pages_of_another_size_land_bit_exact_in_chunks_that_end_inside_a_
         num_bytes = 0
         for tokens in (range(64, 112), range(112, 256), range(256, 500)):
             pieces = cut(mine.layout, peer.endpoint.layout, tokens, source, target)
-            stats = await transfer.write_pieces(peer.endpoint.agent, pieces)
-            assert stats.num_descriptors == len(pieces)
-            num_bytes += stats.num_bytes
+            num_bytes += await transfer.write_pieces(peer.endpoint.agent, pieces)
         assert num_bytes == (500 - 64) * LAYOUT.num_stripes * LAYOUT.row_bytes
         await transfer.write_aux(peer.endpoint.agent, 0, 0, "room")
         landed = json.loads(peer.read())["pages"]
@@ -227,7 +328,7 @@ async def test_pieces_outside_of_either_pool_are_a_failed_transfer(transfer: Nix
     with pytest.raises(TransferFailed, match="no connection"):
         await transfer.write_pieces("nobody", pieces)
     last = Pieces(*(np.array([number], dtype=np.int64) for number in (end - 8, end - 8, 8)))
-    assert (await transfer.write_pieces(shared_peer.endpoint.agent, last)).num_bytes == 8
+    assert await transfer.write_pieces(shared_peer.endpoint.agent, last) == 8
 
 
 async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, start_peer: Callable[..., Peer]) -> None:
@@ -291,11 +392,13 @@ async def test_a_dead_peer_fails_its_writes_leaves_nothing_behind_and_a_restarte
     assert json.loads(again.read())["pages"] == pages.hashes()
 
 
+@pytest.mark.parametrize("short", [True, False])
 async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
-    transfer: NixlTransfer, start_peer: Callable[..., Peer]
+    transfer: NixlTransfer, start_peer: Callable[..., Peer], short: bool
 ) -> None:
     """A stopped process answers nothing and never will: forgetting it is what ends the write."""
-    killed, stopped = start_peer("decode-killed"), start_peer("decode-stopped")
+    transfer._short_pages *= short
+    killed, stopped = start_peer(f"decode-killed-{short}"), start_peer(f"decode-stopped-{short}")
     for peer in (killed, stopped):
         await transfer.connect(peer.endpoint)
         peer.popen.send_signal(signal.SIGSTOP)
@@ -308,7 +411,7 @@ async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
     with pytest.raises(TransferFailed):
         await asyncio.wait_for(writes[0], FAILS_WITHIN_S)
     assert not writes[1].done()
-    await transfer.disconnect("decode-stopped")
+    await transfer.disconnect(stopped.endpoint.agent)
     with pytest.raises(TransferFailed):
         await asyncio.wait_for(writes[1], FAILS_WITHIN_S)
     await transfer._thread.ask(lambda: None)  # the poll that settled it is over

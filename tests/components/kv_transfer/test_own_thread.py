@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -49,4 +51,87 @@ async def test_a_thread_that_loses_the_processor_goes_on_polling() -> None:
         for process in busy:
             process.kill()
             process.wait()
+        await thread.stop()
+
+
+async def test_the_loop_and_the_thread_never_use_the_library_at_once() -> None:
+    users: set[int] = set()
+    met = 0
+    done = {"loop": 0, "thread": 0}
+
+    def use() -> None:
+        nonlocal met
+        users.add(threading.get_ident())
+        time.sleep(1e-4)  # lets the other one in, if nothing else keeps it out
+        met += len(users) > 1
+        users.discard(threading.get_ident())
+
+    def work() -> bool:
+        done["loop" if threading.get_ident() == loop_thread else "thread"] += 1
+        use()
+        return False
+
+    loop_thread = threading.get_ident()
+    thread = OwnThread("shared", use)
+    thread.start()
+    try:
+        for _ in range(2000):
+            thread.wake()
+            time.sleep(random.random() * 2e-3)  # it is done by then, or not
+            thread.post_short(work)
+            if min(done.values()) >= 20:
+                break
+        await thread.ask(_nothing)
+    finally:
+        await thread.stop()
+    assert not met
+    assert done["loop"] >= 20, "the library is lent to the loop"
+    assert done["thread"] >= 20, "what comes while the thread is at it is left to the thread"
+
+
+async def test_short_work_waits_for_nobody_and_what_it_begins_is_polled_for() -> None:
+    done: list[int] = []
+    busy, polled = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def poll() -> None:
+        if done:
+            loop.call_soon_threadsafe(polled.set)
+
+    def work() -> bool:
+        done.append(threading.get_ident())
+        return True
+
+    thread = OwnThread("short", poll)
+    thread.start()
+    try:
+        thread.post_short(work)
+        assert done == [threading.get_ident()]
+        await asyncio.wait_for(polled.wait(), 5.0)
+        thread.post(busy.wait)
+        await asyncio.sleep(0.1)  # it has begun
+        thread.post_short(work)
+        assert len(done) == 1, "it would have to wait"
+        busy.set()
+        await thread.ask(_nothing)
+        assert done[1:] == [thread._thread.ident]
+    finally:
+        busy.set()
+        await thread.stop()
+
+
+async def test_a_future_is_settled_at_once_on_the_loop_and_by_the_loop_from_the_thread() -> None:
+    thread = OwnThread("settles", lambda: None)
+    thread.start()
+    try:
+        ours: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        thread.settle(ours, 1)
+        assert ours.result() == 1
+        theirs: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        settled_by: list[int] = []
+        theirs.add_done_callback(lambda _: settled_by.append(threading.get_ident()))
+        thread.post(lambda: thread.settle(theirs, 2))
+        assert await asyncio.wait_for(theirs, 5.0) == 2
+        assert settled_by == [threading.get_ident()]
+    finally:
         await thread.stop()

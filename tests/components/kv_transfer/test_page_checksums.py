@@ -8,7 +8,6 @@ import pytest
 
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
-from components.kv_transfer.backend import WriteStats
 from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.kv_transfer.receiver import Receiver, ReceiveState
@@ -34,13 +33,13 @@ class Copying(FakeTransfer):
         self.pages = pages
         self.damaged: set[int] = set()  # the peer's pages that change on their way
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> WriteStats:
-        stats = await super().write_pages(agent, source, target)
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+        moved = await super().write_pages(agent, source, target)
         assert isinstance(self.peer, Copying)
         for ours, theirs in zip(source, target, strict=True):
             self.peer.pages.memory[theirs] = self.pages.memory[ours]
             self.peer.pages.memory[theirs, 5] ^= theirs in self.damaged
-        return stats
+        return moved
 
 
 class Pair:
