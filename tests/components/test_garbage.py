@@ -16,5 +16,4 @@ def test_a_service_collects_garbage_seldom_and_never_what_its_start_left() -> No
         assert thresholds == GC_THRESHOLDS
         assert frozen > 10_000
     finally:
-        gc.unfreeze()
         gc.set_threshold(*before)
