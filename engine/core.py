@@ -20,7 +20,7 @@ from itertools import count
 from time import perf_counter
 from types import MappingProxyType
 
-from components.errors import InvariantBroken, UnknownModel
+from components.errors import InvariantBroken, Rejected, UnknownModel
 from components.routing.block_hash import each_block_hash, seed_hash
 from components.wire.logprobs import TokenLogprobs
 from engine.config import EngineConfig
@@ -91,6 +91,16 @@ class EngineCore:
     def max_context(self) -> int:
         """Prompt plus generated tokens that one request may have."""
         return self._limits.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._limits.vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return self._limits.eos_token_ids
 
     @property
     def adapters(self) -> Mapping[str, str]:
@@ -284,6 +294,8 @@ class EngineCore:
                 output.computed.append(Computed(request.id, pages, computed, cached))
                 return
             finish = self._append(request, token_id)
+            if self._failed(request, output):
+                return
             told = request.row.logprobs, request.row.prompt_logprobs
             output.computed.append(Computed(request.id, pages, computed, cached, token_id, finish, *told))
             self._requests.end(request)
@@ -297,6 +309,8 @@ class EngineCore:
                     self._requests.finish(request)
                     return
             finish = self._append(request, token_id)
+            if self._failed(request, output):
+                return
             logprobs = None if row.logprobs is None else [row.logprobs]
             cached = request.num_cached_tokens
             output.tokens.append(
@@ -315,12 +329,24 @@ class EngineCore:
         request.tokens.append(token_id)
         if request.mask is not None:
             request.mask.accept(token_id)
+            if request.mask.is_complete:
+                return FinishReason.STOP
         sampling = request.sampling
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
         if token_id in self._limits.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) >= request.limit else None
+
+    def _failed(self, request: Request, output: StepOutput) -> bool:
+        """End a request, with all its branches, whose mask could not be drawn by: its text is not what was asked for."""
+        if request.mask is None or (fault := request.mask.fault) is None:
+            return False
+        log.warning("off its grammar", extra={"request": request.id, "reason": fault})
+        self._requests.cancel(request.id)
+        message = "the text cannot be continued within what a constraint may cost; simplify the schema or grammar"
+        output.failed.append(Failed(request.id, Rejected(message)))
+        return True
 
     def _root_hash(self, cache_salt: str, adapter: str) -> bytes:
         """By what an adapter is, not by its name: that may mean other weights elsewhere."""

@@ -66,7 +66,7 @@ class TokenMask(Protocol):
     """What a request's next token may be: structured output, seen from the engine, which knows no grammar.
 
     It belongs to one branch of one request and is called on the engine's thread. It must not raise: a request whose
-    text went off its grammar allows the token that ends it.
+    text went off its grammar allows the token that ends it, and has a `fault`.
     """
 
     def fill(self, allowed: "npt.NDArray[np.int32]") -> None:
@@ -80,6 +80,14 @@ class TokenMask(Protocol):
 
     def fork(self) -> "TokenMask":
         """One of its own for another branch that has got as far."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but an end can follow what was accepted: then the text is over without one."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why the text cannot come to an end that it was to have: the request fails with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +240,14 @@ class Engine(Protocol):
     @property
     def max_context(self) -> int:
         """Prompt plus generated tokens that one request may have."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
 
     @property
     def adapters(self) -> Mapping[str, str]:

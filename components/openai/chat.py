@@ -1,14 +1,15 @@
 """`/v1/chat/completions`: request and answer."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence, Set
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
 from components.errors import Rejected
+from components.openai.conversation import Conversation, Effort, name_answers
 from components.openai.fields import (
     MAX_LOGPROBS,
     FinishReason,
-    GenerationFields,
     Strict,
     TokenCount,
     Usage,
@@ -16,6 +17,9 @@ from components.openai.fields import (
     only,
 )
 from components.openai.logprobs import ChatLogprobs
+from components.openai.structured import ConstrainedFields
+from components.openai.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice, ToolChoiceField
+from components.output.calls import Call
 
 
 class TextPart(Strict):
@@ -25,9 +29,9 @@ class TextPart(Strict):
     text: str
 
 
-def _content(value: JsonValue) -> str:
+def _content(value: JsonValue) -> str | None:
     """A message's text; parts are joined by newlines, which is what users of vLLM get."""
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise invalid("must be a string or a list of text parts")
@@ -54,31 +58,51 @@ class Message(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[str | None, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # of the call that this answers
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_CALLS)] | None = None
+    refusal: str | None = None  # in place of content
+    reasoning_content: str | None = None  # templates decide what of earlier reasoning the model sees
+    reasoning: str | None = None  # the same by its other name
     # clients send an answer back with every field it came with
-    refusal: Annotated[JsonValue, only()] = None
     annotations: Annotated[JsonValue, only([])] = None
     audio: Annotated[JsonValue, only()] = None
     function_call: Annotated[JsonValue, only()] = None
-    tool_calls: Annotated[JsonValue, only([])] = None
 
-    def for_template(self) -> dict[str, str]:
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing at all, not even by calling a tool."""
+        if self.content is not None or self.tool_calls:
+            return False
+        return self.role != "assistant" or self.refusal is self.reasoning_content is self.reasoning is None
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates know it: they have no developer, whose words rank with the system's."""
-        turn = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        content = self.content if self.content is not None else self.refusal or ""
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.name is not None:
             turn["name"] = self.name
         if self.tool_call_id is not None:
             turn["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        thought = self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        if thought is not None:
+            turn["reasoning_content"] = thought
         return turn
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(ConstrainedFields):
     """The body of a chat request."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: TokenCount | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=16)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
@@ -87,16 +111,11 @@ class ChatRequest(GenerationFields):
     # not honoured yet
     store: Annotated[JsonValue, only(False)] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None
-    response_format: Annotated[JsonValue, only({"type": "text"})] = None
-    tools: Annotated[JsonValue, only([])] = None
-    tool_choice: Annotated[JsonValue, only("none", "auto")] = None
-    parallel_tool_calls: bool | None = None
     functions: Annotated[JsonValue, only([])] = None
     function_call: Annotated[JsonValue, only("none", "auto")] = None
     modalities: Annotated[JsonValue, only(["text"])] = None
     audio: Annotated[JsonValue, only()] = None
     prediction: Annotated[JsonValue, only()] = None
-    reasoning_effort: Annotated[JsonValue, only("none")] = None
     verbosity: Annotated[JsonValue, only("medium")] = None
     web_search_options: Annotated[JsonValue, only()] = None
 
@@ -122,14 +141,117 @@ class ChatRequest(GenerationFields):
             raise Rejected(
                 "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", param="top_logprobs"
             )
+        check_messages(self.messages)
+        check_tools(self.tools or (), self.tool_choice)
+
+    def conversation(self) -> Conversation:
+        """What the chat is about."""
+        messages = [message.for_template() for message in self.messages]
+        name_answers(messages)
+        choice = self.tool_choice or ToolChoice("auto")
+        return Conversation(
+            messages,
+            () if choice.mode == "none" else self.tools or (),
+            choice,
+            self.parallel_tool_calls is not False,
+            self.reasoning_effort,
+            self.chat_template_kwargs or {},
+        )
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises: Rejected, when a message says nothing, or what is about calls of tools does not belong together."""
+    calls: set[str] = set()  # of the turns so far
+    answers = False  # whether answers to calls may follow
+    for i, message in enumerate(messages):
+        at = f"messages[{i}]"
+        if message.is_empty:
+            code = "missing_required_parameter"
+            raise Rejected(f"Missing required parameter: '{at}.content'.", param=f"{at}.content", code=code)
+        if message.tool_calls and message.role != "assistant":
+            raise Rejected(
+                f"'{at}.tool_calls' is only allowed in messages of role 'assistant'.", param=f"{at}.tool_calls"
+            )
+        if message.role == "tool":
+            _check_answer(message, at, calls if answers else set())
+        else:
+            answers = bool(message.tool_calls)
+            calls.update(call.id for call in message.tool_calls or ())
+
+
+def _check_answer(message: Message, at: str, calls: Set[str]) -> None:
+    """Raises: Rejected, when a message with a tool's result answers none of these calls."""
+    if message.tool_call_id is None:
+        code = "missing_required_parameter"
+        raise Rejected(f"Missing required parameter: '{at}.tool_call_id'.", param=f"{at}.tool_call_id", code=code)
+    if not calls:
+        raise Rejected(
+            f"'{at}.role' is 'tool', so the message must follow one of the assistant with 'tool_calls'.",
+            param=f"{at}.role",
+            code="invalid_value",
+        )
+    if message.tool_call_id not in calls:
+        raise Rejected(
+            f"'{at}.tool_call_id' is the id of none of the 'tool_calls' before it.",
+            param=f"{at}.tool_call_id",
+            code="invalid_value",
+        )
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
+    """Raises: Rejected, when two tools share a name, or the choice is of none that is there."""
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.function.name in names:
+            raise Rejected(
+                f"'tools[{i}].function.name' is the name of another tool already.",
+                param=f"tools[{i}].function.name",
+                code="invalid_value",
+            )
+        names.add(tool.function.name)
+    if choice is None or choice.mode in {"none", "auto"}:
+        return
+    if not tools:
+        raise Rejected("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
+    if choice.mode == "named" and choice.name not in names:
+        shown = choice.name[:64]
+        raise Rejected(
+            f"'tool_choice' names '{shown}', which is none of the 'tools'.", param="tool_choice", code="invalid_value"
+        )
+
+
+class CallMade(BaseModel):
+    """A tool that the model calls."""
+
+    class Function(BaseModel):
+        """Which one, and with what: a JSON text."""
+
+        name: str
+        arguments: str
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+    @classmethod
+    def of(cls, call: Call) -> Self:
+        """This one."""
+        return cls(id=call.id, function=cls.Function(name=call.name, arguments=call.arguments))
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 class ChatMessage(BaseModel):
-    """What the model said."""
+    """What the model said; of reasoning and calls it tells when there are any."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: Annotated[str | None, Field(exclude_if=_is_none)] = None
+    reasoning: Annotated[str | None, Field(exclude_if=_is_none)] = None
+    tool_calls: Annotated[list[CallMade] | None, Field(exclude_if=_is_none)] = None
 
 
 class ChatChoice(BaseModel):

@@ -11,12 +11,12 @@ from components.openai.fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     FinishReason,
-    GenerationFields,
     Usage,
     invalid,
     only,
 )
 from components.openai.logprobs import CompletionLogprobs
+from components.openai.structured import ConstrainedFields
 
 MAX_PROMPTS: Final = 128
 
@@ -47,7 +47,7 @@ def _token_ids(value: JsonValue, at: str) -> list[int]:
     return ids
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(ConstrainedFields):
     """The body of a completion request."""
 
     prompt: Annotated[

@@ -1,12 +1,14 @@
 """The server-sent events of one stream, as bytes: what never changes is serialised once, a token only quotes its text."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
 from pydantic import BaseModel
 
 from components.openai.fields import Usage
+from components.output.calls import CallDelta
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -36,10 +38,10 @@ class Events:
     usage_head: bytes
 
     @classmethod
-    def chat(cls, response_id: str, created: int, model: str, *, usage_follows: bool) -> Self:
-        """Events of `chat.completion.chunk`."""
+    def chat(cls, response_id: str, created: int, model: str, *, usage_follows: bool, empty: bool = True) -> Self:
+        """Events of `chat.completion.chunk`. `empty`: the content begins as empty text; else as null, which it may stay."""
         head, usage_head = _heads(response_id, "chat.completion.chunk", created, model, usage_follows=usage_follows)
-        opening = b',"delta":{"role":"assistant","content":""}'
+        opening = b',"delta":{"role":"assistant","content":%b}' % (b'""' if empty else b"null")
         return cls(head, b',"delta":{"content":', b"}", b',"delta":{}', opening, usage_head)
 
     @classmethod
@@ -63,6 +65,22 @@ class Events:
             b"null" if logprobs is None else _in_one_line(logprobs.model_dump_json()),
         )
 
+    def parts(
+        self, index: int, text: str, reasoning: str, calls: Sequence[CallDelta], logprobs: BaseModel | None = None
+    ) -> bytes:
+        """More of a chat's choice, of which something is reasoning or calls of tools; the first event has the tokens."""
+        deltas = [b'"content":%b' % quote(text)] if text else []
+        if reasoning:
+            quoted = quote(reasoning)
+            deltas.insert(0, b'"reasoning_content":%b,"reasoning":%b' % (quoted, quoted))
+        deltas += [b'"tool_calls":[%b]' % _call(delta) for delta in calls]
+        told = [b"null" if logprobs is None else _in_one_line(logprobs.model_dump_json())]
+        told += [b"null"] * (len(deltas) - 1)
+        return b"".join(
+            b'%b%d,"delta":{%b},"logprobs":%b,"finish_reason":null}]}\n\n' % (self.head, index, delta, shown)
+            for delta, shown in zip(deltas, told, strict=True)
+        )
+
     def finish(self, index: int, reason: str) -> bytes:
         """The end of a choice."""
         return self._event(index, self.empty, quote(reason))
@@ -73,6 +91,18 @@ class Events:
 
     def _event(self, index: int, payload: bytes, reason: bytes) -> bytes:
         return b'%b%d%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (self.head, index, payload, reason)
+
+
+def _call(delta: CallDelta) -> bytes:
+    arguments = quote(delta.arguments)
+    if delta.id is None or delta.name is None:
+        return b'{"index":%d,"function":{"arguments":%b}}' % (delta.index, arguments)
+    return b'{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":%b}}' % (
+        delta.index,
+        quote(delta.id),
+        quote(delta.name),
+        arguments,
+    )
 
 
 def _heads(response_id: str, kind: str, created: int, model: str, *, usage_follows: bool) -> tuple[bytes, bytes]:

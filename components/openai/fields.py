@@ -4,7 +4,7 @@ A field that clients send out of habit but that we cannot honour yet is declared
 anything else is refused. A field that is not declared at all is refused too. Nothing is ignored in silence.
 """
 
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from components.errors import Rejected
+from components.wire.sampling import Constraint
 
 MAX_CHOICES: Final = 128  # of one prompt
 MAX_LOGPROBS: Final = 20
@@ -109,6 +110,13 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
+class AskedConstraint(NamedTuple):
+    """What an answer must be, and the field that says so, which is to blame when it cannot be."""
+
+    constraint: Constraint
+    param: str
+
+
 class StreamOptions(Strict):
     """What a stream carries beside its tokens."""
 
@@ -167,6 +175,11 @@ class GenerationFields(Strict):
         """The same for the prompt's tokens."""
         return None
 
+    @property
+    def asked_constraint(self) -> AskedConstraint | None:
+        """What the text of each choice must be."""
+        return None
+
     def check(self) -> None:
         """Raises: Rejected, when fields contradict each other."""
         if self.stream_options is not None and not self.stream:
@@ -197,7 +210,7 @@ class Usage(BaseModel):
         )
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 def parse_body(cls: type[R], body: bytes) -> R:

@@ -1,6 +1,6 @@
 """Token ids to text, a few at a time, without ever showing half a character."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from tokenizers import Tokenizer
@@ -20,11 +20,12 @@ class Detokenizer:
             drop the space before a first word.
     """
 
-    __slots__ = ("_early", "_held", "_shown", "_stream", "_tokenizer")
+    __slots__ = ("_early", "_held", "_shown", "_skip", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int] = (), *, skip: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=list(prefix), skip_special_tokens=True)
+        self._skip = skip  # special tokens
+        self._stream = DecodeStream(ids=list(prefix), skip_special_tokens=skip)
         self._shown = list(prefix)  # tokens of the last text shown: the context that the held ones are decoded in
         self._held: list[int] = []  # tokens since then: the last of them ends within a character
         self._early = 0  # characters of the held tokens' text that are shown already
@@ -69,9 +70,23 @@ class Detokenizer:
         text = self._held_text()[self._early :]
         # without context: broken bytes before a text can change how it decodes, and show something twice
         self._shown, self._held, self._early = [], [], 0
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text
 
     def _held_text(self) -> str:
-        before = self._tokenizer.decode(self._shown, skip_special_tokens=True)
-        return self._tokenizer.decode(self._shown + self._held, skip_special_tokens=True).removeprefix(before)
+        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._shown + self._held, skip_special_tokens=self._skip).removeprefix(before)
+
+
+class SelectiveDetokenizer(Detokenizer):
+    """Of special tokens it skips only some: others mark calls of tools, or reasoning."""
+
+    __slots__ = ("_skipped",)
+
+    def __init__(self, tokenizer: Tokenizer, skipped: Set[int]) -> None:
+        super().__init__(tokenizer, skip=False)
+        self._skipped = skipped
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """As of any detokenizer."""
+        return super().feed([token_id for token_id in token_ids if token_id not in self._skipped])

@@ -1,8 +1,10 @@
 """The text side of a model: chat template and tokenizer, loaded from its directory. Needs no torch."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from jinja2 import TemplateError
@@ -11,41 +13,67 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from components.errors import Rejected
-from components.text.detokenizer import Detokenizer
+from components.output.formats import FormatOptions, OutputFormats
+from components.text.detokenizer import Detokenizer, SelectiveDetokenizer
 from components.text.long_prompts import LongPrompts
+from components.text.template_names import variables_of
 from components.text.token_bytes import TokenBytes
+from components.text.tool_prompt import instructed
 
 INLINE_CHARS: Final = 4096  # about 0.7 ms of tokenising; a hop to a thread and back costs about 0.1 ms
 CONTEXT_TOKENS: Final = 6  # of the prompt, enough for a decoder to see what its continuation follows
+TAIL_TOKENS: Final = 16  # of the prompt, enough to hold a marker and line ends behind it
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+A_CALL: Final[Sequence[Mapping[str, Any]]] = (
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}},
+        ],
+    },
+    {"role": "tool", "content": "c", "tool_call_id": "abcdefghi", "name": "f"},
+)
 
 
 class TextModel:
     """Messages or text to token ids and back. Reads only, so one serves every request and thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: str | None, special_tokens: Mapping[str, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        tool_template: str | None = None,
+        options: FormatOptions = FormatOptions(),  # noqa: B008  # frozen
     ) -> None:
+        """`tool_template`: in place of `chat_template` where tools are offered. Raises: ValueError, from `OutputFormats.of`."""
+        self.formats = OutputFormats.of(tool_template or chat_template or "", options)
         self._tokenizer = tokenizer
         self._tokenizer.no_truncation()  # a tokenizer.json may bring either: we count tokens ourselves
         self._tokenizer.no_padding()
         self._chat_template = chat_template
+        self._tool_template = tool_template or chat_template
         self._special_tokens = dict(special_tokens or {})  # templates name them: bos_token, eos_token
         self._long_prompts = LongPrompts()
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
-    def load(cls, directory: Path) -> Self:
+    def load(cls, directory: Path, options: FormatOptions = FormatOptions()) -> Self:  # noqa: B008  # frozen
         """Read `tokenizer.json`, its configuration and the chat template, if there is one.
 
-        Raises: FileNotFoundError, when the directory has no tokenizer.
+        Raises: FileNotFoundError, when the directory has no tokenizer; ValueError, when `options` do not go with its template.
         """
         if not (directory / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{directory} has no tokenizer.json: not the directory of a model that speaks text")
         loaded = PreTrainedTokenizerFast.from_pretrained(directory)
         template = loaded.chat_template
-        if isinstance(template, dict):  # several by name; the others are for tools and retrieval
-            template = template.get("default")
-        return cls(loaded.backend_tokenizer, template, loaded.special_tokens_map)
+        several = template if isinstance(template, dict) else {}  # by name; further ones are for retrieval
+        if several:
+            template = several.get("default")
+        return cls(loaded.backend_tokenizer, template, loaded.special_tokens_map, several.get("tool_use"), options)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -57,31 +85,77 @@ class TextModel:
         """Whether `encode_chat` can work at all."""
         return self._chat_template is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def mentions(self, variable: str) -> bool:
+        """Whether the chat template asks for this variable."""
+        return variable in variables_of(self._chat_template or "")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> str:
         """The prompt text of a conversation, open for the assistant's next turn.
 
+        Args:
+            messages: its turns; calls of tools have their arguments as objects.
+            tools: those offered, as JSON schemas.
+            variables: that the template knows.
         Raises: Rejected, with the template's own reason, when it does not take these messages.
         """
         if self._chat_template is None:
             raise Rejected(
                 "This model has no chat template, so it cannot hold a conversation; use /v1/completions.", param="model"
             )
+        if self.formats.instructed:
+            messages, tools = instructed(messages, tools), ()
+        elif self._calls_as_text:
+            messages = [_with_text_arguments(message) for message in messages]
         try:
-            rendered, _ = render_jinja_template(
-                [list(messages)], chat_template=self._chat_template, add_generation_prompt=True, **self._special_tokens
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
+            return self._render(messages, tools, variables)
+        except TEMPLATE_ERRORS as exc:
             # a template is foreign code, and a message it does not expect breaks it in any of these ways
             raise Rejected(f"The model's chat template refuses these messages: {exc}", param="messages") from exc
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        rendered, _ = render_jinja_template(
+            [list(messages)],
+            tools=list(tools) or None,
+            chat_template=self._tool_template if tools else self._chat_template,
+            add_generation_prompt=True,
+            **{**variables, **self._special_tokens},
+        )
         text: str = rendered[0]
         return text
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @cached_property
+    def _calls_as_text(self) -> bool:
+        """Whether the template takes a call's arguments as JSON text: most take an object, DeepSeek's put texts together."""
+        try:
+            self._render(A_CALL, (), {})
+        except TEMPLATE_ERRORS:
+            try:
+                self._render([_with_text_arguments(message) for message in A_CALL], (), {})
+            except TEMPLATE_ERRORS:
+                return False
+            return True
+        return False
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> list[int]:
         """Token ids of a conversation; a long one is rendered and tokenised off the event loop. Raises: Rejected."""
         chars = sum(len(str(m.get("content", ""))) for m in messages)
+        if tools or any("tool_calls" in message for message in messages):
+            chars += len(str(tools)) + sum(len(str(m.get("tool_calls", ""))) for m in messages)
         if chars <= INLINE_CHARS:
-            return self._encode_chat(messages)
-        return await self._long_prompts.run(chars, lambda: self._encode_chat(messages))
+            return self._encode_chat(messages, tools, variables)
+        return await self._long_prompts.run(chars, lambda: self._encode_chat(messages, tools, variables))
 
     async def encode_text(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model wants around it."""
@@ -93,13 +167,53 @@ class TextModel:
         """The text of token ids, special tokens skipped."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """A fresh incremental detokenizer; give it the prompt whose text the generation continues."""
+    def detokenizer(self, prompt: Sequence[int] = (), shown: Set[int] = frozenset()) -> Detokenizer:
+        """A fresh incremental detokenizer; give it the prompt whose text the generation continues.
+
+        With `shown`, special tokens not to skip, there is no such prompt.
+        """
+        if shown:
+            return SelectiveDetokenizer(self._tokenizer, self._special_ids - shown)
         return Detokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:])
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self._encode(self.render(messages), add_special_tokens=False)  # the template writes them itself
+    def special_ids(self, names: Collection[str]) -> frozenset[int]:
+        """Ids of those of these tokens that are special ones."""
+        return frozenset(i for name in names if (i := self._tokenizer.token_to_id(name)) in self._special_ids)
+
+    def marker_ids(self, names: Collection[str]) -> dict[str, int]:
+        """Ids of those of these tokens that llguidance takes for special: added ones like `<this>` are so too."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        found = {name: i for name in names if (i := self._tokenizer.token_to_id(name)) in added}
+        return {name: i for name, i in found.items() if added[i].special or (name[0] == "<" and name[-1] == ">")}
+
+    def ends_with(self, token_ids: Sequence[int], text: str) -> bool:
+        """Whether that is what a prompt ends with, spaces aside."""
+        tail: str = self._tokenizer.decode(list(token_ids[-TAIL_TOKENS:]), skip_special_tokens=False)
+        return tail.rstrip().endswith(text)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def _encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> list[int]:
+        # the template writes special tokens itself
+        return self._encode(self.render(messages, tools, variables), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # the batch call alone lets go of the GIL, and leaves out the character offsets
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its calls' arguments as JSON texts."""
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}

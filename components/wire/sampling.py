@@ -3,10 +3,21 @@
 import sys
 from array import array
 from collections.abc import Mapping
+from typing import Literal
 
 from components.errors import MalformedMessage
 from components.wire.codec import part
 from components.wire.tokens import pack_tokens, unpack_tokens
+
+
+@part
+class Constraint:
+    """What the answer must be, in the one form to which every request field comes down."""
+
+    kind: Literal[
+        "json_schema", "regex", "lark"
+    ]  # json_object is the schema {"type": "object"}, a choice a lark grammar
+    text: str  # JSON of the schema, the regular expression, or the grammar as llguidance reads it
 
 
 @part
@@ -31,6 +42,7 @@ class Sampling:
     prompt_logprobs: int | None = None  # likewise for the prompt, which decode then computes itself
     n: int = 1  # branches that share the prompt, each with a seed of its own and a stream of its own
     num_generated: int = 0  # of the request's token ids, the last ones that belong to the answer: it was moved
+    constraint: Constraint | None = None  # the answer's text, from its first token on
 
 
 def pack_bias(bias: Mapping[int, float]) -> tuple[bytes, bytes]:

@@ -32,7 +32,9 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     pool_tokens = num_pages * config.page_size
     positions = int(described.get("max_position_embeddings", pool_tokens))
     return EngineCore(
-        runner=MockRunner(pages, config.mock, alphabet, min(eos_token_ids, default=None), config.lora),
+        runner=MockRunner(
+            pages, config.mock, alphabet, min(eos_token_ids, default=None), config.lora, vocab_size=vocab_size
+        ),
         config=config,
         region=pages.region,
         max_context=min(positions, pool_tokens, config.max_context or pool_tokens),

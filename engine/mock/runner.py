@@ -1,23 +1,31 @@
 """A step without a device: marks instead of KV, tokens drawn from the marks, and the time that it would have taken."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from struct import Struct
-from typing import Final
+from typing import Final, Protocol, cast
 from zlib import crc32
 
 from components.errors import InvariantBroken, Rejected
-from components.wire.logprobs import TokenLogprobs
 from engine.mock.config import MockConfig, attended
 from engine.mock.logprobs import leave_prompt_logprobs, made_up
 from engine.mock.memory import MarkedPages
-from engine.ports import Recording, SamplingParams
+from engine.ports import Recording
 from engine.sampling.row import Row
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
 
 SEED: Final = Struct("<Q")
 MIX: Final = 0x9E3779B1  # 2^32 over the golden ratio: neighbouring checksums become distant tokens
+MASKED: Final = "engine.mock.masked"  # imported with the first mask: it needs numpy
+
+
+class DrawMasked(Protocol):
+    """What that module has under the name `draw_masked`."""
+
+    def __call__(self, row: Row, vocab_size: int, drawn: int, *, ends: bool) -> int:
+        """A token that the row's mask allows."""
 
 
 class MockRunner:
@@ -34,43 +42,52 @@ class MockRunner:
         alphabet: Sequence[int],
         eos_token_id: int | None,
         adapters: Mapping[str, str],
+        *,
+        vocab_size: int,
     ) -> None:
         self._pages = pages
         self._config = config
         self._alphabet = alphabet
         self._eos_token_id = eos_token_id
+        self._vocab_size = vocab_size
         self._origins = {name: crc32(identity.encode()) for name, identity in adapters.items()}
         self._busy_until_s = 0.0  # the device that is not there takes one step after the other
         self._drawn: dict[Request, int] = {}  # in the latest step
 
     def launch(self, chunks: Sequence[Chunk]) -> "MockStep":
-        """Mark the tokens of `chunks` and draw one for each that `samples`. Raises: StepFailed."""
+        """Mark the tokens of `chunks`. Raises: StepFailed."""
         started_s = max(time.perf_counter(), self._busy_until_s)
-        drawn: dict[Request, int] = {}
-        told: list[tuple[Row, TokenLogprobs]] = []
-        reading: list[Chunk] = []
+        checksums: list[int] = []
         prompt_tokens = decodes = context_tokens = pairs = 0
         for chunk in chunks:
             request = chunk.request
             tokens = [*request.tokens, self._drawn[request]] if chunk.ahead else request.tokens
             origin = self._origins.get(request.adapter, 0)
-            checksum = self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin)
-            if chunk.samples:
-                drawn[request] = self._draw(checksum, request.sampling)
-                if (alternatives := request.sampling.logprobs) is not None:
-                    told.append((request.row, made_up(checksum, drawn[request], alternatives, self._alphabet)))
-            if request.reads_prompt:
-                reading.append(chunk)
+            checksums.append(self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin))
             if chunk.length == 1:
                 decodes += 1
                 context_tokens += chunk.end
             else:
                 prompt_tokens += chunk.length
                 pairs += attended(chunk.start, chunk.length)
-        self._drawn = drawn
         self._busy_until_s = started_s + self._config.duration_s(prompt_tokens, decodes, context_tokens, pairs)
-        tokens_drawn = [drawn.get(chunk.request) for chunk in chunks]
-        return MockStep(tokens_drawn, self._busy_until_s, lambda: self._leave(told, reading))
+        return MockStep(self, chunks, checksums, self._busy_until_s)
+
+    def draw(self, chunks: Sequence[Chunk], checksums: Sequence[int]) -> list[int | None]:
+        """A token for each chunk that `samples`, from the checksum of all before it."""
+        token_ids = [self._draw(*pair) if pair[0].samples else None for pair in zip(chunks, checksums, strict=True)]
+        pairs = zip(chunks, token_ids, strict=True)
+        self._drawn = {chunk.request: token_id for chunk, token_id in pairs if token_id is not None}
+        return token_ids
+
+    def leave(self, chunks: Sequence[Chunk], checksums: Sequence[int], token_ids: Sequence[int | None]) -> None:
+        """Leave log-probabilities with the requests that ask for them."""
+        for chunk, checksum, token_id in zip(chunks, checksums, token_ids, strict=True):
+            alternatives = chunk.request.sampling.logprobs
+            if token_id is not None and alternatives is not None:
+                chunk.request.row.logprobs = made_up(checksum, token_id, alternatives, self._alphabet)
+            if chunk.request.reads_prompt:
+                leave_prompt_logprobs(chunk, self._alphabet)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's marks."""
@@ -94,18 +111,17 @@ class MockRunner:
         """None was started. Raises: InvariantBroken."""
         raise InvariantBroken("the mock engine records no profile")
 
-    def _leave(self, told: Sequence[tuple[Row, TokenLogprobs]], reading: Sequence[Chunk]) -> None:
-        for row, logprobs in told:
-            row.logprobs = logprobs
-        for chunk in reading:
-            leave_prompt_logprobs(chunk, self._alphabet)
-
-    def _draw(self, checksum: int, sampling: SamplingParams) -> int:
+    def _draw(self, chunk: Chunk, checksum: int) -> int:
+        sampling = chunk.request.sampling
         if sampling.temperature > 0:
             checksum = crc32(SEED.pack(sampling.seed % 2**64), checksum)
         drawn = (checksum * MIX) % 2**32
         length = self._config.answer_tokens
-        if self._eos_token_id is not None and length and not sampling.ignore_eos and drawn % length == 0:
+        ends = bool(length) and not sampling.ignore_eos and drawn % length == 0
+        if chunk.request.mask is not None and not chunk.dropped:
+            draw_masked = cast("DrawMasked", import_module(MASKED).draw_masked)
+            return draw_masked(chunk.request.row, self._vocab_size, drawn, ends=ends)
+        if ends and self._eos_token_id is not None:
             return self._eos_token_id
         return self._alphabet[(drawn >> 8) % len(self._alphabet)]
 
@@ -113,18 +129,22 @@ class MockRunner:
 class MockStep:
     """A step that is over when the device would be done with it; everything else has happened already."""
 
-    def __init__(self, token_ids: list[int | None], until_s: float, leave_logprobs: Callable[[], None]) -> None:
-        self._token_ids = token_ids
+    def __init__(self, runner: MockRunner, chunks: Sequence[Chunk], checksums: Sequence[int], until_s: float) -> None:
+        """Of `chunks`, up to each of which all tokens have that checksum."""
+        self._runner = runner
+        self._chunks = chunks
+        self._checksums = checksums
         self._until_s = until_s
-        self._leave_logprobs = leave_logprobs
+        self._token_ids: list[int | None] = []
 
     def sample(self) -> None:
-        """Nothing is left to draw: no mask and no penalty changes what the mock says."""
+        """Masks know all tokens before by now; no penalty changes what the mock says."""
+        self._token_ids = self._runner.draw(self._chunks, self._checksums)
 
     def result(self) -> list[int | None]:
         """Wait for the device that is not there."""
         left_s = self._until_s - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)
-        self._leave_logprobs()
+        self._runner.leave(self._chunks, self._checksums, self._token_ids)
         return self._token_ids

@@ -5,17 +5,15 @@ rows that ask for nothing, are not touched.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.device_copy import to_device
+from engine.sampling.allowed import allowed_words, bits_of
 from engine.sampling.row import Row
 from engine.sampling.seen import seen_by
-
-WORD_BITS: Final = 32
 
 Numbered = Sequence[tuple[int, Row]]  # rows of a batch with their indices in it
 Floats = npt.NDArray[np.float32]
@@ -60,29 +58,14 @@ def _penalise(logits: torch.Tensor, rows: Numbered) -> None:
 
 
 def _mask(logits: torch.Tensor, rows: Numbered) -> None:
-    """Take away what the masks do not allow, and, until `min_tokens`, what would end the text.
-
-    Where only an end is allowed the text ends, however short. A mask that allows nothing is taken to allow the end.
-    """
+    """Take away what may not come. In place where the whole batch is masked: copies of rows take longer than their masks."""
     vocab = logits.shape[1]
-    words = np.zeros((len(rows), -(-vocab // WORD_BITS)), dtype=np.int32)
-    for bits, (_, row) in zip(words, rows, strict=True):
-        assert row.mask is not None
-        row.mask.fill(bits)
-    as_bytes = words.astype("<i4", copy=False).view(np.uint8)
-    allowed = np.unpackbits(as_bytes, axis=1, bitorder="little")[:, :vocab].astype(np.bool_)
-    for can, (_, row) in zip(allowed, rows, strict=True):
-        if not can.any():
-            can[row.eos_ids] = True
-        if row.must_go_on and len(row.end_ids):
-            ends = can[row.end_ids]
-            can[row.end_ids] = False
-            if not can.any():
-                can[row.end_ids] = ends
-        if not can.any():  # a model without an end: anything is better than a number that is none
-            can[:] = True
+    banned = _to(logits, bits_of(~allowed_words([row for _, row in rows], vocab), vocab))
+    if len(rows) == len(logits):
+        logits.masked_fill_(banned, -torch.inf)
+        return
     index = _to(logits, np.array([i for i, _ in rows]))
-    logits[index] = logits[index].masked_fill(~_to(logits, allowed), -torch.inf)
+    logits.index_copy_(0, index, logits[index].masked_fill_(banned, -torch.inf))
 
 
 def _flat(logits: torch.Tensor, rows: Numbered, ids: Callable[[Row], npt.ArrayLike]) -> torch.Tensor:

@@ -15,12 +15,14 @@ from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_outbox
 from components.process import drain, new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.structured.masks import MaskMaker
+from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.kv.events import block_changes
 from engine.loop import start_engine
-from engine.model.resolve import served_name
+from engine.model.resolve import model_dir, served_name
 from engine.ports import KvRegion, max_request_pages
 from engine.profiler import EngineProfiler
 from services.decode.config import DecodeSettings
@@ -85,6 +87,12 @@ async def main(settings: DecodeSettings) -> None:
             max_local_prefill=settings.max_local_prefill,
             local_prefill_on_queue=settings.local_prefill_on_queue,
             on_transfer_failure=settings.on_transfer_failure,
+            masks=MaskMaker(
+                lambda: model_dir(settings.model, settings.home),
+                engine.engine.vocab_size,
+                engine.engine.eos_token_ids,
+                ConstraintMetrics(metrics.registry),
+            ),
         )
         record = record_maker(
             settings,

@@ -27,6 +27,7 @@ from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Chosen, Route
+from components.structured.masks import MaskMaker
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
@@ -36,7 +37,7 @@ from components.wire.rooms import KvComing, RoomFailed, RoomOk
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
-from engine.ports import EngineRequest, Phase, StepOutput
+from engine.ports import EngineRequest, Phase, StepOutput, TokenMask
 from engine.sampling.check import check_branches
 from engine.sampling.wire import sampling_params
 from services.decode.config import OnTransferFailure
@@ -63,6 +64,7 @@ class DecodeService:
         max_local_prefill: int,
         local_prefill_on_queue: bool,
         on_transfer_failure: OnTransferFailure = "recompute",
+        masks: MaskMaker | None = None,  # None: requests with a constraint are refused
     ) -> None:
         self._registration = registration
         self._engine = engine
@@ -72,6 +74,7 @@ class DecodeService:
         self._metrics = metrics
         self._model = model
         self._on_transfer_failure = on_transfer_failure
+        self._masks = masks
         self._rate = PromptRate()
         self._accepted = 0  # requests
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -180,6 +183,8 @@ class DecodeService:
         """Bring one request into the running batch, by the shortest way that works."""
         with trace.use_span(active.span, end_on_exit=False):
             try:
+                if active.request.sampling.constraint is not None:
+                    active.mask = await self._mask_of(active)
                 prefill = self._choose(active)
                 if prefill is None:
                     active.enter(DecodeState.WAITING)
@@ -192,6 +197,13 @@ class DecodeService:
                 log.exception("request failed", extra={"request": active.engine_id})
                 self._engine.post(lambda engine: engine.cancel(active.engine_id))
                 self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
+
+    async def _mask_of(self, active: ActiveRequest) -> TokenMask | None:
+        """Before anything is asked of anybody: who waits for its mask holds up nobody. Raises: Rejected."""
+        if self._masks is None:
+            raise Rejected("this instance has no masks for constraints")
+        with tracer.start_as_current_span("decode.compile"):
+            return await self._masks.mask_of(active.request.sampling, active.token_ids)
 
     def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, Chosen] | None:
         """A prefill instance, or None when computing here is the better or the only way."""
@@ -279,6 +291,7 @@ class DecodeService:
             phase=phase,
             cache_salt=request.cache_salt,
             num_generated=request.sampling.num_generated,
+            mask=active.mask,
             priority=request.priority,
             adapter=request.adapter,
         )

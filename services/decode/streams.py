@@ -14,7 +14,7 @@ from components.lifecycle import Lifecycle, Tally
 from components.messaging.streams import OutStream, StreamOutbox
 from components.telemetry.spans import record_span
 from components.wire.generate import GenerateRequest
-from engine.ports import SamplingParams, TokenOutput
+from engine.ports import SamplingParams, TokenMask, TokenOutput
 
 SPAN_LOCAL_PREFILL: Final = "decode.prefill"
 
@@ -51,6 +51,7 @@ class ActiveRequest:
     sampling: SamplingParams
     streams: dict[int, OutStream]  # of the branches that are not over
     span: Span  # decode.request: from acceptance to the last token
+    mask: TokenMask | None = None  # what its text must be
     num_cached: int = 0  # prompt tokens in this instance's prefix cache when it came
     waiting_since_ns: int = 0  # when the last wait began whose end is the first token
     waiting_span: str = SPAN_LOCAL_PREFILL

@@ -1,6 +1,7 @@
 """python -m services.frontend: the OpenAI endpoint of the mesh."""
 
 import asyncio
+import sys
 
 from prometheus_client import CollectorRegistry, Info
 
@@ -10,7 +11,10 @@ from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_inbox
+from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.structured.checker import open_checker
+from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import serve_metrics
@@ -36,15 +40,19 @@ async def main(settings: FrontendSettings) -> None:
         open_inbox(bus, f"{subject}.tokens") as inbox,
     ):
         folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
-        text = await asyncio.to_thread(TextModel.load, folder)
+        options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
+        try:
+            text = await asyncio.to_thread(TextModel.load, folder, options)
+        except ValueError as exc:
+            sys.exit(f"settings: {exc}")
         mesh = MeshClient(bus, inbox, decodes, model)
         metrics = CollectorRegistry()
         Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
             {"instance_id": me}
         )
-        app = create_app(mesh, text, settings, metrics, read_sampling_defaults(folder))
         registration = Registration(me)
         async with (
+            open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
             serve_metrics(
                 metrics,
                 settings.metrics_host,
@@ -52,7 +60,11 @@ async def main(settings: FrontendSettings) -> None:
                 registration.is_held,
                 lambda: {"models": [model.name for model in mesh.models()]},
             ) as page,
-            serve_http(app, settings, share_port=settings.share_port) as url,
+            serve_http(
+                create_app(mesh, text, settings, metrics, read_sampling_defaults(folder), checker=checker),
+                settings,
+                share_port=settings.share_port,
+            ) as url,
         ):
             record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)
             async with (

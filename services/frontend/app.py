@@ -16,11 +16,12 @@ from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.models import ModelCard, ModelList
+from components.structured.checker import ConstraintChecker
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from services.frontend.admission import Admission
 from services.frontend.config import FrontendSettings
-from services.frontend.endpoints import CHAT, COMPLETION
+from services.frontend.endpoints import ChatDialect, CompletionDialect
 from services.frontend.exchange import Exchange, Frontend
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
@@ -34,6 +35,8 @@ def create_app(
     settings: FrontendSettings,
     registry: CollectorRegistry | None = None,
     defaults: SamplingDefaults | None = None,
+    *,
+    checker: ConstraintChecker | None = None,
 ) -> FastAPI:
     """The OpenAI endpoint over `mesh`.
 
@@ -43,6 +46,7 @@ def create_app(
         settings: limits.
         registry: shown by `/metrics` beside the frontend's own figures.
         defaults: sampling parameters where a request has none.
+        checker: of what answers are asked to be; without one, requests that ask are refused.
     """
     app = FastAPI(
         title="kvmesh",
@@ -53,11 +57,11 @@ def create_app(
     )
     metrics = FrontendMetrics(registry or CollectorRegistry())
     admission = Admission(mesh, settings, metrics)
-    _add_generation(app, Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission))
+    _add_generation(app, Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker))
     _add_models(app, mesh)
     _add_operations(app, mesh, metrics.registry)
     _add_error_handlers(app)
-    describe_bodies(app, {CHAT.route: ChatRequest, COMPLETION.route: CompletionRequest})
+    describe_bodies(app, {ChatDialect.route: ChatRequest, CompletionDialect.route: CompletionRequest})
     return app
 
 
@@ -78,21 +82,21 @@ class _Straight:
 
 def _add_generation(app: FastAPI, frontend: Frontend) -> None:
     exchanges: dict[str, Callable[[], Response]] = {
-        CHAT.route: lambda: Exchange(frontend, CHAT, ChatRequest),
-        COMPLETION.route: lambda: Exchange(frontend, COMPLETION, CompletionRequest),
+        ChatDialect.route: lambda: Exchange(frontend, ChatDialect),
+        CompletionDialect.route: lambda: Exchange(frontend, CompletionDialect),
     }
     app.add_middleware(_Straight, exchanges=exchanges)
 
     # For the description of this API, and whoever mounts the application below a path.
-    @app.post(CHAT.route, responses={200: {"model": ChatCompletion}})
+    @app.post(ChatDialect.route, responses={200: {"model": ChatCompletion}})
     async def chat_completions() -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
-        return exchanges[CHAT.route]()
+        return exchanges[ChatDialect.route]()
 
-    @app.post(COMPLETION.route, responses={200: {"model": Completion}})
+    @app.post(CompletionDialect.route, responses={200: {"model": Completion}})
     async def completions() -> Response:
         """Continue one or several texts; with `stream`, as server-sent events."""
-        return exchanges[COMPLETION.route]()
+        return exchanges[CompletionDialect.route]()
 
 
 def _add_models(app: FastAPI, mesh: Mesh) -> None:

@@ -1,10 +1,11 @@
 """Settings of the frontend."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
+from components.output.formats import ReasoningParserName, ToolParserName
 from components.routing.policies import DEFAULT, PolicyName
 from components.settings import MeshSettings
 
@@ -25,7 +26,21 @@ class FrontendSettings(MeshSettings):
     decode_policy: Annotated[PolicyName, Field(description="how a decode instance is chosen; docs/routing.md")] = (
         DEFAULT["decode"]
     )
+    tool_format: Annotated[
+        Literal["auto", "template", "hermes"],
+        Field(description="who tells the model of tools: its chat template, words of ours, or auto; docs/openai.md"),
+    ] = "auto"
+    tool_parser: Annotated[
+        ToolParserName | None, Field(description="how it writes calls of tools; default: what its chat template shows")
+    ] = None
+    reasoning_parser: Annotated[
+        ReasoningParserName | None, Field(description="how it sets reasoning apart; default: likewise")
+    ] = None
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stop waits for requests, seconds")] = 30.0
+    compile_budget_s: Annotated[
+        PositiveFloat,
+        Field(description="CPU seconds for checking one schema, regex or grammar; what takes longer is refused"),
+    ] = 1.0
     queue_tokens: Annotated[
         PositiveInt,
         Field(description="prompt tokens that may wait for decode to have room, 64 added a choice; past it 429"),

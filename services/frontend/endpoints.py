@@ -1,18 +1,26 @@
 """What differs between the routes that generate: how a body becomes prompts, and how text becomes an answer."""
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import ClassVar, NamedTuple, Protocol
 
 from pydantic import BaseModel
+from starlette.types import Scope
 
-from components.openai.chat import ChatChoice, ChatCompletion, ChatMessage, ChatRequest
+from components.openai.chat import CallMade, ChatChoice, ChatCompletion, ChatMessage, ChatRequest
 from components.openai.completions import Completion, CompletionChoice, CompletionRequest, check_vocabulary
-from components.openai.events import Events
-from components.openai.fields import FinishReason, GenerationFields, Usage
+from components.openai.errors import ApiError
+from components.openai.events import DONE, Events
+from components.openai.fields import AskedConstraint, FinishReason, GenerationFields, parse_body
 from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, ShownToken
+from components.output.calls import Call
+from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
-
-R_contra = TypeVar("R_contra", bound=GenerationFields, contravariant=True)
+from services.frontend.conversation import encode_conversation, plan_answer
+from services.frontend.generation import Generation, Piece
+from services.frontend.stream import Headers, Reply
 
 
 class Answer(NamedTuple):
@@ -21,92 +29,199 @@ class Answer(NamedTuple):
     text: str
     finish: FinishReason
     tokens: list[ShownToken] | None = None  # when log-probabilities are asked for
+    reasoning: str = ""
+    calls: Sequence[Call] = ()  # of tools
 
 
-class Dialect(Protocol[R_contra]):
-    """One route's side of a request's life; `services.frontend.exchange` is the common side."""
+class EventStream(Protocol):
+    """The bytes of one stream of server-sent events."""
 
-    route: str
-    operation: str  # as OpenTelemetry's GenAI conventions name it
-    id_prefix: str
-    prompt_param: str  # the parameter to blame when the prompt is wrong
-    continues: bool  # whether the generation continues the prompt's text
+    def piece(self, piece: Piece) -> bytes:
+        """What a piece of the answer adds; nothing, maybe, but for the first."""
 
-    def token_limit(self, request: R_contra) -> int | None:
+    async def end(self) -> bytes:
+        """What stands behind the last piece."""
+
+    def fail(self, error: ApiError) -> bytes:
+        """The last words of a stream that broke."""
+
+
+class Dialect(ABC):
+    """One request as its route sees it; `services.frontend.exchange` is the side that all routes share."""
+
+    route: ClassVar[str]
+    operation: ClassVar[str]  # as OpenTelemetry's GenAI conventions name it
+    id_prefix: ClassVar[str]
+    prompt_param: ClassVar[str]  # the parameter to blame when the prompt is wrong
+    continues: ClassVar[bool] = False  # whether the generation continues the prompt's text
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.response_id = self.id_prefix + request_id
+        self.created = int(time.time())
+        # known once the prompts are
+        self.output: OutputPlan | None = None  # what texts are to be taken apart into
+        self.asked: AskedConstraint | None = None  # what they must be, when that is not what the request's fields say
+
+    @abstractmethod
+    async def read(self, body: bytes, scope: Scope) -> GenerationFields:
+        """Take the request in; what of it all routes share. Raises: MeshError."""
+
+    @abstractmethod
+    def token_limit(self) -> int | None:
         """The most tokens to generate for each choice. Raises: Rejected."""
 
-    async def encode(self, text: TextModel, request: R_contra) -> list[list[int]]:
+    @abstractmethod
+    async def encode(self, text: TextModel) -> list[list[int]]:
         """The prompts of the request. Raises: Rejected."""
 
-    def echoes(self, text: TextModel, request: R_contra, prompts: Sequence[list[int]]) -> list[str]:
+    def echoes(self, text: TextModel, prompts: Sequence[list[int]]) -> list[str]:
         """For each prompt, text to show before the choices' own."""
-
-    def events(self, response_id: str, created: int, request: R_contra) -> Events:
-        """The bytes of a stream."""
-
-    def answer(self, response_id: str, created: int, model: str, choices: Sequence[Answer], usage: Usage) -> bytes:
-        """The JSON of an answer in one piece."""
-
-    def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
-        """What is told of tokens."""
-
-
-class ChatDialect:
-    """`/v1/chat/completions`."""
-
-    route: str = "/v1/chat/completions"
-    operation: str = "chat"
-    id_prefix: str = "chatcmpl-"
-    prompt_param: str = "messages"
-    continues: bool = False
-
-    def token_limit(self, request: ChatRequest) -> int | None:
-        """Under either name."""
-        return request.token_limit
-
-    async def encode(self, text: TextModel, request: ChatRequest) -> list[list[int]]:
-        """One prompt: the conversation in the model's template."""
-        return [await text.encode_chat([message.for_template() for message in request.messages])]
-
-    def echoes(self, text: TextModel, request: ChatRequest, prompts: Sequence[list[int]]) -> list[str]:
-        """None: a chat answers."""
         return [""] * len(prompts)
 
-    def events(self, response_id: str, created: int, request: ChatRequest) -> Events:
-        """Chunks with a role and deltas."""
-        return Events.chat(response_id, created, request.model, usage_follows=request.include_usage)
+    def underway(self, reply: Reply, generation: Generation) -> AbstractAsyncContextManager[None]:
+        """Around the generation, once the request is found to be right."""
+        return nullcontext()
 
-    def answer(self, response_id: str, created: int, model: str, choices: Sequence[Answer], usage: Usage) -> bytes:
+    @abstractmethod
+    def events(self, generation: Generation) -> EventStream:
+        """The bytes of a stream."""
+
+    @abstractmethod
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
+        """The JSON of an answer in one piece."""
+
+    def refusal(self, error: ApiError) -> tuple[int, bytes]:
+        """Status and JSON of a request that failed."""
+        return error.status, error.body()
+
+    def headers(self) -> Headers:
+        """Of every answer."""
+        return [(b"x-request-id", self.request_id.encode())]
+
+
+class ChunkStream:
+    """A stream of chunks, as chats and completions have it."""
+
+    __slots__ = ("_dialect", "_events", "_generation", "_opened")
+
+    def __init__(self, dialect: "ChatDialect | CompletionDialect", events: Events, generation: Generation) -> None:
+        self._dialect = dialect
+        self._events = events
+        self._generation = generation
+        self._opened: set[int] = set()
+
+    def piece(self, piece: Piece) -> bytes:
+        """A chunk for the text, and one for the end of its choice; before its first one, the opening."""
+        index, text, finish, tokens, reasoning, calls = piece
+        if reasoning or calls:
+            data = self._events.parts(index, text, reasoning, calls, self._dialect.logprobs(tokens))
+        else:
+            data = self._events.text(index, text, self._dialect.logprobs(tokens)) if text or tokens else b""
+        if index not in self._opened:
+            self._opened.add(index)
+            data = self._events.open(index) + data
+        return data if finish is None else data + self._events.finish(index, finish)
+
+    async def end(self) -> bytes:
+        """The usage, when it is asked for, and OpenAI's end mark."""
+        if self._dialect.request.include_usage:
+            return self._events.usage(self._generation.usage()) + DONE
+        return DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        """The error as an event, and the end mark."""
+        return b"data: " + error.body() + b"\n\n" + DONE
+
+
+class ChatDialect(Dialect):
+    """`/v1/chat/completions`."""
+
+    route = "/v1/chat/completions"
+    operation = "chat"
+    id_prefix = "chatcmpl-"
+    prompt_param = "messages"
+    request: ChatRequest
+
+    async def read(self, body: bytes, scope: Scope) -> ChatRequest:
+        """A chat request."""
+        self.request = parse_body(ChatRequest, body)
+        return self.request
+
+    def token_limit(self) -> int | None:
+        """Under either name."""
+        return self.request.token_limit
+
+    async def encode(self, text: TextModel) -> list[list[int]]:
+        """One prompt: the conversation in the model's template."""
+        conversation = self.request.conversation()
+        prompt = await encode_conversation(text, conversation)
+        self.output, self.asked = plan_answer(text, conversation, prompt, self.request.asked_constraint)
+        return [prompt]
+
+    def events(self, generation: Generation) -> EventStream:
+        """Chunks with a role and deltas."""
+        request = self.request
+        events = Events.chat(
+            self.response_id,
+            self.created,
+            request.model,
+            usage_follows=request.include_usage,
+            empty=self.output is None,
+        )
+        return ChunkStream(self, events, generation)
+
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
         """A chat completion."""
         made = [
-            ChatChoice(index=i, message=ChatMessage(content=text), logprobs=self.logprobs(tokens), finish_reason=finish)
-            for i, (text, finish, tokens) in enumerate(choices)
+            ChatChoice(
+                index=i, message=said(choice), logprobs=self.logprobs(choice.tokens), finish_reason=choice.finish
+            )
+            for i, choice in enumerate(choices)
         ]
-        completion = ChatCompletion(id=response_id, created=created, model=model, choices=made, usage=usage)
+        completion = ChatCompletion(
+            id=self.response_id, created=self.created, model=self.request.model, choices=made, usage=generation.usage()
+        )
         return completion.model_dump_json().encode()
 
-    def logprobs(self, tokens: Sequence[ShownToken] | None) -> ChatLogprobs | None:
+    def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
         """A list of tokens."""
         return None if tokens is None else ChatLogprobs.of(tokens)
 
 
-class CompletionDialect:
+def said(choice: Answer) -> ChatMessage:
+    """The message of a choice: without content where there is none beside reasoning or calls."""
+    return ChatMessage(
+        content=choice.text or (None if choice.reasoning or choice.calls else ""),
+        reasoning_content=choice.reasoning or None,
+        reasoning=choice.reasoning or None,
+        tool_calls=[CallMade.of(call) for call in choice.calls] or None,
+    )
+
+
+class CompletionDialect(Dialect):
     """`/v1/completions`."""
 
-    route: str = "/v1/completions"
-    operation: str = "text_completion"
-    id_prefix: str = "cmpl-"
-    prompt_param: str = "prompt"
-    continues: bool = True
+    route = "/v1/completions"
+    operation = "text_completion"
+    id_prefix = "cmpl-"
+    prompt_param = "prompt"
+    continues = True
+    request: CompletionRequest
 
-    def token_limit(self, request: CompletionRequest) -> int | None:
+    async def read(self, body: bytes, scope: Scope) -> CompletionRequest:
+        """A completion request."""
+        self.request = parse_body(CompletionRequest, body)
+        return self.request
+
+    def token_limit(self) -> int | None:
         """Of each prompt."""
-        return request.token_limit
+        return self.request.token_limit
 
-    async def encode(self, text: TextModel, request: CompletionRequest) -> list[list[int]]:
+    async def encode(self, text: TextModel) -> list[list[int]]:
         """Texts tokenised; token ids as they are, if the model knows them."""
         prompts: list[list[int]] = []
-        for prompt in request.prompt:
+        for prompt in self.request.prompt:
             if isinstance(prompt, str):
                 prompts.append(await text.encode_text(prompt))
             else:
@@ -114,29 +229,29 @@ class CompletionDialect:
                 prompts.append(prompt)
         return prompts
 
-    def echoes(self, text: TextModel, request: CompletionRequest, prompts: Sequence[list[int]]) -> list[str]:
+    def echoes(self, text: TextModel, prompts: Sequence[list[int]]) -> list[str]:
         """The prompts, when the request asks for them."""
-        if not request.echo:
+        if not self.request.echo:
             return [""] * len(prompts)
-        return [given if isinstance(given, str) else text.decode(given) for given in request.prompt]
+        return [given if isinstance(given, str) else text.decode(given) for given in self.request.prompt]
 
-    def events(self, response_id: str, created: int, request: CompletionRequest) -> Events:
+    def events(self, generation: Generation) -> EventStream:
         """Chunks with text."""
-        return Events.completion(response_id, created, request.model, usage_follows=request.include_usage)
+        request = self.request
+        events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.include_usage)
+        return ChunkStream(self, events, generation)
 
-    def answer(self, response_id: str, created: int, model: str, choices: Sequence[Answer], usage: Usage) -> bytes:
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
         """A text completion."""
         made = [
             CompletionChoice(index=i, text=text, logprobs=self.logprobs(tokens), finish_reason=finish)
-            for i, (text, finish, tokens) in enumerate(choices)
+            for i, (text, finish, tokens, *_) in enumerate(choices)
         ]
-        completion = Completion(id=response_id, created=created, model=model, choices=made, usage=usage)
+        completion = Completion(
+            id=self.response_id, created=self.created, model=self.request.model, choices=made, usage=generation.usage()
+        )
         return completion.model_dump_json().encode()
 
-    def logprobs(self, tokens: Sequence[ShownToken] | None) -> CompletionLogprobs | None:
+    def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
         """Parallel lists."""
         return None if tokens is None else CompletionLogprobs.of(tokens)
-
-
-CHAT: Final = ChatDialect()
-COMPLETION: Final = CompletionDialect()

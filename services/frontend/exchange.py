@@ -2,11 +2,11 @@
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Generic, TypeVar, cast
+from typing import cast
 from uuid import uuid4
 
 from opentelemetry.trace import Span
@@ -15,25 +15,27 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from components.aio import time_limit
-from components.errors import InvariantBroken, MeshError
+from components.errors import InvariantBroken, MeshError, Rejected
 from components.openai.errors import ApiError, from_mesh, from_status, internal
-from components.openai.fields import FinishReason, GenerationFields, parse_body
+from components.openai.fields import AskedConstraint, FinishReason, GenerationFields
 from components.openai.logprobs import ShownToken
+from components.output.calls import CallDelta, whole_calls
+from components.structured.check import Unusable
+from components.structured.checker import ConstraintChecker
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
+from components.wire.sampling import Constraint
 from services.frontend import tracing
 from services.frontend.admission import Admission, Place, key_of
 from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.disconnect import cancelled_on_disconnect
-from services.frontend.endpoints import Answer, Dialect
+from services.frontend.endpoints import Answer, Dialect, EventStream
 from services.frontend.generation import Generation, Piece, PromptSpec
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import check_token_fields, find_model, make_prompt, token_budget
 from services.frontend.stream import Reply
-
-R = TypeVar("R", bound=GenerationFields)
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +50,21 @@ class Frontend:
     defaults: SamplingDefaults
     metrics: FrontendMetrics
     admission: Admission
+    checker: ConstraintChecker | None = None
 
 
-class Exchange(Response, Generic[R]):
+class Exchange(Response):
     """A response that reads its own request: one coroutine, so that one span, one time limit and one edge hold it all.
 
     Errors before the first token have their HTTP status; later ones become the stream's last event.
     """
 
-    def __init__(self, frontend: Frontend, dialect: Dialect[R], request_type: type[R]) -> None:
+    def __init__(self, frontend: Frontend, dialect: Callable[[str], Dialect]) -> None:
         super().__init__()
         self._frontend = frontend
-        self._dialect = dialect
-        self._request_type = request_type
         self._request_id = uuid4().hex  # the client's X-Request-Id is never a key
+        self._dialect = dialect(self._request_id)
+        self._events: EventStream | None = None  # of a request for a stream, once there is something to send
         self._started = time.perf_counter()
         self._model = NO_MODEL
         self._generation: Generation | None = None
@@ -69,7 +72,7 @@ class Exchange(Response, Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request."""
-        reply = Reply(send, self._request_id)
+        reply = Reply(send, self._dialect.headers())
         with tracing.request_span(scope, self._dialect.operation, self._request_id) as span:
             try:
                 # the mesh knows the deadline too; this also covers a client that does not read
@@ -88,8 +91,8 @@ class Exchange(Response, Generic[R]):
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
         with tracing.tracer.start_as_current_span("frontend.validate"):
             body = await read_json_body(scope, receive, self._frontend.settings.max_body_bytes)
-            request = parse_body(self._request_type, body)
-            limit = self._dialect.token_limit(request)
+            request = await self._dialect.read(body, scope)
+            limit = self._dialect.token_limit()
             check_token_fields(request, self._frontend.text.vocab_size)
             model = find_model(self._frontend.mesh, request.model)
         self._model = model.name
@@ -107,32 +110,56 @@ class Exchange(Response, Generic[R]):
         finally:
             running.dec()
 
-    async def _generate(self, reply: Reply, request: R, specs: list[PromptSpec], place: Place) -> None:
+    async def _generate(self, reply: Reply, request: GenerationFields, specs: list[PromptSpec], place: Place) -> None:
         if place.turn is not None:
             with tracing.tracer.start_as_current_span("frontend.admit"):
                 await place.admitted()
         frontend, gaps = self._frontend, self._frontend.metrics.gaps.of(self._model)
         self._generation = generation = Generation(frontend.mesh, frontend.text, specs, gaps, place.began)
-        async with aclosing(generation.pieces()) as pieces:
-            await (self._stream if request.stream else self._collect)(reply, request, generation, pieces)
+        async with self._dialect.underway(reply, generation), aclosing(generation.pieces()) as pieces:
+            if request.stream:
+                await self._stream(reply, generation, pieces)
+            else:
+                await self._collect(reply, request, generation, pieces)
 
-    async def _prepare(self, request: R, model: ServedModel, limit: int | None) -> list[PromptSpec]:
+    async def _prepare(self, request: GenerationFields, model: ServedModel, limit: int | None) -> list[PromptSpec]:
         frontend, dialect = self._frontend, self._dialect
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         with tracing.tracer.start_as_current_span("frontend.tokenize"):
-            encoded = await dialect.encode(frontend.text, request)
+            encoded = await dialect.encode(frontend.text)
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded]
-            echoes = dialect.echoes(frontend.text, request, encoded)
+            echoes = dialect.echoes(frontend.text, encoded)
+        asked = dialect.asked or request.asked_constraint
+        constraint = None if asked is None else await self._checked(asked)
         names = [self._request_id] if len(encoded) == 1 else [f"{self._request_id}-{i}" for i in range(len(encoded))]
         return [
             PromptSpec(
-                make_prompt(name, request, ids, max_tokens=budget, deadline=deadline, defaults=frontend.defaults),
+                make_prompt(
+                    name,
+                    request,
+                    ids,
+                    max_tokens=budget,
+                    deadline=deadline,
+                    defaults=frontend.defaults,
+                    constraint=constraint,
+                ),
                 request.stop,
                 echo,
                 dialect.continues,
+                dialect.output,
             )
             for name, ids, budget, echo in zip(names, encoded, budgets, echoes, strict=True)
         ]
+
+    async def _checked(self, asked: AskedConstraint) -> Constraint:
+        """The constraint as the mesh carries it; what cannot be kept goes no further. Raises: Rejected, naming the field."""
+        if self._frontend.checker is None:
+            raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
+        with tracing.tracer.start_as_current_span("frontend.compile"):
+            try:
+                return await self._frontend.checker.check(asked.constraint)
+            except Unusable as exc:
+                raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
     def _enter(self, key: bytes, specs: list[PromptSpec]) -> Place:
         """All prompts of a request go on together. Raises: QueueFull."""
@@ -140,58 +167,57 @@ class Exchange(Response, Generic[R]):
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
         return self._frontend.admission.enter(key, prompts[0].priority, tokens, choices)
 
-    async def _stream(
-        self, reply: Reply, request: R, generation: Generation, pieces: AsyncGenerator[Piece, None]
-    ) -> None:
-        events = self._dialect.events(self._response_id, int(time.time()), request)
-        opened: set[int] = set()
+    async def _stream(self, reply: Reply, generation: Generation, pieces: AsyncGenerator[Piece, None]) -> None:
+        self._events = events = self._dialect.events(generation)
         unfinished = len(generation.choices)
-        async for index, text, finish, tokens in pieces:
-            data = events.text(index, text, self._dialect.logprobs(tokens)) if text or tokens else b""
-            if index not in opened:
-                opened.add(index)
-                data = events.open(index) + data
-            last = False
-            if finish is not None:
-                data += events.finish(index, finish)
+        async for piece in pieces:
+            data = events.piece(piece)
+            if piece.finish is not None:
                 unfinished -= 1
-                last = unfinished == 0
-                if last and request.include_usage:
-                    data += events.usage(generation.usage())
+                if unfinished == 0:
+                    data += await events.end()
             if not reply.streaming:
                 with self._first_token(generation):
-                    await reply.events(data, last=last)
+                    await reply.events(data, last=unfinished == 0)
             elif data:
-                await reply.events(data, last=last)
+                await reply.events(data, last=unfinished == 0)
 
     async def _collect(
-        self, reply: Reply, request: R, generation: Generation, pieces: AsyncGenerator[Piece, None]
+        self, reply: Reply, request: GenerationFields, generation: Generation, pieces: AsyncGenerator[Piece, None]
     ) -> None:
         texts: list[list[str]] = [[] for _ in generation.choices]
         tokens: list[list[ShownToken]] = [[] for _ in generation.choices]
-        async for index, text, _, shown in pieces:
+        thoughts: list[list[str]] = [[] for _ in generation.choices]
+        calls: list[list[CallDelta]] = [[] for _ in generation.choices]
+        async for index, text, _, shown, thought, called in pieces:
             if self._awaits_first_token:
                 with self._first_token(generation):
                     texts[index].append(text)
             else:
                 texts[index].append(text)
             tokens[index] += shown or ()
+            if thought or called:
+                thoughts[index].append(thought)
+                calls[index] += called
         told = request.alternatives is not None
         choices = [
-            Answer("".join(texts[i]), cast("FinishReason", choice.finish), tokens[i] if told else None)
+            Answer(
+                "".join(texts[i]),
+                cast("FinishReason", choice.finish),
+                tokens[i] if told else None,
+                "".join(thoughts[i]),
+                whole_calls(calls[i]),
+            )
             for i, choice in enumerate(generation.choices)
         ]
-        usage = generation.usage()
-        await reply.json(self._dialect.answer(self._response_id, int(time.time()), request.model, choices, usage))
+        body = await self._dialect.answer(choices, generation)
+        if not reply.answered:
+            await reply.json(body)
 
     @property
     def _num_generated(self) -> int:
         generation = self._generation
         return 0 if generation is None else sum(choice.generated_tokens for choice in generation.choices)
-
-    @property
-    def _response_id(self) -> str:
-        return self._dialect.id_prefix + self._request_id
 
     @contextmanager
     def _first_token(self, generation: Generation) -> Generator[None, None, None]:
@@ -207,8 +233,11 @@ class Exchange(Response, Generic[R]):
         if error.status >= 500 and isinstance(exc, MeshError):
             facts = {"request_id": self._request_id, "error": type(exc).__name__, "reason": exc.message}
             log.warning("request failed", extra=facts, exc_info=isinstance(exc, InvariantBroken))
-        headers = exc.headers or {} if isinstance(exc, HTTPException) else {}
-        await reply.fail(error, [(name.encode(), value.encode()) for name, value in headers.items()])
+        extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
+        headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
+        status, body = self._dialect.refusal(error)
+        events = self._events.fail(error) if self._events is not None and reply.streaming else b""
+        await reply.fail(status, body, headers, events)
 
     def _account(self, reply: Reply, span: Span) -> None:
         """Count the request, however it ended."""
@@ -218,7 +247,7 @@ class Exchange(Response, Generic[R]):
         generation = self._generation
         if generation is None:
             return
-        tracing.describe_response(span, self._response_id, self._model, generation)
+        tracing.describe_response(span, self._dialect.response_id, self._model, generation)
         usage = generation.usage()
         metrics.prompt_tokens.labels(self._model).inc(usage.prompt_tokens)
         metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from components.errors import InvariantBroken
 from components.openai.fields import Usage
 from components.openai.logprobs import ShownToken
+from components.output.calls import CallDelta
+from components.output.plan import OutputPlan
 from components.text.stop import StopStrings
 from components.text.tokenizer import TextModel
 from services.frontend.merge import merged
@@ -25,6 +27,8 @@ class Piece(NamedTuple):
     text: str
     finish: str | None
     tokens: list[ShownToken] | None = None  # that came with it, when log-probabilities are asked for
+    reasoning: str = ""  # new text of what the model thinks before it answers
+    calls: Sequence[CallDelta] = ()  # of tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class PromptSpec:
     stops: Sequence[str] = ()
     echo: str = ""  # shown before the generated text, and not searched for stop strings
     continues: bool = False  # the generation continues the prompt's text, rather than answer it
+    output: OutputPlan | None = None  # what its texts are to be taken apart into; None: they are shown as they are
 
 
 class Choice:
@@ -64,7 +69,8 @@ class Choice:
         self._echo = spec.echo
         self._text = text
         self._length = len(spec.echo)  # of the text so far, what a stop string may take away included
-        self._detokenizer = text.detokenizer(spec.prompt.token_ids if spec.continues else ())
+        shown = frozenset[int]() if spec.output is None else spec.output.shown
+        self._detokenizer = text.detokenizer(spec.prompt.token_ids if spec.continues else (), shown)
         self._stops = StopStrings(spec.stops) if spec.stops else None
 
     def take(self, delta: TokenDelta) -> Piece:
@@ -109,12 +115,37 @@ class Choice:
         return shown + text + ("" if matched else stops.flush()), tokens
 
 
+class TakenApart(Choice):
+    """One whose text is reasoning, answer and calls of tools. Stop strings and log-probabilities are of the whole text."""
+
+    __slots__ = ("_parser",)
+
+    def __init__(self, index: int, spec: PromptSpec, text: TextModel, plan: OutputPlan) -> None:
+        super().__init__(index, spec, text)
+        self._parser = plan.parser()
+
+    def take(self, delta: TokenDelta) -> Piece:
+        """What `delta` adds to each of them; sets `finish` when it is the last, or the only call that was wanted is there."""
+        piece = super().take(delta)
+        parser = self._parser
+        text, reasoning, calls = parser.feed(piece.text)
+        if parser.done:
+            self.finish = "tool_calls"
+        elif self.finish is not None:
+            more, thought, last = parser.flush()
+            text, reasoning, calls = text + more, reasoning + thought, [*calls, *last]
+            if parser.called and self.finish == "stop":
+                self.finish = "tool_calls"
+        return Piece(self.index, text, self.finish, piece.tokens, reasoning, calls)
+
+
 class Branches:
     """One prompt and its choices."""
 
     def __init__(self, first: int, spec: PromptSpec, text: TextModel) -> None:
         self.prompt = spec.prompt
-        self.choices = [Choice(first + i, spec, text) for i in range(spec.prompt.sampling.n)]
+        indices, plan = range(first, first + spec.prompt.sampling.n), spec.output
+        self.choices = [Choice(i, spec, text) if plan is None else TakenApart(i, spec, text, plan) for i in indices]
         self._text = text
         self._told = asyncio.Event()
         self._tokens: list[ShownToken] = []
@@ -188,6 +219,6 @@ class Generation:
                 last = now
                 yield choice.take(delta)
                 if choice.finish is not None and delta.finish is None:
-                    return  # a stop string: closing the deltas cancels the work
+                    return  # a stop string, or all that was wanted: closing the deltas cancels the work
         if choice.finish is None:
             raise InvariantBroken("tokens ended without a finish reason", request_id=choice.prompt.request_id)

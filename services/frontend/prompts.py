@@ -8,7 +8,7 @@ from components.openai.fields import GenerationFields
 from components.text.sampling_defaults import SamplingDefaults
 from components.wire.codec import MAX_MESSAGE_BYTES
 from components.wire.logprobs import packed_bytes
-from components.wire.sampling import Sampling, pack_bias
+from components.wire.sampling import Constraint, Sampling, pack_bias
 from components.wire.tokens import pack_tokens
 from services.frontend.ports import Mesh, Prompt, ServedModel
 
@@ -56,6 +56,7 @@ def make_prompt(
     max_tokens: int,
     deadline: int,
     defaults: SamplingDefaults,
+    constraint: Constraint | None = None,
 ) -> Prompt:
     """One prompt, every default filled in; `deadline` is unix time in ms. Raises: Rejected."""
     _check_logprobs(request, len(token_ids))
@@ -63,7 +64,7 @@ def make_prompt(
         request_id=request_id,
         model=request.model,
         token_ids=token_ids,
-        sampling=_sampling(request, max_tokens, defaults),
+        sampling=_sampling(request, max_tokens, defaults, constraint),
         cache_salt=request.cache_salt or "",
         deadline_unix_ms=deadline,
         priority=request.priority or 0,
@@ -83,7 +84,9 @@ def _check_logprobs(request: GenerationFields, num_tokens: int) -> None:
         )
 
 
-def _sampling(request: GenerationFields, max_tokens: int, defaults: SamplingDefaults) -> Sampling:
+def _sampling(
+    request: GenerationFields, max_tokens: int, defaults: SamplingDefaults, constraint: Constraint | None
+) -> Sampling:
     """What the client said, else what the model's authors recommend, else OpenAI's default. Raises: Rejected."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -111,6 +114,7 @@ def _sampling(request: GenerationFields, max_tokens: int, defaults: SamplingDefa
         logprobs=request.alternatives,
         prompt_logprobs=request.prompt_alternatives,
         n=request.n or 1,
+        constraint=constraint,
     )
 
 

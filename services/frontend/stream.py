@@ -5,9 +5,6 @@ from typing import Final
 
 from starlette.types import Send
 
-from components.openai.errors import ApiError
-from components.openai.events import DONE
-
 FAREWELL_S: Final = 5.0  # for the last words to a client that may not be reading
 
 Headers = list[tuple[bytes, bytes]]
@@ -16,11 +13,12 @@ Headers = list[tuple[bytes, bytes]]
 class Reply:
     """One HTTP response, begun late and ended once."""
 
-    __slots__ = ("_request_id", "_send", "answered", "status", "streaming")
+    __slots__ = ("_headers", "_send", "answered", "status", "streaming")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, headers: Headers) -> None:
+        """`headers`: of the answer, whatever it is."""
         self._send = send
-        self._request_id = request_id.encode()
+        self._headers = headers
         self.status = 0  # as the client saw it, once it has
         self.streaming = False  # the events have begun: the status is out
         self.answered = False  # the last byte is out
@@ -45,31 +43,26 @@ class Reply:
             self.streaming = (
                 True  # only now: the server makes us wait, before it writes, for a client that does not read
             )
-        await self._body(data + DONE if last else data, more=not last)
+        await self._body(data, more=not last)
 
-    async def fail(self, error: ApiError, headers: Headers | None = None) -> None:
-        """Tell the client of `error`, in whichever form is still open."""
+    async def fail(self, status: int, body: bytes, headers: Headers, events: bytes) -> None:
+        """Tell the client of a failure in the form still open: an answer of its own, or a stream's last events."""
         if self.answered:
             return
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await self._fail(error, headers or [])
+                if self.streaming:
+                    await self.events(events, last=True)
+                elif not self.status:
+                    await self.json(body, status, headers)
+                else:  # of an answer in one piece the headers are out: that it breaks off is all that can be told
+                    self.answered = True
         except TimeoutError:
             self.answered = True
-        self.status = error.status  # for our own count; of a stream the client has read 200
-
-    async def _fail(self, error: ApiError, headers: Headers) -> None:
-        if self.streaming:
-            await self.events(b"data: " + error.body() + b"\n\n", last=True)
-        elif not self.status:
-            extra = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-            await self.json(error.body(), error.status, [*extra, *headers])
-        else:  # of an answer in one piece the headers are out: that it breaks off is all that can be told
-            self.answered = True
+        self.status = status  # for our own count; of a stream the client has read 200
 
     async def _start(self, status: int, headers: Headers) -> None:
-        headers.append((b"x-request-id", self._request_id))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]})
         self.status = status
 
     async def _body(self, data: bytes, *, more: bool) -> None:

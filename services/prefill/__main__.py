@@ -9,12 +9,14 @@ from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.process import drain, new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.structured.masks import MaskMaker
+from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.kv.events import block_changes
 from engine.loop import start_engine
-from engine.model.resolve import served_name
+from engine.model.resolve import model_dir, served_name
 from engine.ports import max_request_pages
 from engine.profiler import EngineProfiler
 from services.prefill.config import PrefillSettings
@@ -52,6 +54,12 @@ async def main(settings: PrefillSettings) -> None:
             transfer,
             metrics=metrics,
             bootstrap_timeout_s=settings.bootstrap_timeout_s,
+            masks=MaskMaker(
+                lambda: model_dir(settings.model, settings.home),
+                engine.engine.vocab_size,
+                engine.engine.eos_token_ids,
+                ConstraintMetrics(metrics.registry),
+            ),
         )
         adapters = engine.engine.adapters
         record = record_maker(

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 
@@ -30,6 +32,7 @@ from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.heartbeats import heartbeat_of
 from components.messaging.service import Endpoint
 from components.routing.local_prefill import PromptLoad, PromptRate
+from components.structured.masks import MaskMaker
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
@@ -39,7 +42,7 @@ from components.wire.rooms import CloseRoom, KvComing, OpenRoom, PagesOffered, R
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
-from engine.ports import EngineRequest, Phase, StepOutput
+from engine.ports import EngineRequest, Phase, StepOutput, TokenMask
 from engine.sampling.wire import sampling_params
 from services.prefill.jobs import NEXT, PrefillJob, PrefillState
 
@@ -61,6 +64,7 @@ class PrefillService:
         *,
         metrics: WorkerMetrics,
         bootstrap_timeout_s: float | None = None,  # how long a room waits for decode's pages
+        masks: MaskMaker | None = None,  # None: prompts with a constraint are refused
     ) -> None:
         self._bus = bus
         self._registration = registration
@@ -69,6 +73,7 @@ class PrefillService:
         self._transfer = transfer
         self._metrics = metrics
         self._bootstrap_timeout_s = bootstrap_timeout_s
+        self._masks = masks
         self._jobs: dict[str, PrefillJob] = {}
         self._none = asyncio.Event()  # no jobs
         self._none.set()
@@ -215,15 +220,24 @@ class PrefillService:
         self._accepted += 1
         number = self._accepted
         self._none.clear()
-        submitted = self._engine.post(lambda engine: engine.submit(prompt))
-        submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
         try:
+            if request.sampling.constraint is not None:
+                prompt = replace(prompt, mask=await self._mask_of(request, prompt.token_ids))
+            submitted = self._engine.post(lambda engine: engine.submit(prompt))
+            submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
             bootstrap, job.room = await self._open_room(request)
         except BaseException:
             self._forget(job)
             raise
         job.task = asyncio.create_task(self._run(job, bootstrap), name=f"prefill {request.request_id}")
         return PrefillAccepted(room=job.room.room, stamp=job.room.stamp, number=number)
+
+    async def _mask_of(self, request: PrefillRequest, token_ids: Sequence[int]) -> TokenMask | None:
+        """What the first token may be. Raises: Rejected."""
+        if self._masks is None:
+            raise Rejected("this instance has no masks for constraints")
+        with tracer.start_as_current_span("prefill.compile"):
+            return await self._masks.mask_of(request.sampling, token_ids)
 
     @cached_property
     def _checksums(self) -> PageChecksums:

@@ -169,6 +169,9 @@ def test_each_branch_has_a_mask_of_its_own(tiny: LoadedModel) -> None:
         def fork(self) -> "Countdown":
             return Countdown(self.last)
 
+        is_complete = False
+        fault = None
+
     seen = run(make_engine(tiny), [EngineRequest("r", prompt(20), sampled(6, n=4), mask=Countdown(30))])
     assert all_branches(seen, "r", 4) == [[29, 28, 27, 26, 25, 24]] * 4
 

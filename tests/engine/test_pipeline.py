@@ -378,6 +378,9 @@ def test_nothing_waits_for_the_device_between_launch_and_result(
 
 
 class AllowsAll:
+    is_complete = False
+    fault: str | None = None
+
     def fill(self, allowed: npt.NDArray[np.int32]) -> None:
         allowed[:] = -1
 

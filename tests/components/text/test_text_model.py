@@ -67,8 +67,8 @@ def test_a_directory_without_tokenizer_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_a_template_that_refuses_gives_its_reason() -> None:
-    with pytest.raises(Rejected, match="a tool turn needs its call") as caught:
-        tiny_text_model().render([{"role": "tool", "content": "42"}])
+    with pytest.raises(Rejected, match="nobody may speak") as caught:
+        tiny_text_model().render([{"role": "user", "content": "42", "name": "nobody"}])
     assert caught.value.fields["param"] == "messages"
 
 

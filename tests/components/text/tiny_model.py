@@ -6,7 +6,7 @@ from components.text.tokenizer import TextModel
 
 TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m.role == 'tool' and not m.tool_call_id %}{{ raise_exception('a tool turn needs its call') }}{% endif %}"
+    "{% if m.role == 'user' and m.name == 'nobody' %}{{ raise_exception('nobody may speak') }}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

@@ -12,7 +12,7 @@ from components.errors import MalformedMessage
 from components.wire.codec import pack, unpack
 from components.wire.generate import GenerateRequest
 from components.wire.prefill import PrefillRequest
-from components.wire.sampling import Sampling, pack_bias, unpack_bias
+from components.wire.sampling import Constraint, Sampling, pack_bias, unpack_bias
 from engine.ports import SamplingParams
 from engine.sampling.wire import sampling_params
 
@@ -33,6 +33,9 @@ def samplings(draw: st.DrawFn) -> Sampling:
         logit_bias_ids=ids,
         logit_bias_values=values,
         num_generated=draw(INT32),
+        constraint=draw(
+            st.none() | st.builds(Constraint, kind=st.sampled_from(["json_schema", "regex", "lark"]), text=st.text())
+        ),
     )
 
 
@@ -68,6 +71,7 @@ def test_sampling_arrives_as_it_left(sampling: Sampling) -> None:
         arrived = unpack(pack(message), type(message))
         assert arrived == message
         assert type(arrived.sampling) is Sampling
+        assert type(arrived.sampling.constraint) is type(sampling.constraint)
 
 
 @settings(deadline=None)
@@ -119,7 +123,9 @@ def test_every_parameter_of_the_message_reaches_the_engine() -> None:
     neutral = Sampling(max_tokens=9)
     assert sampling_params(neutral) == SamplingParams(9)
     changed = {f.name for f in fields(Sampling) if getattr(sampling, f.name) != getattr(neutral, f.name)}
-    assert changed == {f.name for f in fields(Sampling)} - {"max_tokens", "num_generated"}, "a field without a test"
+    assert changed == {f.name for f in fields(Sampling)} - {"max_tokens", "num_generated", "constraint"}, (
+        "a field without a test"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,6 +135,8 @@ def test_every_parameter_of_the_message_reaches_the_engine() -> None:
         ({"temperature": "warm"}, "sampling.temperature"),
         ({"stop_token_ids": [1]}, "sampling.stop_token_ids"),
         ({"max_tokens": None}, "sampling.max_tokens"),
+        ({"constraint": {"kind": "yaml", "text": ""}}, "sampling.constraint.kind"),
+        ({"constraint": "json"}, "sampling.constraint"),
     ],
 )
 def test_a_wrong_field_of_a_part_is_named_with_its_path(body: dict[str, Any], named: str) -> None:

@@ -21,7 +21,7 @@ from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, l
 from components.wire.plan import RolePlan
 from components.wire.rooms import OfferPages, RoomOk
 from components.wire.routes import Candidate
-from components.wire.sampling import Sampling
+from components.wire.sampling import Constraint, Sampling
 
 for module in pkgutil.iter_modules(components.wire.__path__):
     importlib.import_module(f"components.wire.{module.name}")
@@ -48,7 +48,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, args))
     if origin is Literal:
         return st.sampled_from(args)
-    if annotation in (Candidate, KvEndpoint, KvLayout, RolePlan, Sampling):
+    if annotation in (Candidate, Constraint, KvEndpoint, KvLayout, RolePlan, Sampling):
         return instances(annotation)
     return PLAIN[annotation]
 

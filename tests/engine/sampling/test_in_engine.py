@@ -46,6 +46,9 @@ VARIED: list[dict[str, Any]] = [
 class Cycle:
     """Allows one token after another, from a list that starts anew; counts what it was told."""
 
+    is_complete = False
+    fault: str | None = None
+
     def __init__(self, tokens: list[int], done: list[int] | None = None) -> None:
         self.tokens = tokens
         self.accepted = list(done or ())

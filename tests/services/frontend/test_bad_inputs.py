@@ -94,7 +94,7 @@ async def test_no_model_at_all_is_503_with_retry_after(http: httpx.AsyncClient, 
         ({"logit_bias": {"1": 101}}, "invalid_value", "logit_bias.1"),
         ({"min_tokens": 6, "max_tokens": 5}, "invalid_value", "min_tokens"),
         ({"min_tokens": CONTEXT + 1}, "invalid_value", "min_tokens"),
-        ({"messages": [{"role": "tool", "content": "42"}]}, None, "messages"),
+        ({"messages": [{"role": "user", "content": "42", "name": "nobody"}]}, None, "messages"),
     ],
 )
 async def test_a_wrong_chat_is_400_with_param(

@@ -1,0 +1,118 @@
+"""Tools in a request: those offered, which of them to call, and calls of earlier turns."""
+
+import json
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, JsonValue, PlainValidator
+
+from components.openai.fields import Strict, invalid
+
+MAX_TOOLS: Final = 128
+MAX_CALLS: Final = 256  # of one message
+TYPES: Final = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _parameters(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """What can be seen of a schema at a glance; one that constrains the answer is compiled, which finds the rest."""
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise invalid("must describe an object", at=".type")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict):
+        raise invalid("must be an object of schemas", at=".properties")
+    for name, inner in properties.items():
+        _check_property(inner, f".properties.{name}")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise invalid("must be a list of strings", at=".required")
+    return schema
+
+
+def _check_property(schema: JsonValue, at: str) -> None:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise invalid("must be a schema", at=at)
+    kinds = schema.get("type", [])
+    named = kinds if isinstance(kinds, list) else [kinds]
+    if not all(isinstance(kind, str) and kind in TYPES for kind in named):
+        raise invalid("must be a type of JSON Schema, or a list of them", at=f"{at}.type")
+
+
+class Function(Strict):
+    """What a tool does."""
+
+    name: Name
+    description: str | None = None
+    parameters: Annotated[dict[str, JsonValue], AfterValidator(_parameters)] | None = (
+        None  # JSON Schema; None: it has none
+    )
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A function that the model may ask its user to call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: what was not said is not there, except for the parameters, which templates walk."""
+        told = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        told.setdefault("parameters", {"type": "object", "properties": {}})
+        return {"type": "function", "function": told}
+
+
+class ToolChoice(NamedTuple):
+    """Which tools the model calls; `name` with "named" alone."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    name: str = ""
+
+
+def _choice(value: JsonValue) -> ToolChoice | None:
+    if value is None:
+        return None
+    if value in {"none", "auto", "required"} if isinstance(value, str) else False:
+        return ToolChoice(value)  # type: ignore[arg-type]
+    named = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if not isinstance(value, dict) or not isinstance(named, dict) or not isinstance(name, str):
+        raise invalid("must be 'none', 'auto', 'required', or {'type': 'function', 'function': {'name': …}}")
+    unknown = [key for key in value if key not in {"type", "function"}] or [key for key in named if key != "name"]
+    if unknown:
+        raise invalid(f"has a field that is not known, {unknown[0][:64]!r}")
+    return ToolChoice("named", name)
+
+
+class CalledFunction(Strict):
+    """What was called, and with what."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str  # JSON as the model wrote it, which it may have got wrong
+
+
+class CalledTool(Strict):
+    """A call that the model made in an earlier turn."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # clients that put a call together from a stream leave it there
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: arguments as an object, or as the text that they are if they are none."""
+        arguments: Any = self.function.arguments
+        try:
+            read = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            read = None
+        if isinstance(read, dict):
+            arguments = read
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+ToolChoiceField = Annotated[
+    ToolChoice | None, PlainValidator(_choice, json_schema_input_type=str | dict[str, JsonValue] | None)
+]

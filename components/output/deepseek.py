@@ -1,0 +1,57 @@
+# ruff: noqa: RUF001, RUF002  # the bars in DeepSeek's tokens are wide
+"""DeepSeek's calls: special tokens around each of them and around all.
+
+V3 and R1 write `function<｜tool▁sep｜>name`, a line end, and the arguments in a fence; V3.1 writes `name<｜tool▁sep｜>{…}`.
+"""
+
+from typing import Final
+
+from components.output.json_calls import arguments
+from components.output.reader import Reader, Steps
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR: Final = "<｜tool▁sep｜>"
+
+
+def deepseek(r: Reader) -> Steps[None]:
+    """Either of the two ways."""
+    while begin := (yield from r.until([CALLS, CALL], r.say)):
+        r.hold()
+        if begin == CALLS:
+            r.skip(len(CALLS))
+            yield from r.spaces()
+        if not (yield from _call(r)):
+            r.give_back(len(begin))
+            continue
+        while True:
+            yield from r.spaces()
+            r.hold()
+            if not (yield from _call(r)):
+                r.give_back()
+                break
+        yield from r.closing(CALLS_END)
+
+
+def _call(r: Reader) -> Steps[bool]:
+    if not (yield from r.literal(CALL)):
+        return False
+    head: list[str] = []
+    if (yield from r.until([SEPARATOR, CALL, CALL_END], head.append)) != SEPARATOR:
+        return False
+    r.skip(len(SEPARATOR))
+    yield from r.spaces()
+    if (yield from r.char()) != "{":  # then the head was the call's type, and now comes its name
+        head.clear()
+        yield from r.until(["\n", "```", "{", CALL_END], head.append)
+        yield from r.spaces()
+        yield from r.literal("```json")
+        yield from r.spaces()
+    name = "".join(head).strip()
+    if not name or (yield from r.char()) != "{":
+        return False
+    r.begin_call(name)
+    yield from arguments(r, [CALL_END, CALLS_END])
+    yield from r.spaces("`")
+    yield from r.closing(CALL_END)
+    return True

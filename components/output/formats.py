@@ -1,0 +1,187 @@
+"""The formats by name, and which one a model's chat template asks for."""
+
+import random
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Self
+from uuid import uuid4
+
+from components.output.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, deepseek
+from components.output.grammar import CallStyle
+from components.output.json_calls import (
+    ARGS,
+    CALL_ID,
+    HERMES,
+    PYTHON_TAG,
+    TOOL_CALLS,
+    hermes,
+    llama3_json,
+    mistral,
+    plain_json,
+)
+from components.output.pythonic import END, START, pythonic
+from components.output.qwen3_coder import FUNCTION, qwen3_coder
+from components.output.reader import Format
+from components.output.reasoning import MISTRAL_THINK, THINK
+from components.text.template_names import variables_of
+
+ToolParserName = Literal[
+    "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "qwen3_coder", "pythonic", "json"
+]
+ReasoningParserName = Literal["qwen3", "deepseek_r1", "mistral", "none"]
+
+
+def call_id() -> str:
+    """An id as OpenAI's look."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+def mistral_id() -> str:
+    """An id as Mistral's templates insist on."""
+    return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls."""
+
+    name: ToolParserName
+    read: Format
+    tokens: tuple[str, ...] = ()  # it is made of; those that are special tokens have to be shown to it
+    style: CallStyle | None = None  # for a grammar; None: calls that are held to one are written as plain JSON
+    new_id: Callable[[], str] = call_id
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """One way to set reasoning apart."""
+
+    name: ReasoningParserName
+    begin: str
+    end: str
+    always: bool = False  # the model reasons unless the prompt says that it has: it may leave out `begin`
+
+
+_DEEPSEEK: Final = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
+_MISTRAL: Final = (TOOL_CALLS, ARGS, CALL_ID)
+MISTRAL_NAMED: Final = CallStyle(
+    TOOL_CALLS + "{}" + ARGS, "", "", marker=TOOL_CALLS
+)  # since version 11 of its tokenizer
+PLAIN_JSON: Final = ToolFormat(
+    "json", plain_json, style=CallStyle('{"name": "{}", "arguments": ', "}", ", ", before="[", after="]")
+)
+TOOL_FORMATS: Final[dict[ToolParserName, ToolFormat]] = {
+    f.name: f
+    for f in (
+        ToolFormat(
+            "hermes",
+            hermes,
+            HERMES,
+            CallStyle(HERMES[0] + '\n{"name": "{}", "arguments": ', "}\n" + HERMES[1], "\n", marker=HERMES[0]),
+        ),
+        ToolFormat("llama3_json", llama3_json, (PYTHON_TAG,), CallStyle('{"name": "{}", "parameters": ', "}", "; ")),
+        ToolFormat(
+            "mistral",
+            mistral,
+            _MISTRAL,
+            CallStyle('{"name": "{}", "arguments": ', "}", ", ", TOOL_CALLS + " [", "]", marker=TOOL_CALLS),
+            mistral_id,
+        ),
+        ToolFormat(
+            "deepseek_v3",
+            deepseek,
+            _DEEPSEEK,
+            CallStyle(
+                f"{CALL}function{SEPARATOR}{{}}\n```json\n", f"\n```{CALL_END}", "\n", CALLS, CALLS_END, marker=CALLS
+            ),
+        ),
+        ToolFormat(
+            "deepseek_v31",
+            deepseek,
+            _DEEPSEEK,
+            CallStyle(f"{CALL}{{}}{SEPARATOR}", CALL_END, "", CALLS, CALLS_END, marker=CALLS),
+        ),
+        ToolFormat("qwen3_coder", qwen3_coder, HERMES),
+        ToolFormat("pythonic", pythonic, (START, END)),
+        PLAIN_JSON,
+    )
+}
+REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
+    f.name: f
+    for f in (
+        ReasoningFormat("qwen3", *THINK),
+        ReasoningFormat("deepseek_r1", *THINK, always=True),
+        ReasoningFormat("mistral", *MISTRAL_THINK),
+    )
+}
+
+
+def tool_format_of(template: str, name: ToolParserName | None = None) -> ToolFormat:
+    """The format called `name`, else the one that `template` shows the model, where it tells of calls or repeats some."""
+    found = TOOL_FORMATS[name or _shown_by(template)]
+    return replace(found, style=MISTRAL_NAMED) if found.name == "mistral" and ARGS in template else found
+
+
+def _shown_by(template: str) -> ToolParserName:
+    if FUNCTION in template and HERMES[0] in template:
+        return "qwen3_coder"
+    if CALLS in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    return next((name for mark, name in _MARKS if mark in template), "hermes")
+
+
+_MARKS: Final[tuple[tuple[str, ToolParserName], ...]] = (
+    (HERMES[0], "hermes"),
+    (TOOL_CALLS, "mistral"),
+    (START, "pythonic"),
+    (PYTHON_TAG, "llama3_json"),
+    ('"parameters": ', "llama3_json"),  # as Llama 3.2's does, without a tag
+    ("[func_name", "pythonic"),
+    ("ipython", "llama3_json"),
+)
+
+
+def reasoning_format_of(template: str) -> ReasoningFormat | None:
+    """The format that `template` shows the model, or opens for it; None, when it speaks of no reasoning."""
+    for name in ("qwen3", "mistral"):
+        found = REASONING_FORMATS[name]
+        if found.begin in template or found.end in template:
+            return found
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOptions:
+    """What an operator may say of a model's formats; what is not said, the chat template tells."""
+
+    tool_format: Literal["auto", "template", "hermes"] = (
+        "auto"  # who tells the model of tools; auto: the template, if it can
+    )
+    tool_parser: ToolParserName | None = None
+    reasoning_parser: ReasoningParserName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormats:
+    """How one model calls tools and reasons."""
+
+    tools: ToolFormat | None  # None: tools cannot be offered to it
+    instructed: bool  # the model is told of tools in words of ours, as its template has none
+    reasoning: ReasoningFormat | None
+
+    @classmethod
+    def of(cls, template: str, options: FormatOptions) -> Self:
+        """By the chat template. Raises: ValueError, when the options contradict it."""
+        told = "tools" in variables_of(template)
+        ours = options.tool_format == "hermes" or (options.tool_format == "auto" and not told)
+        if ours and options.tool_parser not in {None, "hermes"}:
+            raise ValueError(
+                f"--tool-parser {options.tool_parser} needs a model whose chat template speaks of tools, and --tool-format "
+                "auto or template: otherwise the model is told to write calls as hermes has them"
+            )
+        chosen = TOOL_FORMATS["hermes"] if ours else tool_format_of(template, options.tool_parser)
+        reasoning = reasoning_format_of(template)
+        if options.reasoning_parser is not None:
+            reasoning = REASONING_FORMATS.get(options.reasoning_parser)
+        return cls(chosen if ours or told or options.tool_parser else None, ours, reasoning)

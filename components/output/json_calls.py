@@ -1,0 +1,176 @@
+"""Calls written as JSON objects, `{"name": …, "arguments": {…}}`, behind a marker, in a list, or bare."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from components.output.reader import Reader, Steps
+
+ARGUMENTS: Final = ("arguments", "parameters")  # the keys under which models put them
+OTHER_KEYS: Final = ("type", "id")  # which a bare call may have too; with any further one an object is an answer
+HERMES: Final = ("<tool_call>", "</tool_call>")
+PYTHON_TAG: Final = "<|python_tag|>"
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+def hermes(r: Reader) -> Steps[None]:
+    """Hermes, Qwen 2.5 and 3, and many after them: `<tool_call>{…}</tool_call>`."""
+    begin, end = HERMES
+    while (yield from r.until([begin], r.say)):
+        r.hold()
+        r.skip(len(begin))
+        yield from r.spaces()
+        if (yield from call_object(r, [end])):
+            yield from r.closing(end)
+        else:
+            r.give_back(len(begin))
+
+
+def llama3_json(r: Reader) -> Steps[None]:
+    """Llama 3: the answer is a call, or several behind semicolons, or they follow a tag."""
+    yield from _bare(r, [PYTHON_TAG])
+    while (yield from r.until([PYTHON_TAG], r.say)):
+        r.hold()
+        r.skip(len(PYTHON_TAG))
+        yield from r.spaces()
+        if (yield from call_object(r, [PYTHON_TAG])):
+            yield from _more(r, ";", [PYTHON_TAG])
+        else:
+            r.give_back(len(PYTHON_TAG))
+
+
+def plain_json(r: Reader) -> Steps[None]:
+    """The answer is a call or a list of calls, and nothing else."""
+    yield from _bare(r, [])
+    yield from r.until([], r.say)
+
+
+def mistral(r: Reader) -> Steps[None]:
+    """Mistral: a list behind one token, or since version 11 of its tokenizer `f[ARGS]{…}` behind a token each."""
+    while (yield from r.until([TOOL_CALLS], r.say)):
+        r.hold()
+        r.skip(len(TOOL_CALLS))
+        yield from r.spaces()
+        if (yield from r.literal("[")):
+            yield from r.spaces()
+            if (yield from call_object(r, [TOOL_CALLS])):
+                yield from _more(r, ",", [TOOL_CALLS])
+                yield from r.closing("]")
+                continue
+        elif (yield from _named(r)):
+            continue
+        r.give_back(len(TOOL_CALLS))
+
+
+def _named(r: Reader) -> Steps[bool]:
+    """`f[ARGS]{…}`; in between there may be an id, or nothing."""
+    name: list[str] = []
+    yield from r.until([ARGS, CALL_ID, "{", "\n", TOOL_CALLS], name.append)
+    if (yield from r.literal(CALL_ID)):
+        yield from r.until([ARGS, "{", "\n", TOOL_CALLS], _ignore)
+    yield from r.literal(ARGS)
+    yield from r.spaces()
+    called = "".join(name).strip()
+    if not called or (yield from r.char()) != "{":
+        return False
+    r.begin_call(called)
+    yield from arguments(r, [TOOL_CALLS])
+    return True
+
+
+def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
+    """A call, or several in a list or behind semicolons, at the beginning of the text."""
+    r.hold()
+    yield from r.spaces()
+    listed = yield from r.literal("[")
+    yield from r.spaces()
+    if (yield from call_object(r, ends, bare=True)):
+        yield from _more(r, "," if listed else ";", ends)
+        if listed:
+            yield from r.closing("]")
+    else:
+        r.give_back()
+
+
+def _more(r: Reader, separator: str, ends: Sequence[str]) -> Steps[None]:
+    """Further objects; each one's separator is text if no call follows it."""
+    while True:
+        yield from r.spaces()
+        r.hold()
+        if not (yield from r.literal(separator)):
+            return r.release()
+        yield from r.spaces()
+        if not (yield from call_object(r, ends)):
+            return r.give_back()
+
+
+def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[bool]:
+    """One object, its keys in any order, and spaces and superfluous brackets behind it, of which models miscount.
+
+    Args:
+        r: stands in front of it.
+        ends: what ends the arguments where they are no JSON.
+        bare: nothing but its content tells it from an answer in JSON: it must name a tool that was offered, have arguments,
+            and nothing that calls do not have.
+    Returns: whether it became a call; what stands behind its arguments cannot change that.
+    """
+    if not (yield from r.literal("{")):
+        return False
+    name: str | None = None
+    early: list[str] = []  # arguments that came before their name
+    while True:
+        key = yield from _key(r)
+        if key in ARGUMENTS and name is not None and (yield from r.char()) == "{":
+            r.begin_call(name)
+            yield from arguments(r, ends)
+            yield from _rest(r)
+            return True
+        if key == "name" and name is None:
+            name = yield from r.string()
+            right = name is not None and (name in r.tools if bare else name != "")
+        elif key in ARGUMENTS:
+            right = not early and (yield from r.char()) == "{" and (yield from r.value(early.append))
+        else:
+            right = key is not None and (key in OTHER_KEYS or not bare) and (yield from r.value(_ignore))
+        if not right:
+            return False
+        yield from r.spaces()
+        if not (yield from r.literal(",")):
+            break
+    if not (yield from r.literal("}")) or name is None or (bare and not early):
+        return False
+    r.begin_call(name)
+    r.argue("".join(early) or "{}")
+    r.end_call()
+    yield from r.spaces("}")
+    return True
+
+
+def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
+    """The arguments of the call that has begun; where they are no JSON, everything up to one of `ends`, as it is."""
+    if not (yield from r.value(r.argue)):
+        yield from r.until(ends, r.argue)
+    r.end_call()
+
+
+def _rest(r: Reader) -> Steps[None]:
+    """What follows name and arguments."""
+    yield from r.spaces()
+    while (yield from r.literal(",")):
+        if (yield from _key(r)) is None or not (yield from r.value(_ignore)):
+            return
+        yield from r.spaces()
+    yield from r.spaces("}")
+
+
+def _key(r: Reader) -> Steps[str | None]:
+    """A key and its colon."""
+    yield from r.spaces()
+    key = yield from r.string()
+    yield from r.spaces()
+    colon = yield from r.literal(":")
+    yield from r.spaces()
+    return key if colon else None
+
+
+def _ignore(_: str) -> None:
+    """Nobody asks for it."""

@@ -1,0 +1,99 @@
+"""Calls written in Python, `[f(a="x"), g()]`, as Llama 4 does. A call's arguments come when it is whole."""
+
+import ast
+import json
+import warnings
+from collections.abc import Container
+from typing import Any, Final
+
+from components.output.reader import Reader, Steps
+
+START, END = "<|python_start|>", "<|python_end|>"
+LONGEST: Final = 65536  # characters that are given to Python's parser
+
+
+def pythonic(r: Reader) -> Steps[None]:
+    """The answer is a list of calls of tools that were offered."""
+    r.hold()
+    yield from r.spaces()
+    yield from r.literal(START)
+    if not ((yield from r.literal("[")) and (yield from _calls(r))):
+        r.give_back()
+    yield from r.until([], r.say)
+
+
+def _calls(r: Reader) -> Steps[bool]:
+    """The list's calls and its end. Returns: False, with what follows the last call held, when that is none."""
+    while True:
+        yield from r.spaces()
+        call = _read((yield from _source(r)), r.tools)
+        if call is None:
+            return False
+        name, arguments = call
+        r.begin_call(name)
+        r.argue(arguments)
+        r.end_call()
+        yield from r.spaces()
+        r.hold()
+        if not (yield from r.literal(",")):
+            yield from r.literal("]")
+            yield from r.closing(END)
+            r.release()
+            return True
+
+
+def _source(r: Reader) -> Steps[str]:
+    """Past `name(…)`, with strings and brackets in mind. Returns: what stands there; "" when it is something else."""
+    source: list[str] = []
+    depth = 0
+    quote = ""
+    while char := (yield from r.char()):
+        r.skip()
+        source.append(char)
+        if quote:
+            if char == "\\":
+                source.append((yield from r.char()))
+                r.skip(len(source[-1]))
+            elif char == quote:
+                quote = ""
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if not depth:
+                return "".join(source)
+        elif not depth and not (char.isalnum() or char in "_.-"):
+            return ""
+        elif char in "'\"":
+            quote = char
+    return ""
+
+
+def _read(source: str, tools: Container[str]) -> tuple[str, str] | None:
+    """Name and arguments of a call of constants by keyword."""
+    name, _, rest = source.partition("(")
+    if name not in tools:
+        return None
+    try:
+        call = _parse(f"f({rest}")
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            return None
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def python_value(source: str) -> Any:
+    """The constant that `source` is. Raises: ValueError, RecursionError."""
+    return ast.literal_eval(_parse(source))
+
+
+def _parse(source: str) -> ast.expr:
+    if len(source) > LONGEST:
+        raise ValueError("too long to parse")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that are none
+            return ast.parse(source, mode="eval").body
+    except (SyntaxError, MemoryError) as exc:
+        raise ValueError("no Python") from exc

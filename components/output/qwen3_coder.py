@@ -1,0 +1,106 @@
+"""Qwen3-Coder's calls: an element for the function and one for each parameter, typed by the tool's schema alone."""
+
+import json
+from typing import Final
+
+from pydantic import JsonValue
+
+from components.output.pythonic import python_value
+from components.output.reader import Reader, Schema, Steps
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+VALUE_ENDS: Final = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END, "\n" + CALL_END)
+
+
+def qwen3_coder(r: Reader) -> Steps[None]:
+    r"""`<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>`, maybe without the outermost."""
+    while begin := (yield from r.until([CALL, FUNCTION], r.say)):
+        r.hold()
+        if begin == CALL:
+            r.skip(len(CALL))
+            yield from r.spaces()
+        name = (yield from _tag(r)) if (yield from r.literal(FUNCTION)) else ""
+        if not name:
+            r.give_back(len(begin))
+            continue
+        r.begin_call(name)
+        yield from _parameters(r, _properties(r.tools.get(name)))
+        yield from r.spaces()
+        yield from r.closing(CALL_END)
+
+
+def _tag(r: Reader) -> Steps[str]:
+    """The rest of `<parameter=a>`: what it names, or nothing."""
+    name: list[str] = []
+    if (yield from r.until([">", "<", "\n"], name.append)) != ">":
+        return ""
+    r.skip()
+    return "".join(name).strip()
+
+
+def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
+    """All of them, up to the function's end; one that is cut off leaves the object open, so that it is seen."""
+    r.argue("{")
+    comma = ""
+    while (yield from r.until([PARAMETER, FUNCTION_END, CALL_END], _ignore)) == PARAMETER:
+        r.skip(len(PARAMETER))
+        if not (name := (yield from _tag(r))):
+            continue
+        r.argue(f"{comma}{json.dumps(name, ensure_ascii=False)}: ")
+        comma = ", "
+        yield from r.literal("\n")
+        if not (yield from _value(r, schemas.get(name))):
+            return
+    if (yield from r.char()):
+        r.argue("}")
+        r.end_call()
+    yield from r.closing(FUNCTION_END)
+
+
+def _value(r: Reader, schema: JsonValue) -> Steps[bool]:
+    """Text as it comes, anything else once it is whole. Returns: whether the value has an end."""
+    if _is_text(schema):
+        r.argue('"')
+        end = yield from r.until(VALUE_ENDS, lambda text: r.argue(json.dumps(text, ensure_ascii=False)[1:-1]))
+        if end:
+            r.argue('"')
+    else:
+        value: list[str] = []
+        end = yield from r.until(VALUE_ENDS, value.append)
+        if end:
+            r.argue(_as_json("".join(value).strip()))
+    yield from r.literal("\n")
+    yield from r.closing(PARAMETER_END)
+    return bool(end)
+
+
+def _properties(schema: Schema | None) -> Schema:
+    found = (schema or {}).get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def _is_text(schema: JsonValue) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    choices = schema.get("enum")
+    texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+    return texts or schema.get("type") == "string"
+
+
+def _as_json(text: str) -> str:
+    """The value that `text` is in JSON or in Python, else a string."""
+    constants = {"true": "true", "false": "false", "null": "null", "none": "null"}
+    if (constant := constants.get(text.lower())) is not None:
+        return constant
+    for read in (json.loads, python_value):
+        try:
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, RecursionError):
+            continue
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _ignore(_: str) -> None:
+    """Line ends between elements."""

@@ -1,0 +1,342 @@
+"""A model's text as it arrives, read by generators that wait where it stops: what the formats of tool calls are written with.
+
+A format is a generator function over a `Reader`, in straight lines, as if the whole text were there. It yields, nothing, where
+the text so far does not tell how to go on, and is resumed when there is more.
+"""
+
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import groupby
+from typing import Final, NamedTuple, TypeVar
+
+from pydantic import JsonValue
+
+from components.output.calls import CallDelta
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Schema = Mapping[str, JsonValue]  # JSON Schema
+Format = Callable[["Reader"], Steps[None]]
+
+SPACES: Final = " \t\r\n"
+LONGEST_WORD: Final = 400  # characters of a number: more than a double has
+_SPACES: Final = re.compile(r"[ \t\r\n]*")
+_PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')  # of a JSON string
+_WORD: Final = re.compile(r"[-+.0-9A-Za-z]*")  # a number, true, false or null
+_NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_HEX: Final = "0123456789abcdefABCDEF"
+_RAW: Final = {
+    "\n": "\\n",
+    "\r": "\\r",
+    "\t": "\\t",
+    "\b": "\\b",
+    "\f": "\\f",
+}  # models forget to escape these in strings
+
+
+class Found(NamedTuple):
+    """What is new: text of the answer, and of calls."""
+
+    text: str
+    calls: Sequence[CallDelta]
+
+
+class Enough(Exception):
+    """Nothing that follows will be read."""
+
+
+class Reader:
+    """One generated text on its way through a format."""
+
+    def __init__(
+        self, read: Format, tools: Mapping[str, Schema], new_id: Callable[[], str], *, single: bool = False
+    ) -> None:
+        """`tools`: those offered, by name, with their parameters; `single`: nothing is read behind the first call."""
+        self.tools = tools
+        self.done = False  # nothing that follows will be read
+        self.num_calls = 0
+        self._new_id = new_id
+        self._single = single
+        self._buffer = ""
+        self._at = 0
+        self._mark: int | None = None  # where to go back to, if what follows is no call
+        self._ended = False
+        self._text: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._spaces = ""  # behind the answer's text so far: shown when more follows, or when no call does
+        self._said = False
+        self._steps = read(self)
+
+    def feed(self, text: str) -> Found:
+        """Read on."""
+        if self.done:
+            return Found("", ())
+        keep = self._at if self._mark is None else self._mark
+        self._buffer = self._buffer[keep:] + text
+        self._at -= keep
+        if self._mark is not None:
+            self._mark = 0
+        return self._resume()
+
+    def end(self) -> Found:
+        """The text is over."""
+        self._ended = True
+        return Found("", ()) if self.done else self._resume()
+
+    def _resume(self) -> Found:
+        try:
+            next(self._steps)
+        except (StopIteration, Enough):
+            self.done = True
+            if not self.num_calls and self._spaces:
+                self._text.append(self._spaces)
+        found = Found("".join(self._text), _joined(self._calls) if self._calls else ())
+        self._text, self._calls = [], []
+        return found
+
+    # what formats read with
+
+    def char(self) -> Steps[str]:
+        """The next character, left where it is; "" at the end."""
+        while self._at >= len(self._buffer):
+            if self._ended:
+                return ""
+            yield
+        return self._buffer[self._at]
+
+    def skip(self, count: int = 1) -> None:
+        """Past characters that were looked at."""
+        self._at += count
+
+    def spaces(self, also: str = "") -> Steps[None]:
+        """Past spaces."""
+        while (char := (yield from self.char())) and (char in SPACES or char in also):
+            self._at += 1
+
+    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Past everything that `pattern`, one that matches any number of characters of a kind, matches."""
+        found = []
+        while (yield from self.char()):
+            match = pattern.match(self._buffer, self._at)
+            assert match is not None
+            found.append(match[0])
+            self._at = match.end()
+            if self._at < len(self._buffer):
+                break
+        return "".join(found)
+
+    def literal(self, text: str) -> Steps[bool]:
+        """Past `text`, if that is what follows."""
+        for i in range(len(text)):
+            while self._at + i >= len(self._buffer):
+                if self._ended:
+                    return False
+                yield
+            if self._buffer[self._at + i] != text[i]:
+                return False
+        self._at += len(text)
+        return True
+
+    def closing(self, text: str) -> Steps[None]:
+        """Past `text`, or the beginning of it where the whole text is cut off, if that is what follows."""
+        if not (yield from self.literal(text)) and self._ended and text.startswith(self._buffer[self._at :]):
+            self._at = len(self._buffer)
+
+    def until(self, markers: Sequence[str], tell: Callable[[str], None]) -> Steps[str]:
+        """Pass on what stands before the first of `markers` and stop in front of it. Returns: which it is; "" at the end."""
+        while True:
+            found = [(at, marker) for marker in markers if (at := self._buffer.find(marker, self._at)) >= 0]
+            # of two that begin together the longer one counts
+            at, marker = min(found, key=lambda hit: (hit[0], -len(hit[1])), default=(len(self._buffer), ""))
+            if not marker and not self._ended:
+                at -= beginning(self._buffer, self._at, markers)
+            if at > self._at:
+                tell(self._buffer[self._at : at])
+                self._at = at
+            if marker or self._ended:
+                return marker
+            yield
+
+    def hold(self) -> None:
+        """What follows may be a call."""
+        self._mark = self._at
+
+    def give_back(self, count: int = 0) -> None:
+        """It is none: its first `count` characters are text, and the rest may be anything."""
+        assert self._mark is not None
+        self._at, self._mark = self._mark + count, None
+        if count:
+            self.say(self._buffer[self._at - count : self._at])
+
+    def release(self) -> None:
+        """What was held is over."""
+        self._mark = None
+
+    # what formats find
+
+    def say(self, text: str) -> None:
+        """Text of the answer. Spaces around calls belong to the format, not to the answer."""
+        whole = self._spaces + text
+        shown = whole.rstrip(SPACES)
+        if not shown:
+            self._spaces = whole
+            return
+        self._spaces = whole[len(shown) :]
+        self._text.append(shown if self._said or not self.num_calls else shown.lstrip(SPACES))
+        self._said = True
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        """A call, beyond doubt: from here on nothing is given back."""
+        self._mark = None
+        self._calls.append(CallDelta(self.num_calls, call_id or self._new_id(), name, ""))
+        self.num_calls += 1
+
+    def argue(self, text: str) -> None:
+        """More of the last call's arguments."""
+        self._calls.append(CallDelta(self.num_calls - 1, None, None, text))
+
+    def end_call(self) -> None:
+        """The last call is whole."""
+        if self._single:
+            raise Enough
+
+    # JSON
+
+    def string(self) -> Steps[str | None]:
+        """Past a JSON string without escapes, which names and keys do not need. Returns: what it says; None: it is none."""
+        if not (yield from self.literal('"')):
+            return None
+        text = yield from self.run(_PLAIN)
+        return text if (yield from self.literal('"')) else None
+
+    def value(self, tell: Callable[[str], None]) -> Steps[bool]:
+        """Pass on the characters of a JSON value as they come, numbers and names whole.
+
+        Returns: whether it was one; the text stands in front of what is wrong if not. Control characters in strings, which
+            models forget to escape, are passed on escaped.
+        """
+        opened: list[str] = []  # closing brackets to come
+        first = False  # an opening bracket stands just before
+        while True:
+            yield from self._pass_spaces(tell)
+            char = yield from self.char()
+            if first and char == opened[-1]:
+                pass  # an empty one
+            elif opened and opened[-1] == "}" and not (yield from self._key(tell)):
+                return False
+            else:
+                char = yield from self.char()
+                if char and char in "{[":
+                    self._pass(char, tell)
+                    opened.append("}" if char == "{" else "]")
+                    first = True
+                    continue
+                if not (yield from self._scalar(char, tell)):
+                    return False
+            first = False
+            while opened:  # behind a value, or in front of the bracket that closes an empty one
+                yield from self._pass_spaces(tell)
+                char = yield from self.char()
+                if char == opened[-1]:
+                    self._pass(char, tell)
+                    opened.pop()
+                elif char == ",":
+                    self._pass(char, tell)
+                    break
+                else:
+                    return False
+            if not opened:
+                return True
+
+    def _key(self, tell: Callable[[str], None]) -> Steps[bool]:
+        if not (yield from self._string(tell)):
+            return False
+        yield from self._pass_spaces(tell)
+        if (yield from self.char()) != ":":
+            return False
+        self._pass(":", tell)
+        yield from self._pass_spaces(tell)
+        return True
+
+    def _scalar(self, char: str, tell: Callable[[str], None]) -> Steps[bool]:
+        if char == '"':
+            return (yield from self._string(tell))
+        while True:
+            match = _WORD.match(self._buffer, self._at)
+            assert match is not None
+            if match.end() < len(self._buffer) or self._ended or len(match[0]) > LONGEST_WORD:
+                break
+            yield
+        word = match[0]
+        if word not in {"true", "false", "null"} and not _NUMBER.fullmatch(word):
+            return False
+        self._pass(word, tell)
+        return True
+
+    def _string(self, tell: Callable[[str], None]) -> Steps[bool]:
+        if (yield from self.char()) != '"':
+            return False
+        self._pass('"', tell)
+        while True:
+            match = _PLAIN.match(self._buffer, self._at)
+            assert match is not None
+            if match[0]:
+                self._pass(match[0], tell)
+            char = yield from self.char()
+            if char == '"':
+                self._pass('"', tell)
+                return True
+            if char == "\\":
+                if not (yield from self._escape(tell)):
+                    return False
+            elif not char:
+                return False
+            elif char < " ":
+                self._at += 1
+                tell(_RAW.get(char) or f"\\u{ord(char):04x}")
+
+    def _escape(self, tell: Callable[[str], None]) -> Steps[bool]:
+        """An escape sequence, passed on whole."""
+        sequence = "\\"
+        length = 2
+        while len(sequence) < length:
+            while self._at + len(sequence) >= len(self._buffer):
+                if self._ended:
+                    return False
+                yield
+            char = self._buffer[self._at + len(sequence)]
+            if len(sequence) == 1:
+                length = 6 if char == "u" else 2
+            if char not in ('"\\/bfnrtu' if len(sequence) == 1 else _HEX):
+                return False
+            sequence += char
+        self._pass(sequence, tell)
+        return True
+
+    def _pass_spaces(self, tell: Callable[[str], None]) -> Steps[None]:
+        if spaces := (yield from self.run(_SPACES)):
+            tell(spaces)
+
+    def _pass(self, text: str, tell: Callable[[str], None]) -> None:
+        self._at += len(text)
+        tell(text)
+
+
+def _joined(deltas: Sequence[CallDelta]) -> list[CallDelta]:
+    """One delta for each run of arguments."""
+    joined = []
+    for (index, name), run in groupby(deltas, key=lambda delta: (delta.index, delta.name)):
+        if name is None:
+            joined.append(CallDelta(index, None, None, "".join([delta.arguments for delta in run])))
+        else:
+            joined += run
+    return joined
+
+
+def beginning(text: str, start: int, markers: Sequence[str]) -> int:
+    """How many characters at the end of `text`, from `start` on, may be the beginning of a marker."""
+    longest = max(map(len, markers), default=1)
+    for at in range(max(start, len(text) - longest + 1), len(text)):
+        if any(marker.startswith(text[at:]) for marker in markers):
+            return len(text) - at
+    return 0

@@ -1,0 +1,81 @@
+"""What a model thinks before it answers, kept apart from the answer."""
+
+from typing import Final, NamedTuple
+
+from components.output.reader import SPACES, beginning
+
+THINK: Final = ("<think>", "</think>")
+MISTRAL_THINK: Final = ("[THINK]", "[/THINK]")
+
+
+class Thought(NamedTuple):
+    """What is new: of the reasoning, and of what follows it."""
+
+    reasoning: str
+    text: str
+
+
+class Reasoning:
+    """One generated text: reasoning between two markers at its beginning, then the answer, both without the spaces around them.
+
+    A text that does not begin with the first marker has no reasoning, unless the prompt ends with that marker already.
+    Reasoning that never ends is all there is.
+    """
+
+    __slots__ = ("_begin", "_end", "_held", "_inside", "_opened", "_said", "over")
+
+    def __init__(self, begin: str, end: str, *, opened: bool) -> None:
+        """`opened`: the prompt ends with `begin`."""
+        self.over = False  # all that follows is answer
+        self._begin = begin
+        self._end = end
+        self._opened = opened
+        self._inside: bool | None = None  # None: the text does not tell yet
+        self._held = ""
+        self._said = False  # something of the reasoning; once `over`, of the answer
+
+    def feed(self, text: str) -> Thought:
+        """Tell apart what has come."""
+        if self.over:
+            return Thought("", self._answer(text))
+        self._held += text
+        if self._inside is None:
+            head = self._held.lstrip(SPACES)
+            if self._begin.startswith(head):
+                return Thought("", "")
+            again = head.startswith(self._begin)  # models open it themselves, though the prompt did
+            self._inside = again or self._opened
+            if again:
+                self._held = head[len(self._begin) :]
+        return self._think() if self._inside else self._no_reasoning()
+
+    def flush(self) -> Thought:
+        """The text is over."""
+        if self.over:
+            return Thought("", "")
+        if not (self._inside or (self._inside is None and self._opened)):
+            return self._no_reasoning()
+        held, self._held = self._held, ""
+        return Thought((held if self._said else held.lstrip(SPACES)).rstrip(SPACES), "")
+
+    def _no_reasoning(self) -> Thought:
+        self.over = self._said = True
+        held, self._held = self._held, ""
+        return Thought("", held)
+
+    def _think(self) -> Thought:
+        held = self._held if self._said else self._held.lstrip(SPACES)
+        thought, end, text = held.partition(self._end)
+        if end:
+            self.over, self._said, self._held = True, False, ""
+            return Thought(thought.rstrip(SPACES), self._answer(text))
+        shown = held[: len(held) - beginning(held, 0, [self._end])].rstrip(SPACES)
+        self._said = self._said or bool(shown)
+        self._held = held[len(shown) :]
+        return Thought(shown, "")
+
+    def _answer(self, text: str) -> str:
+        if not self._said:
+            text = text.lstrip(SPACES)
+            self._said = bool(text)
+        return text

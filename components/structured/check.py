@@ -1,0 +1,102 @@
+"""Whether a constraint can be kept, found out by compiling it and taking a few steps. Bombs are for `sandbox`, not for this."""
+
+import json
+import random
+import re
+from typing import Final
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from pydantic_core import from_json
+
+from components.structured.grammar import as_lark, fault_of, start_matcher
+from components.structured.mask import GrammarMask
+from components.structured.schema import fault_in_schema
+from components.wire.sampling import Constraint
+
+STEPS: Final = 32  # of a text at random: what costs too much often does so soon
+LONGEST_REASON: Final = 300
+NOT_KEPT: Final = re.compile(r"^[a-z_]\w*\[[^\]\n]*\b(temperature)\s*=", re.MULTILINE)
+JSON_BEGINS: Final = re.compile(r"%json\s*(?={)")
+DECODER: Final = json.JSONDecoder()
+TOLD: Final = (  # what llguidance says, as far as it needs other words here; the first that fits
+    ("coerce_one_of", "'oneOf' is supported only for schemas that exclude one another; use 'anyOf'"),
+    ("NoExtension", "there is nothing that satisfies it"),
+    ("unknown special token", "it names a special token that this model does not have"),
+    ("recursion limit exceeded", "it is nested too deeply"),
+    ("is not present in a registry", "'$ref' and '$schema' may name nothing outside of the schema"),
+    ("Unimplemented keys", "it has keywords that are not supported: {}"),
+    ("items; max is", "it leaves too many ways open at once: {}"),
+    ("Too many items", "it leaves too many ways open at once"),
+    ("fuel", "it is too complex"),
+    ("too many expressions", "it is too complex"),
+    ("too large", "it is too complex"),
+    ("too big", "it is too complex"),
+)
+
+
+class Unusable(Exception):
+    """A constraint that cannot be kept; the message ends a sentence that says which."""
+
+
+def check(vocabulary: LLTokenizer, constraint: Constraint) -> Constraint:
+    """The constraint in the form in which the mesh carries it. Raises: Unusable."""
+    if constraint.kind == "json_schema":
+        _check_schema(constraint.text)
+    elif constraint.kind == "lark":
+        _check_lark(constraint.text)
+    try:
+        constraint = as_lark(constraint)
+        matcher = start_matcher(vocabulary, constraint)
+    except ValueError as exc:
+        raise Unusable(_told(str(exc))) from exc
+    if matcher.is_error():
+        raise Unusable(_told(matcher.get_error()))
+    _try_out(vocabulary, matcher)
+    return constraint
+
+
+def _check_schema(text: str) -> None:
+    try:
+        schema = from_json(text, allow_inf_nan=False)
+    except ValueError as exc:
+        raise Unusable(f"it is not valid JSON: {exc}") from exc
+    if (fault := fault_in_schema(schema)) is not None:
+        raise Unusable(fault)
+
+
+def _check_lark(text: str) -> None:
+    """What the compiler would take and nobody keep. A schema inside may say itself that it is `lenient`."""
+    if (option := NOT_KEPT.search(text)) is not None:
+        raise Unusable(f"the option '{option[1]}' of a rule is not supported")
+    for begin in JSON_BEGINS.finditer(text):
+        try:
+            schema, _ = DECODER.raw_decode(text, begin.end())
+        except (ValueError, RecursionError):
+            continue  # a comment, or what the compiler will complain of
+        style = schema.pop("x-guidance", None) if isinstance(schema, dict) else None
+        lenient = isinstance(style, dict) and style.get("lenient")
+        if not lenient and (fault := fault_in_schema(schema)) is not None:
+            raise Unusable(f"in a schema inside, {fault}")
+
+
+def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
+    """Take steps that the constraint allows: what makes a mask too expensive shows there, not in the grammar."""
+    num_words = -(-vocabulary.vocab_size // 32)
+    mask = GrammarMask(matcher, num_words)
+    words = np.zeros(num_words, dtype=np.int32)
+    chance = random.Random(0)
+    for _ in range(STEPS):
+        mask.fill(words)
+        if (fault := fault_of(matcher)) is not None:
+            raise Unusable(_told(fault))
+        if mask.is_complete:
+            return
+        (allowed,) = np.nonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        mask.accept(int(allowed[int(len(allowed) * chance.random() ** 4)]))
+
+
+def _told(reason: str) -> str:
+    """Cut to the first lines: behind them stands the grammar again."""
+    shown = reason.removesuffix("\n<non-verbose/>").strip()[:LONGEST_REASON]
+    return next((text.format(shown) for sign, text in TOLD if sign in reason), shown)

@@ -1,0 +1,32 @@
+"""What compiling constraints costs, in the frontend, which checks them, and in each worker."""
+
+from typing import Final, Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+Result = Literal["compiled", "cached", "refused"]
+RESULTS: Final[tuple[Result, ...]] = ("compiled", "cached", "refused")
+BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class ConstraintMetrics:
+    """Of one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = Histogram(
+            "structured_output_compile_seconds",
+            "From asking for a constraint that was not known to having it, or its refusal.",
+            buckets=BUCKETS,
+            registry=registry,
+        )
+        self._requests = Counter(
+            "structured_output_requests", "Constraints asked for, by what came of it.", ["result"], registry=registry
+        )
+        for result in RESULTS:
+            self._requests.labels(result)
+
+    def count(self, result: Result, seconds: float | None = None) -> None:
+        """One request; `seconds` where it was compiled, or refused, for it."""
+        self._requests.labels(result).inc()
+        if seconds is not None:
+            self._seconds.observe(seconds)

@@ -1,0 +1,136 @@
+"""What a JSON schema may say: every keyword in it is kept or says nothing of values; any other is refused by name."""
+
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any, Final
+
+ONE: Final = {"additionalProperties", "additionalItems", "items"}  # keywords that hold a schema
+LIST: Final = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
+MAP: Final = {"$defs", "definitions", "patternProperties", "properties"}
+VALUES: Final = {
+    "$ref",
+    "const",
+    "enum",
+    "exclusiveMaximum",
+    "exclusiveMinimum",
+    "format",
+    "maxItems",
+    "maxLength",
+    "maxProperties",
+    "maximum",
+    "minItems",
+    "minLength",
+    "minProperties",
+    "minimum",
+    "multipleOf",
+    "pattern",
+    "required",
+    "type",
+}
+NOTES: Final = {  # say nothing of values
+    "$anchor",
+    "$comment",
+    "$id",
+    "$schema",
+    "contentEncoding",
+    "contentMediaType",
+    "default",
+    "deprecated",
+    "description",
+    "discriminator",
+    "example",
+    "examples",
+    "id",
+    "readOnly",
+    "title",
+    "writeOnly",
+}
+KNOWN: Final = ONE | LIST | MAP | VALUES | NOTES
+NUMBERS: Final = {"const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
+MAX_DIGITS: Final = 15  # of a number, which then is the same before and after it was a double
+MAX_DEPTH: Final = 100  # of objects and lists in one another; the compiler takes 127 of its own
+MAX_VALUES: Final = 50_000
+
+
+def fault_in_schema(schema: Any) -> str | None:
+    """What is wrong with `schema`, a JSON value, naming keyword and place; None: nothing that shows before it is compiled."""
+    if not isinstance(schema, dict | bool):
+        return "a schema must be an object"
+    return _size_fault(schema) or next(_faults(schema), None)
+
+
+def _size_fault(schema: Any) -> str | None:
+    count = 0
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        count += len(level)
+        if count > MAX_VALUES:
+            return f"it holds more than {MAX_VALUES} values"
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return None
+    return f"it is nested deeper than {MAX_DEPTH} levels"
+
+
+def _faults(schema: Any) -> Iterator[str]:
+    pending: list[tuple[str, Any]] = [("", schema)]
+    while pending:
+        at, inner = pending.pop()
+        if not isinstance(inner, dict):
+            continue  # true and false; of anything else the compiler says what it should be
+        for keyword in inner:
+            if keyword not in KNOWN:
+                yield f"the keyword '{keyword}'{_place(at)} is not supported"
+        yield from _not_kept(at, inner)
+        pending += _inner_schemas(at, inner)
+
+
+def _inner_schemas(at: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for keyword, value in schema.items():
+        path = f"{at}/{keyword}"
+        if keyword in MAP and isinstance(value, dict):
+            yield from ((f"{path}/{name}", inner) for name, inner in value.items())
+        elif keyword in LIST and isinstance(value, list):
+            yield from ((f"{path}/{i}", inner) for i, inner in enumerate(value))
+        elif keyword in ONE:
+            yield path, value
+
+
+def _not_kept(at: str, schema: dict[str, Any]) -> Iterator[str]:
+    """Where the compiler is less strict than JSON Schema."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    named = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > max(
+        1, named
+    ):  # keys that no name is given for may come twice, and count as one
+        yield f"the keyword 'minProperties'{_place(at)} is not supported above the number of required properties"
+    for keyword in NUMBERS & schema.keys():
+        if any(map(_is_rounded, _numbers(schema[keyword]))):
+            yield f"the keyword '{keyword}'{_place(at)} has a number of more than {MAX_DIGITS} digits"
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    pending = [value]
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, dict | list):
+            pending += inner.values() if isinstance(inner, dict) else inner
+        elif isinstance(inner, int | float):
+            yield inner
+
+
+def _is_rounded(number: float) -> bool:
+    """Whether the compiler would take it for another one."""
+    if isinstance(number, int):
+        return abs(number) >= 10**MAX_DIGITS
+    return len(Decimal(repr(number)).normalize().as_tuple().digits) > MAX_DIGITS
+
+
+def _place(at: str) -> str:
+    """As a JSON pointer, cut where it would be too long for a message."""
+    return f" at '{at[:200]}'" if at else ""

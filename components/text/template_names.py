@@ -1,0 +1,18 @@
+"""Which variables a chat template asks for: those that it is given and does not know have no effect."""
+
+import re
+from functools import lru_cache
+
+from jinja2 import Environment, TemplateSyntaxError, meta
+
+WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+@lru_cache
+def variables_of(template: str) -> frozenset[str]:
+    """Their names; of a template in a Jinja of its own, such as transformers' with `{% generation %}`, every word in it."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  # nothing is rendered
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except TemplateSyntaxError:
+        return frozenset(WORD.findall(template))

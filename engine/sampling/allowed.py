@@ -1,0 +1,56 @@
+"""Which tokens the masks of a batch leave to draw from."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sampling.row import Row
+
+WORD_BITS: Final = 32
+
+Words = npt.NDArray[np.uint32]
+
+
+def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
+    """What each of `rows`, all of which have a mask, may draw, at least one token: [len(rows), ceil(vocab / 32)].
+
+    Until `min_tokens` what would end the text is taken away, and with `ignore_eos` its end is always. Where only an end is
+    allowed the text ends, however short. A mask that allows nothing is taken to allow the end.
+    """
+    filled = np.zeros((len(rows), -(-vocab // WORD_BITS)), dtype=np.int32)
+    for words, row in zip(filled, rows, strict=True):
+        assert row.mask is not None
+        row.mask.fill(words)
+    allowed = filled.view(np.uint32)
+    if vocab % WORD_BITS:
+        allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # there is no token behind the last one
+    for words, row in zip(allowed, rows, strict=True):
+        if not words.any():
+            _set(words, row.eos_ids)
+        ends = [*(row.eos_ids if row.params.ignore_eos else ()), *(row.end_ids if row.must_go_on else ())]
+        if ends:
+            as_filled = words.copy()
+            _clear(words, ends)
+            if not words.any():
+                words[:] = as_filled
+        if not words.any():  # a model without an end: anything is better than a number that is none
+            words[:] = ~np.uint32(0)
+    return allowed
+
+
+def bits_of(words: Words, vocab: int) -> npt.NDArray[np.bool_]:
+    """One a token: [len(words), vocab]."""
+    as_bytes = words.astype("<u4", copy=False).view(np.uint8)
+    return np.unpackbits(as_bytes, axis=1, count=vocab, bitorder="little").view(np.bool_)
+
+
+def _set(words: Words, token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
+        words[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)
+
+
+def _clear(words: Words, token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
+        words[token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)

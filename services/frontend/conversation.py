@@ -1,0 +1,155 @@
+"""A conversation to the prompt of its next turn, and to a plan for what the model answers."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from components.errors import Rejected
+from components.openai.conversation import Conversation
+from components.openai.fields import AskedConstraint
+from components.output.formats import PLAIN_JSON, ToolFormat
+from components.output.grammar import (
+    CallableTool,
+    CallStyle,
+    Grammar,
+    Thinking,
+    answer_rule,
+    calls_or,
+    forced_calls,
+    strict_calls,
+)
+from components.output.json_calls import PYTHON_TAG
+from components.output.plan import OutputPlan
+from components.structured.schema import fault_in_schema
+from components.text.tokenizer import TextModel
+from components.text.variables import template_variables
+from components.wire.sampling import Constraint
+
+
+class AnswerPlan(NamedTuple):
+    """What the model may answer, and how to take it apart."""
+
+    output: OutputPlan | None = None  # None: it is shown as it is
+    asked: AskedConstraint | None = None  # in place of what the request's fields ask; None: that
+
+
+async def encode_conversation(text: TextModel, conversation: Conversation) -> list[int]:
+    """The prompt's token ids. Raises: Rejected."""
+    formats = text.formats
+    if conversation.tools and formats.tools is None:
+        raise _unsupported("tools", "this model's chat template knows of none")
+    reasons = formats.reasoning is not None
+    variables = template_variables(conversation.effort, conversation.variables, text.mentions, reasons=reasons)
+    tools = [tool.for_template() for tool in conversation.tools]
+    return await text.encode_chat(conversation.messages, tools, variables)
+
+
+def plan_answer(
+    text: TextModel, conversation: Conversation, prompt: Sequence[int], asked: AskedConstraint | None
+) -> AnswerPlan:
+    """The plan for one request.
+
+    Args:
+        text: the model's formats.
+        conversation: tools, and which of them to call.
+        prompt: what `encode_conversation` made of it.
+        asked: what the request's fields ask of its text: it holds where the model answers, not where it reasons or calls.
+    Raises: Rejected, when that cannot be kept together with tools.
+    """
+    reasoning = text.formats.reasoning
+    tools = text.formats.tools if conversation.tools else None
+    if reasoning is None and tools is None:
+        return AnswerPlan()
+    thinking: Thinking | None = None
+    if reasoning is not None and not text.ends_with(prompt, reasoning.end):
+        thinking = Thinking(reasoning.begin, reasoning.end, reasoning.always or text.ends_with(prompt, reasoning.begin))
+    if tools is not None and tools.style is None and conversation.choice.mode in {"required", "named"}:
+        tools = PLAIN_JSON
+    tokens = (*(tools.tokens if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
+    single = not conversation.parallel or conversation.choice.mode == "named"
+    output = OutputPlan(
+        reasoning,
+        thinking is not None and thinking.opened,
+        tools,
+        {tool.function.name: tool.function.parameters or {} for tool in conversation.tools},
+        single,
+        text.special_ids(tokens),
+    )
+    grammar = Grammar(text.marker_ids(tokens))
+    if tools is not None:
+        return AnswerPlan(output, _held_to(grammar, tools, conversation, thinking, asked, single=single))
+    if asked is None or thinking is None:
+        return AnswerPlan(output)
+    rule = calls_or(grammar, None, (), thinking, _answer_rule(asked), single=single)
+    return AnswerPlan(output, AskedConstraint(Constraint(kind="lark", text=rule), asked.param))
+
+
+def _held_to(
+    grammar: Grammar,
+    tools: ToolFormat,
+    conversation: Conversation,
+    thinking: Thinking | None,
+    asked: AskedConstraint | None,
+    *,
+    single: bool,
+) -> AskedConstraint | None:
+    """What the answer must be, by the choice of tools, what they say of themselves, and what else is asked."""
+    mode, name = conversation.choice
+    callable_tools = _callable_tools(conversation)
+    if mode in {"required", "named"}:
+        assert tools.style is not None
+        wanted = [tool for tool in callable_tools if mode == "required" or tool.name == name]
+        rules = forced_calls(grammar, tools.style, wanted, thinking, single=single)
+        return AskedConstraint(Constraint(kind="lark", text=rules), "tools")
+    strict = any(tool.strict for tool in callable_tools)
+    if asked is not None:
+        style = _style_beside_answers(grammar, tools, asked)
+        rules = calls_or(grammar, style, callable_tools, thinking, _answer_rule(asked), single=single)
+        return AskedConstraint(Constraint(kind="lark", text=rules), asked.param)
+    if not strict:
+        return None
+    if tools.style is None:
+        raise _unsupported(
+            "tools", f"with {tools.name} calls, 'strict' needs the 'tool_choice' 'required' or a named one"
+        )
+    rules = strict_calls(grammar, tools.style, callable_tools, thinking, single=single)
+    return AskedConstraint(Constraint(kind="lark", text=rules), "tools")
+
+
+def _callable_tools(conversation: Conversation) -> list[CallableTool]:
+    """The tools as a grammar takes them. Raises: Rejected, when one that is strict cannot be held to all that it says."""
+    found = []
+    for i, tool in enumerate(conversation.tools):
+        function, strict = tool.function, bool(tool.function.strict)
+        if strict and function.parameters is not None and (fault := fault_in_schema(function.parameters)) is not None:
+            param = f"tools[{i}].function.parameters"
+            raise Rejected(f"Invalid '{param}' of a strict tool: {fault}.", param=param, code="invalid_value")
+        found.append(CallableTool(function.name, function.parameters, strict))
+    return found
+
+
+def _style_beside_answers(grammar: Grammar, tools: ToolFormat, asked: AskedConstraint) -> CallStyle:
+    """A way to write calls in which none begins as an answer in JSON does. Raises: Rejected."""
+    style = tools.style
+    if style is not None and style.marker:
+        return style
+    if style is not None and PYTHON_TAG in tools.tokens and grammar.knows(PYTHON_TAG):
+        return replace(style, before=PYTHON_TAG)
+    raise _unsupported(asked.param, f"it does not go together with 'tools' in {tools.name} calls; send one of them")
+
+
+def _answer_rule(asked: AskedConstraint) -> str:
+    """Raises: Rejected, for what the look at the whole grammar would not find, or find fault with in other words."""
+    kind, text = asked.constraint.kind, asked.constraint.text
+    try:
+        fault = fault_in_schema(json.loads(text)) if kind == "json_schema" else None
+        if fault is None:
+            return answer_rule(kind, text)
+    except ValueError as exc:
+        fault = str(exc)
+    raise Rejected(f"Invalid '{asked.param}': {fault}.", param=asked.param, code="invalid_value")
+
+
+def _unsupported(param: str, why: str) -> Rejected:
+    return Rejected(f"'{param}' is not supported: {why}.", param=param, code="unsupported_parameter")

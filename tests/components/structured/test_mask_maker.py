@@ -1,0 +1,136 @@
+"""A worker's masks: compiled once, off the event loop, one for each request."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+from prometheus_client import CollectorRegistry
+
+from components.errors import Rejected
+from components.structured import masks as module
+from components.structured.grammar import load_vocabulary, start_matcher
+from components.structured.mask import GrammarMask
+from components.structured.masks import MaskMaker
+from components.structured.metrics import ConstraintMetrics
+from components.wire.sampling import Constraint, Sampling
+from engine.mock.text import SPECIAL
+
+pytestmark = pytest.mark.anyio
+END = SPECIAL["<|im_end|>"]
+VOCAB = 258
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def maker(folder: Path, registry: CollectorRegistry) -> MaskMaker:
+    return MaskMaker(lambda: folder, VOCAB, frozenset({END}), ConstraintMetrics(registry))
+
+
+def asking(regex: str, **more: Any) -> Sampling:
+    return Sampling(max_tokens=9, constraint=Constraint(kind="regex", text=regex), **more)
+
+
+def allowed(mask: GrammarMask | None, vocab: int = VOCAB) -> set[int]:
+    assert mask is not None
+    words = np.full(-(-vocab // 32), -1, dtype=np.int32)
+    mask.fill(words)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+async def test_without_a_constraint_there_is_no_mask(maker: MaskMaker) -> None:
+    assert await maker.mask_of(Sampling(max_tokens=1), [1]) is None
+
+
+async def test_each_request_has_a_mask_of_its_own_from_one_compilation(
+    maker: MaskMaker, registry: CollectorRegistry
+) -> None:
+    first, second = await asyncio.gather(*(maker.mask_of(asking("ab|ac"), [1]) for _ in range(2)))
+    third = await maker.mask_of(asking("ab|ac"), [1])
+    assert first is not None
+    first.accept(ord("a"))
+    fork = first.fork()
+    first.accept(ord("b"))
+    assert allowed(first) == {END}
+    assert allowed(fork) == {ord("b"), ord("c")}
+    assert allowed(second) == allowed(third) == {ord("a")}
+    assert (first.is_complete, fork.is_complete, first.fault) == (True, False, None)
+    counted = {
+        result: registry.get_sample_value("structured_output_requests_total", {"result": result})
+        for result in ("compiled", "cached")
+    }
+    assert counted == {"compiled": 1, "cached": 1}
+
+
+async def test_the_mask_of_a_stream_that_moved_has_seen_its_tokens(maker: MaskMaker) -> None:
+    mask = await maker.mask_of(asking("a{2}[bc]", num_generated=2), [7, 7, *b"aa"])
+    assert allowed(mask) == {ord("b"), ord("c")}
+
+
+@pytest.mark.parametrize(
+    ("regex", "first"),
+    [(r"\d", set(range(48, 58))), ("/", {47}), ("\n", {10}), ('"', {34}), (r"\/", {47}), (r"[/\]]", {47, 93})],
+)
+async def test_a_regex_is_what_it_says_whatever_stands_in_it(maker: MaskMaker, regex: str, first: set[int]) -> None:
+    assert allowed(await maker.mask_of(asking(regex), [1])) == first
+
+
+async def test_what_the_frontend_should_have_refused_is_refused(maker: MaskMaker) -> None:
+    for wrong in (asking("("), Sampling(max_tokens=1, constraint=Constraint(kind="json_schema", text="{"))):
+        with pytest.raises(Rejected, match="cannot be kept"):
+            await maker.mask_of(wrong, [1])
+
+
+async def test_a_model_without_tokenizer_answers_nobody_who_needs_one(tmp_path: Path) -> None:
+    maker = MaskMaker(lambda: tmp_path, VOCAB, frozenset(), ConstraintMetrics(CollectorRegistry()))
+    with pytest.raises(Rejected, match="tokenizer"):
+        await maker.mask_of(asking("a"), [1])
+
+
+async def test_only_so_many_are_kept(maker: MaskMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KNOWN", 2)
+    for regex in ("a", "b", "a", "c", "a"):
+        await maker.mask_of(asking(regex), [1])
+    assert [constraint.text for constraint in maker._known] == ["c", "a"]
+    assert maker._known_bytes == 2
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 300, 1000])
+async def test_ids_without_a_token_never_come(folder: Path, vocab: int) -> None:
+    """A model's logits are often more than its tokenizer's tokens."""
+    maker = MaskMaker(lambda: folder, vocab, frozenset({END}), ConstraintMetrics(CollectorRegistry()))
+    mask = await maker.mask_of(asking("(?s:.*)"), [1])
+    assert max(allowed(mask, vocab)) == END
+
+
+async def test_a_tokenizer_may_have_more_tokens_than_the_model(folder: Path) -> None:
+    maker = MaskMaker(lambda: folder, 200, frozenset(), ConstraintMetrics(CollectorRegistry()))
+    assert allowed(await maker.mask_of(asking("[a-c]"), [1]), 200) == {*b"abc"}
+
+
+def test_a_mask_allows_what_the_grammar_takes_and_nothing_else(real_model_dir: Path) -> None:
+    """With the default model's vocabulary: each token that is allowed is accepted, each other one is not."""
+    vocabulary = load_vocabulary(real_model_dir, 49_152, frozenset({2}))
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
+    matcher = start_matcher(vocabulary, Constraint(kind="json_schema", text=json.dumps(schema)))
+    mask = GrammarMask(matcher, 49_152 // 32)
+    chance = np.random.default_rng(0)
+    for token_id in vocabulary.tokenize_str('{"name": "Ada'):
+        can = allowed(mask, 49_152)
+        assert token_id in can
+        others = sorted({*range(49_152)} - can)
+        for tried in [*chance.choice(sorted(can), 20), *chance.choice(others, 20)]:
+            assert _takes(matcher, int(tried)) is (int(tried) in can)
+        mask.accept(token_id)
+    assert mask.fault is None
+
+
+def _takes(matcher: LLMatcher, token_id: int) -> bool:
+    return matcher.deep_copy().consume_token(token_id)

@@ -1,0 +1,184 @@
+# ruff: noqa: RUF001  # the bars in DeepSeek's tokens are wide
+from typing import Any
+
+import pytest
+
+from components.errors import Rejected
+from components.output.formats import FormatOptions, OutputFormats
+from components.text.template_names import variables_of
+from components.text.tokenizer import TextModel
+from components.text.variables import template_variables
+from tests.components.text.tiny_model import TEMPLATE, tiny_text_model, tiny_tokenizer
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "é", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "ü"}}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Well.", "tool_calls": [CALL, {**CALL, "id": "bbbbbbbbb"}]},
+    {"role": "tool", "content": "1", "tool_call_id": "abcdefghi", "name": "f"},
+    {"role": "tool", "content": "2", "tool_call_id": "bbbbbbbbb", "name": "f"},
+    {"role": "user", "content": "So?"},
+]
+NATIVE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
+)
+AS_TEXT = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<｜tool▁calls▁begin｜>' + c['function']['arguments'] }}{% endfor %}{% endfor %}{{ tools or '' }}"
+)
+
+
+def test_a_template_that_knows_tools_is_given_them_as_they_are() -> None:
+    shown = tiny_text_model(NATIVE).render(TALK, [TOOL])
+    assert '"description": "é"' in shown
+    assert shown.endswith("[assistant]Well.<tool_call>fü<tool_call>fü[tool]1[tool]2[user]So?")
+
+
+def test_a_template_that_puts_texts_together_is_given_arguments_as_text() -> None:
+    assert '<｜tool▁calls▁begin｜>{"a": "ü"}' in tiny_text_model(AS_TEXT).render(TALK, [TOOL])
+
+
+def test_a_template_for_tools_is_used_with_tools_alone() -> None:
+    text = TextModel(tiny_tokenizer(), TEMPLATE, {}, tool_template="{{ tools | length }} of <tool_call>")
+    assert text.render(TALK[:2], [TOOL]) == "1 of <tool_call>"
+    assert "Be brief." in text.render(TALK[:2])
+
+
+def test_a_template_that_knows_no_tools_is_given_them_in_words() -> None:
+    text = tiny_text_model()
+    assert text.formats.instructed
+    shown = text.render(TALK, [TOOL])
+    system, user, assistant, answers, so, _ = shown.split("<|im_start|>")[1:]
+    assert system.startswith("system\nBe brief.\n\nYou can call functions")
+    assert '{"name": "f", "description": "é", "parameters": ' in system
+    assert user == "user\nHello<|im_end|>\n"
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>'
+    assert assistant == f"assistant\nWell.\n{call}\n{call}<|im_end|>\n"
+    both = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    assert answers == f"user\n{both}<|im_end|>\n"
+    assert so == "user\nSo?<|im_end|>\n"
+    assert text.render([{"role": "user", "content": "Hello"}], [TOOL]).startswith("<|im_start|>system\nYou can call")
+
+
+def test_earlier_calls_are_shown_though_no_tool_is_offered() -> None:
+    shown = tiny_text_model().render(TALK)
+    assert "<tool_call>" in shown
+    assert "You can call" not in shown
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "reasoning"),
+    [
+        (TEMPLATE, "hermes", None),
+        (NATIVE, "hermes", None),
+        ("{{ tools }}<tool_call>\n<function=x>", "qwen3_coder", None),
+        ("{{ tools }}<tool_call> <think>", "hermes", "qwen3"),
+        ("{{ tools }}<|python_tag|>", "llama3_json", None),
+        ('{{ tools }}{"name": function name, "parameters": ', "llama3_json", None),
+        ("{{ tools }}[func_name1(params_name1=x)] ipython", "pythonic", None),
+        ("{{ tools }}[TOOL_CALLS]", "mistral", None),
+        ("{{ tools }}[TOOL_CALLS][ARGS][THINK]", "mistral", "mistral"),
+        ("{{ tools }}<｜tool▁calls▁begin｜> ```json </think>", "deepseek_v3", "qwen3"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v31", None),
+        ("{{ tools }} in no format that we know", "hermes", None),
+    ],
+)
+def test_formats_are_those_that_the_template_shows(template: str, name: str, reasoning: str | None) -> None:
+    found = OutputFormats.of(template, FormatOptions())
+    assert found.tools is not None
+    assert found.tools.name == name
+    assert (found.reasoning and found.reasoning.name) == reasoning
+    assert found.instructed == ("tools" not in template)
+
+
+def test_flags_go_over_what_the_template_shows() -> None:
+    options = FormatOptions("template", "llama3_json", "deepseek_r1")
+    found = OutputFormats.of(NATIVE, options)
+    assert found.tools is not None
+    assert found.reasoning is not None
+    assert (found.tools.name, found.reasoning.name, found.instructed) == ("llama3_json", "deepseek_r1", False)
+    assert OutputFormats.of("<think>", FormatOptions(reasoning_parser="none")).reasoning is None
+    assert OutputFormats.of(NATIVE, FormatOptions("hermes")).instructed
+    assert OutputFormats.of(TEMPLATE, FormatOptions("template")).tools is None
+    with pytest.raises(ValueError, match="--tool-parser mistral"):
+        OutputFormats.of(TEMPLATE, FormatOptions(tool_parser="mistral"))
+
+
+ON_OFF, EFFORT, NEITHER = {"enable_thinking"}, {"reasoning_effort"}, set[str]()
+
+
+@pytest.mark.parametrize(
+    ("known", "reasons", "effort", "given", "variables"),
+    [
+        (NEITHER, False, None, {}, {}),
+        (NEITHER, False, "none", {}, {}),
+        (NEITHER, True, None, {}, {}),
+        (ON_OFF, True, "none", {}, {"enable_thinking": False}),
+        (ON_OFF, True, "medium", {}, {"enable_thinking": True}),
+        (ON_OFF, True, None, {"enable_thinking": False}, {"enable_thinking": False}),
+        (ON_OFF, True, "none", {"enable_thinking": False}, {"enable_thinking": False}),
+        ({"thinking"}, True, "medium", {}, {"thinking": True}),
+        (EFFORT, True, "high", {}, {"reasoning_effort": "high"}),
+        (EFFORT | ON_OFF, True, "none", {}, {"enable_thinking": False}),
+    ],
+)
+def test_reasoning_is_set_as_the_template_can(
+    known: set[str], reasons: bool, effort: str | None, given: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    assert template_variables(effort, given, known.__contains__, reasons=reasons) == variables
+
+
+@pytest.mark.parametrize(
+    ("known", "reasons", "effort", "given", "param"),
+    [
+        (NEITHER, False, "high", {}, "reasoning_effort"),
+        (NEITHER, True, "none", {}, "reasoning_effort"),
+        (ON_OFF, True, "high", {}, "reasoning_effort"),
+        (ON_OFF, True, "none", {"enable_thinking": True}, "reasoning_effort"),
+        (NEITHER, True, None, {"enable_thinking": False}, "chat_template_kwargs.enable_thinking"),
+        (ON_OFF, True, None, {"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking"),
+        ({"bos_token"}, True, None, {"bos_token": "x"}, "chat_template_kwargs.bos_token"),
+        (NEITHER, True, None, {"messages": []}, "chat_template_kwargs.messages"),
+    ],
+)
+def test_what_the_template_would_ignore_is_refused(
+    known: set[str], reasons: bool, effort: str | None, given: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(Rejected) as caught:
+        template_variables(effort, given, known.__contains__, reasons=reasons)
+    assert caught.value.fields["param"] == param
+    assert param in caught.value.message
+
+
+def test_special_tokens_that_a_format_is_made_of_are_shown() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
+    tokenizer.add_tokens(["<think>"])
+    text = TextModel(tokenizer, TEMPLATE)
+    ids = tokenizer.encode("é[TOOL_CALLS]f[OTHER]<think><|im_end|>", add_special_tokens=False).ids
+    assert text.special_ids(["[TOOL_CALLS]", "<think>", "[NONE]"]) == {tokenizer.token_to_id("[TOOL_CALLS]")}
+    assert set(text.marker_ids(["[TOOL_CALLS]", "<think>", "[NONE]"])) == {"[TOOL_CALLS]", "<think>"}
+    assert text.detokenizer().feed(ids) == "éf<think>"
+    shown = text.detokenizer((), text.special_ids(["[TOOL_CALLS]"]))
+    assert "".join(shown.feed([token]) for token in ids) + shown.flush() == "é[TOOL_CALLS]f<think>"
+    assert text.ends_with(tokenizer.encode("a<think>\n\n").ids, "<think>")
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %} enable_thinking", {"tools"}),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", {"tools"}),
+        ("{% if c is defined %}{% set tools = c %}{% endif %}{{ tools }}{% break %}", None),
+        ("{% for m in messages %}{% if m %}{% continue %}{% endif %}{% endfor %}", {"messages"}),
+        ("{% generation %}{{ tools }}{% endgeneration %}", None),
+    ],
+)
+def test_the_variables_of_a_template_are_those_it_asks_for(template: str, names: set[str] | None) -> None:
+    found = variables_of(template)
+    assert found == names if names is not None else "tools" in found

@@ -1,0 +1,74 @@
+"""A request with a constraint waits for its mask by itself, and is nobody's before it has one."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from components.errors import Rejected
+from components.wire.sampling import Constraint, Sampling
+from engine.ports import Phase
+from tests.services.decode.fake_engine import turns
+from tests.services.decode.test_decode_service import ID, Decode, decode
+
+pytestmark = pytest.mark.anyio
+__all__ = ["decode"]
+CONSTRAINED = Sampling(max_tokens=5, constraint=Constraint(kind="regex", text="a+"))
+
+
+class Masks:
+    """What `MaskMaker` does, when the test lets it."""
+
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.asked: list[list[int]] = []
+
+    async def mask_of(self, sampling: Sampling, token_ids: Sequence[int]) -> Any:
+        self.asked.append(list(token_ids))
+        return await asyncio.shield(self.ready)
+
+
+@pytest.fixture
+async def masks(decode: Decode) -> Masks:
+    made = Masks()
+    decode.service._masks = made
+    return made
+
+
+async def test_others_are_served_while_a_mask_is_compiled(decode: Decode, masks: Masks) -> None:
+    await decode.ask(sampling=CONSTRAINED)
+    await decode.ask(stream_id=9)
+    assert decode.engine.engine.submitted.keys() == {"r.9"}
+    assert [asked.request_id for asked in decode.prefill.asked] == ["r.9"]
+    masks.ready.set_result("the mask")
+    await turns()
+    request = decode.engine.engine.submitted[ID]
+    assert (request.mask, request.phase) == ("the mask", Phase.DECODE)
+    assert masks.asked == [list(range(10))]
+    assert decode.prefill.asked[-1].sampling == CONSTRAINED
+    await decode.cancel(1)
+    await decode.cancel(9)
+
+
+async def test_who_leaves_meanwhile_is_never_submitted(decode: Decode, masks: Masks) -> None:
+    await decode.ask(sampling=CONSTRAINED)
+    assert await decode.cancel() == 1
+    masks.ready.set_result("the mask")
+    await turns()
+    assert not decode.engine.engine.submitted
+    assert not decode.prefill.asked
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_constraint_that_cannot_be_kept_is_the_client_s_fault(decode: Decode, masks: Masks) -> None:
+    masks.ready.set_exception(Rejected("a constraint that cannot be kept"))
+    await decode.ask(sampling=CONSTRAINED)
+    assert decode.errors() == ["Rejected"]
+    decode.assert_nothing_is_kept()
+
+
+async def test_without_masks_nothing_is_promised(decode: Decode) -> None:
+    await decode.ask(sampling=CONSTRAINED)
+    assert decode.errors() == ["Rejected"]
+    decode.assert_nothing_is_kept()
