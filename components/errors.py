@@ -30,6 +30,10 @@ class UnknownModel(Rejected):
     """No registered instance serves the model named."""
 
 
+class UnknownResponse(Rejected):
+    """No response is stored under this id, or another client's."""
+
+
 class MessageTooLarge(Rejected):
     """A message exceeds the NATS server's `max_payload`; refused at the sender."""
 

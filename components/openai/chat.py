@@ -223,7 +223,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
 class CallMade(BaseModel):
     """A tool that the model calls."""
 
-    class Function(BaseModel):
+    class Called(BaseModel):
         """Which one, and with what: a JSON text."""
 
         name: str
@@ -231,12 +231,12 @@ class CallMade(BaseModel):
 
     id: str
     type: Literal["function"] = "function"
-    function: Function
+    function: Called
 
     @classmethod
     def of(cls, call: Call) -> Self:
         """This one."""
-        return cls(id=call.id, function=cls.Function(name=call.name, arguments=call.arguments))
+        return cls(id=call.id, function=cls.Called(name=call.name, arguments=call.arguments))
 
 
 def _is_none(value: object) -> bool:

@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from components import errors as e
 from components.errors import MeshError, Overloaded
@@ -33,6 +34,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.Rejected: Row(400, _INVALID, None),
     e.PromptTooLong: Row(400, _INVALID, "context_length_exceeded"),
     e.UnknownModel: Row(404, _INVALID, "model_not_found"),
+    e.UnknownResponse: Row(404, _INVALID, "response_not_found"),
     e.MessageTooLarge: Row(413, _INVALID, "request_too_large", "The request is larger than the mesh carries."),
     e.MalformedMessage: Row(500, _SERVER, "internal_error", _OURS),  # a peer's bytes, never the client's
     e.IncompatibleLayout: Row(500, _SERVER, "internal_error", _OURS),
@@ -112,6 +114,19 @@ def from_mesh(error: MeshError, request_id: str) -> ApiError:
     return ApiError(row.status, message, row.type, _text(param), _text(code), retry)
 
 
+def in_other_words(error: ApiError, params: Mapping[str, str]) -> ApiError:
+    """`error` as an API tells it that calls parameters otherwise: of the patterns in `params` the first that fits counts.
+
+    A parameter that is not known is the client's own word.
+    """
+    for pattern, name in params.items() if error.code != "unknown_parameter" else ():
+        found = re.fullmatch(pattern, error.param or "")
+        if found is not None:
+            other = found.expand(name)
+            return replace(error, message=error.message.replace(f"'{error.param}'", f"'{other}'"), param=other)
+    return error
+
+
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
@@ -120,6 +135,12 @@ def from_status(status: int, message: str | None = None) -> ApiError:
     """A refusal by the web server: unknown URL, wrong method, wrong content type."""
     code, text = HTTP.get(status, (None, _OURS if status >= 500 else HTTP[400][1]))
     return ApiError(status, message or text, _SERVER if status >= 500 else _INVALID, None, code)
+
+
+def from_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
+    """A refusal of a parameter in the URL."""
+    param = str(faults[0]["loc"][-1])
+    return ApiError(400, f"Invalid '{param}': {faults[0]['msg']}.", _INVALID, param, "invalid_value")
 
 
 def internal(request_id: str) -> ApiError:

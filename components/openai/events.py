@@ -22,8 +22,13 @@ def quote(text: str) -> bytes:
     return _in_one_line(_encode(text))
 
 
-def _in_one_line(text: str) -> bytes:
-    return (text if text.isascii() else text.translate(_LINE_ENDS)).encode()
+def as_json(value: object) -> bytes:
+    """Any JSON value or model, likewise."""
+    return _in_one_line(value.model_dump_json() if isinstance(value, BaseModel) else _encode(value))
+
+
+def _in_one_line(json_text: str) -> bytes:
+    return (json_text if json_text.isascii() else json_text.translate(_LINE_ENDS)).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Events:
             self.before_text,
             quote(text),
             self.after_text,
-            b"null" if logprobs is None else _in_one_line(logprobs.model_dump_json()),
+            b"null" if logprobs is None else as_json(logprobs),
         )
 
     def parts(

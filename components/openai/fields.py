@@ -4,15 +4,19 @@ A field that clients send out of habit but that we cannot honour yet is declared
 anything else is refused. A field that is not declared at all is refused too. Nothing is ignored in silence.
 """
 
-from typing import Annotated, Final, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     JsonValue,
     PlainValidator,
+    Tag,
     ValidationError,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -36,6 +40,8 @@ CODES: Final = {  # pydantic's error types to OpenAI's codes; whatever is not he
 }
 
 R = TypeVar("R", bound=BaseModel)
+
+_UNKNOWN_TYPE: Final = "has a value that this server does not support: it takes {kinds}"
 
 
 class Strict(BaseModel):
@@ -66,6 +72,43 @@ def _same(value: JsonValue, allowed: JsonValue) -> bool:
 def invalid(message: str, at: str = "") -> PydanticCustomError:
     """A bad value; `at` is the path below the field, such as `[0].type`."""
     return PydanticCustomError("value_error", message.replace("{", "{{").replace("}", "}}"), {"at": at})
+
+
+def tagged(kind: str) -> Tag:
+    """One of the kinds between which `by_type` chooses."""
+    return Tag(f"<{kind}>")
+
+
+class _ByType(Discriminator):
+    """Hashable, as what is in a union must be, though its context is a dict."""
+
+    __hash__ = object.__hash__
+
+
+def by_type(*kinds: str, default: str = "") -> Discriminator:
+    """Which model of a union a JSON object is for: what its `type` says, `default` where it has none."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", default)
+        return f"<{kind}>"
+
+    return _ByType(
+        tag,
+        custom_error_type="unsupported",
+        custom_error_message=_UNKNOWN_TYPE,
+        custom_error_context={"at": ".type", "kinds": ", ".join(kinds)},
+    )
+
+
+def of_type(kind: str, default: str = "") -> BeforeValidator:
+    """The same where there is only one."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("type", default) not in {kind, None}:
+            raise PydanticCustomError("unsupported", _UNKNOWN_TYPE, {"at": ".type", "kinds": kind})
+        return value
+
+    return BeforeValidator(check)
 
 
 def _stops(value: JsonValue) -> list[str]:
@@ -224,6 +267,17 @@ def parse_body(cls: type[R], body: bytes) -> R:
     return request
 
 
+def parse_value(cls: type[R], value: Mapping[str, Any]) -> R:
+    """The same for a request that was made from another one."""
+    try:
+        request = cls.model_validate(value)
+    except ValidationError as exc:
+        raise _rejection(exc.errors(include_url=False, include_input=False)[0]) from None
+    if isinstance(request, GenerationFields):
+        request.check()
+    return request
+
+
 def _rejection(fault: ErrorDetails) -> Rejected:
     kind, reason = fault["type"], fault["msg"]
     code = CODES.get(kind, "invalid_value")
@@ -244,5 +298,6 @@ def _rejection(fault: ErrorDetails) -> Rejected:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, the way OpenAI writes it."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")
+    """`messages[0].content`, the way OpenAI writes it; which kind of a union it is in is no part of that."""
+    steps = [*loc[:1], *(step for step in loc[1:] if not str(step).startswith("<"))]
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")

@@ -10,13 +10,14 @@ class StopStrings:
     several complete at the same character the longest counts.
     """
 
-    __slots__ = ("_failure", "_held", "_matched", "_stops")
+    __slots__ = ("_failure", "_held", "_matched", "_stops", "found")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(stops, key=len, reverse=True)  # the longest first: it begins earliest
         self._failure = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # length of the longest prefix of each that ends the text so far
         self._held = ""
+        self.found: str | None = None  # the one that ended the text
 
     def feed(self, text: str) -> tuple[str, bool]:
         """What of the text so far is safe to show, and whether a stop string is complete: then nothing may follow."""
@@ -44,6 +45,7 @@ class StopStrings:
             if stop[length] == char:
                 length += 1
             if length == len(stop):
+                self.found = stop
                 return length
             self._matched[i] = length
         return 0

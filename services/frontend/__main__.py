@@ -25,6 +25,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.explain import explaining
 from services.frontend.router import MeshClient
+from services.frontend.stored import open_stored
 
 
 async def main(settings: FrontendSettings) -> None:
@@ -50,6 +51,8 @@ async def main(settings: FrontendSettings) -> None:
         Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
             {"instance_id": me}
         )
+        stored = await open_stored(bus, settings, subject)
+        calls = [explaining(mesh, text, model), *([] if stored is None else [stored.endpoint()])]
         registration = Registration(me)
         async with (
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
@@ -61,14 +64,16 @@ async def main(settings: FrontendSettings) -> None:
                 lambda: {"models": [model.name for model in mesh.models()]},
             ) as page,
             serve_http(
-                create_app(mesh, text, settings, metrics, read_sampling_defaults(folder), checker=checker),
+                create_app(
+                    mesh, text, settings, metrics, read_sampling_defaults(folder), checker=checker, stored=stored
+                ),
                 settings,
                 share_port=settings.share_port,
             ) as url,
         ):
             record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)
             async with (
-                serve_calls(bus, "frontend", subject, [explaining(mesh, text, model)], {"instance_id": me, "url": url}),
+                serve_calls(bus, "frontend", subject, calls, {"instance_id": me, "url": url}),
                 registry.advertise(registration, record),
             ):
                 settle()

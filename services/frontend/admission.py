@@ -55,13 +55,21 @@ class Limits(Protocol):
         """Requests admitted and not over; None: no limit."""
 
 
-def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Whom a request counts for: a hash of its bearer token that means nothing to another process; one key without any."""
+def token_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The API key of a request, as a bearer token or, as Anthropic's clients send it, as `x-api-key`; empty without any."""
+    key = b""
     for name, value in headers:
         if name == b"authorization":
-            token = value.strip().rpartition(b" ")[2]
-            return blake2b(token, digest_size=16, key=_PEPPER).digest()
-    return ANONYMOUS
+            return value.strip().rpartition(b" ")[2]
+        if name == b"x-api-key":
+            key = value.strip()
+    return key
+
+
+def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Whom a request counts for: a hash of its API key that means nothing to another process; one key without any."""
+    token = token_of(headers)
+    return blake2b(token, digest_size=16, key=_PEPPER).digest() if token else ANONYMOUS
 
 
 class Place:

@@ -1,6 +1,7 @@
 """The HTTP routes. What a generating request does is in `services.frontend.exchange`."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
 
@@ -11,22 +12,30 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
 from components.errors import MeshError
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
-from components.openai.errors import ApiError, from_mesh, from_status, internal
+from components.openai.errors import ApiError, from_mesh, from_status, from_validation, internal
 from components.openai.models import ModelCard, ModelList
+from components.openai.responses import ResponseObject, ResponsesRequest
 from components.structured.checker import ConstraintChecker
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from services.frontend.admission import Admission
+from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.endpoints import ChatDialect, CompletionDialect
 from services.frontend.exchange import Exchange, Frontend
+from services.frontend.messages import COUNT_ROUTE, MessagesDialect, count_tokens
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
+from services.frontend.response_routes import add_response_routes
+from services.frontend.responses import ResponsesDialect
 from services.frontend.schema import describe_bodies
+from services.frontend.shape import in_shape_of
+from services.frontend.stored import StoredResponses
 
 
 def create_app(
@@ -36,6 +45,7 @@ def create_app(
     registry: CollectorRegistry | None = None,
     defaults: SamplingDefaults | None = None,
     *,
+    stored: StoredResponses | None = None,
     checker: ConstraintChecker | None = None,
 ) -> FastAPI:
     """The OpenAI endpoint over `mesh`.
@@ -46,6 +56,7 @@ def create_app(
         settings: limits.
         registry: shown by `/metrics` beside the frontend's own figures.
         defaults: sampling parameters where a request has none.
+        stored: where responses are kept; None: they are not.
         checker: of what answers are asked to be; without one, requests that ask are refused.
     """
     app = FastAPI(
@@ -57,11 +68,22 @@ def create_app(
     )
     metrics = FrontendMetrics(registry or CollectorRegistry())
     admission = Admission(mesh, settings, metrics)
-    _add_generation(app, Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker))
+    frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker)
+    _add_generation(app, frontend, stored)
+    add_response_routes(app, stored)
     _add_models(app, mesh)
     _add_operations(app, mesh, metrics.registry)
     _add_error_handlers(app)
-    describe_bodies(app, {ChatDialect.route: ChatRequest, CompletionDialect.route: CompletionRequest})
+    describe_bodies(
+        app,
+        {
+            ChatDialect.route: ChatRequest,
+            CompletionDialect.route: CompletionRequest,
+            ResponsesDialect.route: ResponsesRequest,
+            MessagesDialect.route: MessagesRequest,
+            COUNT_ROUTE: CountRequest,
+        },
+    )
     return app
 
 
@@ -80,10 +102,12 @@ class _Straight:
         await (self._app if make is None else make())(scope, receive, send)
 
 
-def _add_generation(app: FastAPI, frontend: Frontend) -> None:
+def _add_generation(app: FastAPI, frontend: Frontend, stored: StoredResponses | None) -> None:
     exchanges: dict[str, Callable[[], Response]] = {
         ChatDialect.route: lambda: Exchange(frontend, ChatDialect),
         CompletionDialect.route: lambda: Exchange(frontend, CompletionDialect),
+        ResponsesDialect.route: lambda: Exchange(frontend, partial(ResponsesDialect, stored)),
+        MessagesDialect.route: lambda: Exchange(frontend, MessagesDialect),
     }
     app.add_middleware(_Straight, exchanges=exchanges)
 
@@ -97,6 +121,22 @@ def _add_generation(app: FastAPI, frontend: Frontend) -> None:
     async def completions() -> Response:
         """Continue one or several texts; with `stream`, as server-sent events."""
         return exchanges[CompletionDialect.route]()
+
+    @app.post(ResponsesDialect.route, responses={200: {"model": ResponseObject}})
+    async def responses() -> Response:
+        """Answer a conversation in items; with `stream`, as server-sent events; with `background`, at once."""
+        return exchanges[ResponsesDialect.route]()
+
+    @app.post(MessagesDialect.route, responses={200: {"model": MessageObject}})
+    async def messages() -> Response:
+        """Answer a conversation as Anthropic's API does; with `stream`, as server-sent events."""
+        return exchanges[MessagesDialect.route]()
+
+    @app.post(COUNT_ROUTE)
+    async def count(request: Request) -> TokenCountAnswer:
+        """How many tokens a message's prompt has."""
+        body = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
+        return await count_tokens(frontend.mesh, frontend.text, body)
 
 
 def _add_models(app: FastAPI, mesh: Mesh) -> None:
@@ -128,24 +168,25 @@ def _add_operations(app: FastAPI, mesh: Mesh, registry: CollectorRegistry) -> No
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every default error page in OpenAI's shape."""
+    """Every default error page in the shape of its API."""
 
-    async def on_http(_: Request, exc: Exception) -> Response:
+    async def on_http(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
         own = None if exc.detail == HTTPStatus(exc.status_code).phrase else exc.detail
-        return _error(from_status(exc.status_code, own), uuid4().hex, dict(exc.headers or {}))
+        return _error(request, from_status(exc.status_code, own), uuid4().hex, dict(exc.headers or {}))
 
-    async def on_mesh(_: Request, exc: Exception) -> Response:
+    async def on_mesh(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, MeshError)
         request_id = uuid4().hex
-        return _error(from_mesh(exc, request_id), request_id)
+        return _error(request, from_mesh(exc, request_id), request_id)
 
-    async def on_validation(_: Request, __: Exception) -> Response:
-        return _error(from_status(400), uuid4().hex)
+    async def on_validation(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, RequestValidationError)
+        return _error(request, from_validation(exc.errors()), uuid4().hex)
 
-    async def on_bug(_: Request, __: Exception) -> Response:
+    async def on_bug(request: Request, __: Exception) -> Response:
         request_id = uuid4().hex
-        return _error(internal(request_id), request_id)
+        return _error(request, internal(request_id), request_id)
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(MeshError, on_mesh)
@@ -153,6 +194,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, on_bug)
 
 
-def _error(error: ApiError, request_id: str, headers: dict[str, str] | None = None) -> Response:
+def _error(request: Request, error: ApiError, request_id: str, headers: dict[str, str] | None = None) -> Response:
     extra = {**(headers or {}), **error.headers(), "x-request-id": request_id}
-    return Response(error.body(), error.status, headers=extra, media_type="application/json")
+    status, body = in_shape_of(request.scope["path"], error, request_id)
+    return Response(body, status, headers=extra, media_type="application/json")

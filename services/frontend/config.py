@@ -55,3 +55,10 @@ class FrontendSettings(MeshSettings):
     max_inflight: Annotated[
         PositiveInt | None, Field(description="requests of this frontend at work at a time; default: no limit")
     ] = None
+    max_stored_responses: Annotated[
+        int, Field(ge=0, description="responses kept in NATS JetStream, of all frontends; 0: none are")
+    ] = 10_000
+    stored_responses_bytes: Annotated[PositiveInt, Field(description="bytes of them, which NATS sets aside")] = (
+        64 * 1024 * 1024
+    )
+    stored_responses_age_s: Annotated[PositiveFloat, Field(description="how long they are kept, seconds")] = 24 * 3600.0

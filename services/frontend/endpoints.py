@@ -2,9 +2,9 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, Self, cast
 
 from pydantic import BaseModel
 from starlette.types import Scope
@@ -15,7 +15,7 @@ from components.openai.errors import ApiError
 from components.openai.events import DONE, Events
 from components.openai.fields import AskedConstraint, FinishReason, GenerationFields, parse_body
 from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, ShownToken
-from components.output.calls import Call
+from components.output.calls import Call, whole_calls
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
 from services.frontend.conversation import encode_conversation, plan_answer
@@ -31,6 +31,17 @@ class Answer(NamedTuple):
     tokens: list[ShownToken] | None = None  # when log-probabilities are asked for
     reasoning: str = ""
     calls: Sequence[Call] = ()  # of tools
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], *, told: bool) -> Self:
+        """What all pieces of a choice make together; `told`: log-probabilities are asked for."""
+        return cls(
+            "".join([piece.text for piece in pieces]),
+            cast("FinishReason", pieces[-1].finish),
+            [token for piece in pieces for token in piece.tokens or ()] if told else None,
+            "".join([piece.reasoning for piece in pieces]),
+            whole_calls([call for piece in pieces for call in piece.calls]),
+        )
 
 
 class EventStream(Protocol):
@@ -95,29 +106,37 @@ class Dialect(ABC):
         """Status and JSON of a request that failed."""
         return error.status, error.body()
 
-    def headers(self) -> Headers:
-        """Of every answer."""
-        return [(b"x-request-id", self.request_id.encode())]
+    def headers(self, shown_id: str) -> Headers:
+        """Of every answer; `shown_id` is what the request is called in it."""
+        return [(b"x-request-id", shown_id.encode())]
 
 
 class ChunkStream:
     """A stream of chunks, as chats and completions have it."""
 
-    __slots__ = ("_dialect", "_events", "_generation", "_opened")
+    __slots__ = ("_events", "_generation", "_logprobs", "_opened", "_tells_usage")
 
-    def __init__(self, dialect: "ChatDialect | CompletionDialect", events: Events, generation: Generation) -> None:
-        self._dialect = dialect
+    def __init__(
+        self,
+        events: Events,
+        logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+        generation: Generation,
+        *,
+        tells_usage: bool,
+    ) -> None:
         self._events = events
+        self._logprobs = logprobs
         self._generation = generation
+        self._tells_usage = tells_usage
         self._opened: set[int] = set()
 
     def piece(self, piece: Piece) -> bytes:
         """A chunk for the text, and one for the end of its choice; before its first one, the opening."""
         index, text, finish, tokens, reasoning, calls = piece
         if reasoning or calls:
-            data = self._events.parts(index, text, reasoning, calls, self._dialect.logprobs(tokens))
+            data = self._events.parts(index, text, reasoning, calls, self._logprobs(tokens))
         else:
-            data = self._events.text(index, text, self._dialect.logprobs(tokens)) if text or tokens else b""
+            data = self._events.text(index, text, self._logprobs(tokens)) if text or tokens else b""
         if index not in self._opened:
             self._opened.add(index)
             data = self._events.open(index) + data
@@ -125,7 +144,7 @@ class ChunkStream:
 
     async def end(self) -> bytes:
         """The usage, when it is asked for, and OpenAI's end mark."""
-        if self._dialect.request.include_usage:
+        if self._tells_usage:
             return self._events.usage(self._generation.usage()) + DONE
         return DONE
 
@@ -134,34 +153,39 @@ class ChunkStream:
         return b"data: " + error.body() + b"\n\n" + DONE
 
 
-class ChatDialect(Dialect):
-    """`/v1/chat/completions`."""
+class Conversing(Dialect):
+    """A request that is a chat, whatever its route calls it."""
 
-    route = "/v1/chat/completions"
     operation = "chat"
-    id_prefix = "chatcmpl-"
-    prompt_param = "messages"
-    request: ChatRequest
-
-    async def read(self, body: bytes, scope: Scope) -> ChatRequest:
-        """A chat request."""
-        self.request = parse_body(ChatRequest, body)
-        return self.request
+    chat: ChatRequest
 
     def token_limit(self) -> int | None:
         """Under either name."""
-        return self.request.token_limit
+        return self.chat.token_limit
 
     async def encode(self, text: TextModel) -> list[list[int]]:
         """One prompt: the conversation in the model's template."""
-        conversation = self.request.conversation()
+        conversation = self.chat.conversation()
         prompt = await encode_conversation(text, conversation)
-        self.output, self.asked = plan_answer(text, conversation, prompt, self.request.asked_constraint)
+        self.output, self.asked = plan_answer(text, conversation, prompt, self.chat.asked_constraint)
         return [prompt]
+
+
+class ChatDialect(Conversing):
+    """`/v1/chat/completions`."""
+
+    route = "/v1/chat/completions"
+    id_prefix = "chatcmpl-"
+    prompt_param = "messages"
+
+    async def read(self, body: bytes, scope: Scope) -> ChatRequest:
+        """A chat request."""
+        self.chat = parse_body(ChatRequest, body)
+        return self.chat
 
     def events(self, generation: Generation) -> EventStream:
         """Chunks with a role and deltas."""
-        request = self.request
+        request = self.chat
         events = Events.chat(
             self.response_id,
             self.created,
@@ -169,7 +193,7 @@ class ChatDialect(Dialect):
             usage_follows=request.include_usage,
             empty=self.output is None,
         )
-        return ChunkStream(self, events, generation)
+        return ChunkStream(events, self.logprobs, generation, tells_usage=request.include_usage)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
         """A chat completion."""
@@ -180,7 +204,7 @@ class ChatDialect(Dialect):
             for i, choice in enumerate(choices)
         ]
         completion = ChatCompletion(
-            id=self.response_id, created=self.created, model=self.request.model, choices=made, usage=generation.usage()
+            id=self.response_id, created=self.created, model=self.chat.model, choices=made, usage=generation.usage()
         )
         return completion.model_dump_json().encode()
 
@@ -239,7 +263,7 @@ class CompletionDialect(Dialect):
         """Chunks with text."""
         request = self.request
         events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.include_usage)
-        return ChunkStream(self, events, generation)
+        return ChunkStream(events, self.logprobs, generation, tells_usage=request.include_usage)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
         """A text completion."""

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import cast
 from uuid import uuid4
 
 from opentelemetry.trace import Span
@@ -17,9 +16,7 @@ from starlette.types import Receive, Scope, Send
 from components.aio import time_limit
 from components.errors import InvariantBroken, MeshError, Rejected
 from components.openai.errors import ApiError, from_mesh, from_status, internal
-from components.openai.fields import AskedConstraint, FinishReason, GenerationFields
-from components.openai.logprobs import ShownToken
-from components.output.calls import CallDelta, whole_calls
+from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check import Unusable
 from components.structured.checker import ConstraintChecker
 from components.text.sampling_defaults import SamplingDefaults
@@ -72,7 +69,7 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request."""
-        reply = Reply(send, self._dialect.headers())
+        reply = Reply(send, self._dialect.headers(self._request_id))
         with tracing.request_span(scope, self._dialect.operation, self._request_id) as span:
             try:
                 # the mesh knows the deadline too; this also covers a client that does not read
@@ -111,16 +108,18 @@ class Exchange(Response):
             running.dec()
 
     async def _generate(self, reply: Reply, request: GenerationFields, specs: list[PromptSpec], place: Place) -> None:
-        if place.turn is not None:
-            with tracing.tracer.start_as_current_span("frontend.admit"):
-                await place.admitted()
         frontend, gaps = self._frontend, self._frontend.metrics.gaps.of(self._model)
-        self._generation = generation = Generation(frontend.mesh, frontend.text, specs, gaps, place.began)
-        async with self._dialect.underway(reply, generation), aclosing(generation.pieces()) as pieces:
-            if request.stream:
-                await self._stream(reply, generation, pieces)
-            else:
-                await self._collect(reply, request, generation, pieces)
+        generation = Generation(frontend.mesh, frontend.text, specs, gaps, place.began)
+        async with self._dialect.underway(reply, generation):
+            if place.turn is not None:
+                with tracing.tracer.start_as_current_span("frontend.admit"):
+                    await place.admitted()
+            self._generation = generation
+            async with aclosing(generation.pieces()) as pieces:
+                if request.stream:
+                    await self._stream(reply, generation, pieces)
+                else:
+                    await self._collect(reply, request, generation, pieces)
 
     async def _prepare(self, request: GenerationFields, model: ServedModel, limit: int | None) -> list[PromptSpec]:
         frontend, dialect = self._frontend, self._dialect
@@ -185,31 +184,15 @@ class Exchange(Response):
     async def _collect(
         self, reply: Reply, request: GenerationFields, generation: Generation, pieces: AsyncGenerator[Piece, None]
     ) -> None:
-        texts: list[list[str]] = [[] for _ in generation.choices]
-        tokens: list[list[ShownToken]] = [[] for _ in generation.choices]
-        thoughts: list[list[str]] = [[] for _ in generation.choices]
-        calls: list[list[CallDelta]] = [[] for _ in generation.choices]
-        async for index, text, _, shown, thought, called in pieces:
+        parts: list[list[Piece]] = [[] for _ in generation.choices]
+        async for piece in pieces:
             if self._awaits_first_token:
                 with self._first_token(generation):
-                    texts[index].append(text)
+                    parts[piece.choice].append(piece)
             else:
-                texts[index].append(text)
-            tokens[index] += shown or ()
-            if thought or called:
-                thoughts[index].append(thought)
-                calls[index] += called
+                parts[piece.choice].append(piece)
         told = request.alternatives is not None
-        choices = [
-            Answer(
-                "".join(texts[i]),
-                cast("FinishReason", choice.finish),
-                tokens[i] if told else None,
-                "".join(thoughts[i]),
-                whole_calls(calls[i]),
-            )
-            for i, choice in enumerate(generation.choices)
-        ]
+        choices = [Answer.of(mine, told=told) for mine in parts]
         body = await self._dialect.answer(choices, generation)
         if not reply.answered:
             await reply.json(body)
@@ -253,7 +236,7 @@ class Exchange(Response):
         metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)
         if status == 200:
             metrics.e2e_latency.labels(self._model, route).observe(time.perf_counter() - self._started)
-            for choice in generation.choices:
+            for choice in (choice for choice in generation.choices if choice.finish is not None):
                 metrics.success.labels(self._model, str(choice.finish)).inc()
 
 

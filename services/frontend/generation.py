@@ -73,6 +73,11 @@ class Choice:
         self._detokenizer = text.detokenizer(spec.prompt.token_ids if spec.continues else (), shown)
         self._stops = StopStrings(spec.stops) if spec.stops else None
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return None if self._stops is None else self._stops.found
+
     def take(self, delta: TokenDelta) -> Piece:
         """The text that `delta` adds; sets `finish` when it is the last."""
         if self.generated_tokens == 0:

@@ -110,6 +110,7 @@ class MeshProcesses:
             "MESH_MODEL": self.model,
             "MESH_LOG_FORMAT": "json",
             "MESH_FRONTEND_PORT": "0",
+            "MESH_FRONTEND_STORED_RESPONSES_BYTES": "1000000",  # NATS sets them aside, for each mesh of the run
             **self.env,
             **env,
         }

@@ -1,0 +1,89 @@
+"""The events of a streamed message, as bytes, and the content blocks that its blocks become."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pydantic_core import from_json
+
+from components.anthropic.messages import MessageObject, MessageUsage, StopReason
+from components.openai.events import as_json, quote
+from components.output.blocks import Block, Blocks
+from components.output.calls import CallDelta
+
+PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
+STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+DELTAS: Final = {
+    "text": b'"type":"text_delta","text":',
+    "reasoning": b'"type":"thinking_delta","thinking":',
+    "call": b'"type":"input_json_delta","partial_json":',
+}
+
+
+def content_of(block: Block) -> dict[str, Any]:
+    """A content block, once its block has so much text."""
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; of one that was cut off, those that are there. What is no JSON object is told as it is."""
+    try:
+        read = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {"": arguments}
+
+
+class MessageEvents:
+    """One stream: each block starts, grows and stops."""
+
+    def __init__(self) -> None:
+        self.blocks = Blocks()
+
+    def begin(self, message: MessageObject) -> bytes:
+        """The first events."""
+        return b'event: message_start\ndata: {"type":"message_start","message":%b}\n\n%b' % (as_json(message), PING)
+
+    def piece(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> bytes:
+        """What a piece of the answer adds."""
+        data = b""
+        for block, new, begins, ended in self.blocks.feed(reasoning, text, calls):
+            if ended is not None:
+                data += _stop(ended)
+            if begins:
+                data += _start(block)
+            if new:
+                data += (
+                    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{%b%b}}\n\n'
+                    % (
+                        block.index,
+                        DELTAS[block.kind],
+                        quote(new),
+                    )
+                )
+        return data
+
+    def end(self, reason: StopReason, sequence: str | None, usage: MessageUsage) -> bytes:
+        """The end of the last block and of the message."""
+        told = {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": sequence},
+            "usage": usage.model_dump(),
+        }
+        last = _stop(self.blocks.all[-1]) if self.blocks.all else b""
+        return b"%bevent: message_delta\ndata: %b\n\n%b" % (last, as_json(told), STOP)
+
+
+def _start(block: Block) -> bytes:
+    empty = as_json(content_of(Block(block.kind, block.index, block.id, block.name)))
+    return b'event: content_block_start\ndata: {"type":"content_block_start","index":%d,"content_block":%b}\n\n' % (
+        block.index,
+        empty,
+    )
+
+
+def _stop(block: Block) -> bytes:
+    return b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n' % block.index

@@ -1,0 +1,104 @@
+"""Records that every process on a NATS sees: a JetStream stream that keeps the last message of each key.
+
+It is bounded in records, bytes and age, and forgets the oldest; what a process stored survives it, and an end of NATS too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import nats.errors
+from nats.js import JetStreamContext
+from nats.js.api import DiscardPolicy, StorageType, StreamConfig
+from nats.js.errors import BadRequestError, NotFoundError, ServiceUnavailableError
+
+from components.errors import BackendUnavailable, MessageTooLarge
+from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
+
+TIMEOUT_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is kept at most."""
+
+    records: int
+    bytes: int
+    age_s: float
+
+
+class Records:
+    """The records under one name."""
+
+    def __init__(self, bus: Bus, jetstream: JetStreamContext, name: str) -> None:
+        self._bus = bus
+        self._jetstream = jetstream
+        self._stream, self._prefix = _names(name)
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Store, in place of what was there; when this returns, everybody sees it.
+
+        Raises: MessageTooLarge, BackendUnavailable, DeadlineExceeded.
+        """
+        most = self._bus.client.max_payload - HEADERS_BYTES
+        if len(value) > most:
+            raise MessageTooLarge(f"a record of {len(value)} bytes; NATS takes {most}", bytes=len(value))
+        with _errors(self._prefix, self._bus.url):
+            await self._jetstream.publish(f"{self._prefix}.{key}", value, stream=self._stream, timeout=TIMEOUT_S)
+
+    async def get(self, key: str) -> bytes | None:
+        """What is stored, if there is anything. Raises: BackendUnavailable, DeadlineExceeded."""
+        with _errors(self._prefix, self._bus.url):
+            try:
+                found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}", direct=True)
+            except NotFoundError:
+                return None
+        data: bytes | None = found.data
+        return data
+
+    async def delete(self, key: str) -> None:
+        """Forget it, if it is there. Raises: BackendUnavailable, DeadlineExceeded."""
+        with _errors(self._prefix, self._bus.url):
+            await self._jetstream.purge_stream(self._stream, subject=f"{self._prefix}.{key}")
+
+
+async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
+    """The records under `name`, which are made when there are none; `bounds` hold from now on, whoever set others.
+
+    Raises: BackendUnavailable, also when this NATS has no JetStream; DeadlineExceeded.
+    """
+    stream, prefix = _names(name)
+    config = StreamConfig(
+        name=stream,
+        subjects=[f"{prefix}.*"],
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_msgs_per_subject=1,
+        max_msgs=bounds.records,
+        max_bytes=bounds.bytes,
+        max_age=bounds.age_s,
+        allow_direct=True,
+        num_replicas=1,
+    )
+    jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
+    with _errors(prefix, bus.url):
+        try:
+            await jetstream.add_stream(config)
+        except BadRequestError:  # it is there, with other bounds
+            await jetstream.update_stream(config)
+    return Records(bus, jetstream, name)
+
+
+def _names(name: str) -> tuple[str, str]:
+    """Of the stream, and of its subjects up to the key."""
+    return name.replace(".", "-"), f"{name}.records"
+
+
+@contextmanager
+def _errors(subject: str, url: str) -> Iterator[None]:
+    with nats_errors(subject, url):
+        try:
+            yield
+        except (nats.errors.NoRespondersError, ServiceUnavailableError) as exc:
+            raise BackendUnavailable(f"NATS at {url} has no JetStream, or not this stream: {exc}") from exc

@@ -1,0 +1,215 @@
+"""Items: what a conversation is made of in the Responses API, and the turns of a chat that they come to."""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue
+
+from components.openai.fields import Strict, by_type, only, tagged
+
+MAX_ITEMS: Final = 4096
+MAX_PARTS: Final = 1024
+
+Id = Annotated[str, Field(max_length=256)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(Strict):
+    """A part of what somebody said."""
+
+    type: Literal["input_text"] = "input_text"
+    text: str
+
+
+class OutputText(Strict):
+    """A part of what the model said, as it comes back from a client."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[JsonValue, only([])] = None
+    logprobs: list[JsonValue] | None = None  # told of it when it was made
+
+
+class Refusal(Strict):
+    """A part in which a model refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What it said."""
+        return self.refusal
+
+
+Part = Annotated[
+    Annotated[InputText, tagged("input_text")]
+    | Annotated[OutputText, tagged("output_text")]
+    | Annotated[Refusal, tagged("refusal")],
+    by_type("input_text", "output_text", "refusal"),
+]
+
+
+def _parts(value: JsonValue) -> JsonValue:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[
+    list[Part],
+    Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
+    BeforeValidator(_parts, json_schema_input_type=str | list[Part]),
+]
+
+
+class MessageItem(Strict):
+    """A turn of somebody."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    id: Id | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None  # the model's own word about what it said
+
+
+class CallItem(Strict):
+    """The model called a function."""
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: Id
+    arguments: str
+    id: Id | None = None
+    status: Status | None = None
+
+
+class CallOutputItem(Strict):
+    """What that gave."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Parts
+    id: Id | None = None
+    status: Status | None = None
+
+
+class ReasoningText(Strict):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    """What the model thought before it answered."""
+
+    type: Literal["reasoning"]
+    id: Id | None = None
+    summary: Annotated[JsonValue, only([])] = None
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    encrypted_content: Annotated[JsonValue, only()] = None
+    status: Status | None = None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, tagged("message")]
+    | Annotated[CallItem, tagged("function_call")]
+    | Annotated[CallOutputItem, tagged("function_call_output")]
+    | Annotated[ReasoningItem, tagged("reasoning")],
+    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+]
+
+
+def _items(value: JsonValue) -> JsonValue:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+InputItems = Annotated[
+    list[InputItem],
+    Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
+    BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+]
+
+
+def turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
+    """The messages of a chat: what the model thought, said and called between two others is one turn of it."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, CallOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _texts(item.output)})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append({"role": item.role, "content": _texts(item.content)})
+        elif not isinstance(item, ReasoningItem) or item.content:
+            _add(_assistants_turn(messages), item)
+    return messages
+
+
+def _assistants_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
+    if isinstance(item, MessageItem):
+        turn["content"] = [*(turn["content"] or ()), *_texts(item.content)]
+    elif isinstance(item, CallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    else:
+        thought = [turn["reasoning_content"]] if "reasoning_content" in turn else []
+        turn["reasoning_content"] = "\n".join([*thought, *(part.text for part in item.content or ())])
+
+
+def _texts(parts: Sequence[InputText | OutputText | Refusal]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": part.text} for part in parts]
+
+
+class OutputPart(BaseModel):
+    """A part of a message of the model."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[None] = []
+    logprobs: list[Any] = []
+
+
+class OutputThought(BaseModel):
+    """A part of a reasoning item of the model."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputMessage(BaseModel):
+    """What the model said."""
+
+    type: Literal["message"] = "message"
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputPart]
+
+
+class OutputCall(BaseModel):
+    """A function that the model calls: the client's to run."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputReasoning(BaseModel):
+    """What the model thought."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    status: Status
+    summary: list[None] = []
+    content: list[OutputThought]
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning

@@ -1,0 +1,142 @@
+"""The events of a streamed response, as bytes, and the items that its blocks become."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from components.openai.events import as_json, quote
+from components.openai.items import (
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputPart,
+    OutputReasoning,
+    OutputThought,
+    Status,
+)
+from components.openai.logprobs import TokenLogprob
+from components.openai.responses import ResponseObject
+from components.output.blocks import Block, Blocks
+from components.output.calls import CallDelta
+
+PREFIXES: Final = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+DELTAS: Final = {
+    "reasoning": "response.reasoning_text.delta",
+    "text": "response.output_text.delta",
+    "call": "response.function_call_arguments.delta",
+}
+
+
+def item_id(block: Block, request_id: str) -> str:
+    """Nobody else's: a request's own id and the number of the item in it."""
+    return f"{PREFIXES[block.kind]}{request_id}{block.index:02d}"
+
+
+def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[TokenLogprob] = ()) -> OutputItem:
+    """What an item is once its block has so much text."""
+    own = item_id(block, request_id)
+    if block.kind == "call":
+        return OutputCall(id=own, status=status, call_id=block.id, name=block.name, arguments=block.text)
+    if block.kind == "reasoning":
+        return OutputReasoning(id=own, status=status, content=[OutputThought(text=block.text)] if block.text else [])
+    part = OutputPart(text=block.text, logprobs=[token.model_dump() for token in logprobs])
+    return OutputMessage(id=own, status=status, content=[part] if block.text else [])
+
+
+class ResponseEvents:
+    """One stream: each item begins, grows and ends, and each event has its number."""
+
+    def __init__(self, request_id: str) -> None:
+        self.blocks = Blocks()
+        self.items: list[OutputItem] = []  # those that have ended
+        self._request_id = request_id
+        self._number = 0
+        self._head = b""  # of an event with more text for the open block, from its number to the text
+        self._logprobs: list[TokenLogprob] = []  # of the open block
+
+    def begin(self, response: ResponseObject) -> bytes:
+        """The first events."""
+        told = {"response": response}
+        return self._event("response.created", **told) + self._event("response.in_progress", **told)
+
+    def piece(
+        self, reasoning: str, text: str, calls: Sequence[CallDelta], logprobs: Sequence[TokenLogprob] = ()
+    ) -> bytes:
+        """What a piece of the answer adds; `logprobs` are of its text."""
+        data = b""
+        for block, new, begins, ended in self.blocks.feed(reasoning, text, calls):
+            if ended is not None:
+                data += self._close(ended, "completed")
+            if begins:
+                data += self._open(block)
+            if new:
+                data += self._delta(block, new, logprobs if block.kind == "text" else ())
+        return data
+
+    def end(self, status: Status, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """The end of the last item, with what is left to tell of its tokens. An answer without any text is an empty message."""
+        data = b""
+        if not self.blocks.all:
+            block = Block("text", 0)
+            self.blocks.all.append(block)
+            data = self._open(block)
+        self._logprobs += logprobs
+        return data + self._close(self.blocks.all[-1], status)
+
+    def last(self, kind: str, response: ResponseObject) -> bytes:
+        """The last event: the whole response."""
+        return self._event(f"response.{kind}", response=response)
+
+    def error(self, code: str, message: str) -> bytes:
+        """An event that tells of a failure."""
+        return self._event("error", code=code, message=message, param=None)
+
+    def _open(self, block: Block) -> bytes:
+        at: dict[str, Any] = {"item_id": item_id(block, self._request_id), "output_index": block.index}
+        empty = item_of(Block(block.kind, block.index, block.id, block.name), self._request_id, "in_progress")
+        data = self._event("response.output_item.added", output_index=block.index, item=empty)
+        if block.kind != "call":
+            at["content_index"] = 0
+            data += self._event("response.content_part.added", **at, part=_part(block.kind, ""))
+        body = b"".join(b'"%b":%b,' % (name.encode(), as_json(value)) for name, value in at.items())
+        kind = DELTAS[block.kind].encode()
+        self._head = b'event: %b\ndata: {"type":"%b",%b"sequence_number":' % (kind, kind, body)
+        self._logprobs = []
+        return data
+
+    def _delta(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        told = b""
+        if block.kind == "text":
+            self._logprobs += logprobs
+            told = b',"logprobs":[%b]' % b",".join(as_json(token) for token in logprobs)
+        self._number += 1
+        return b'%b%d,"delta":%b%b}\n\n' % (self._head, self._number - 1, quote(text), told)
+
+    def _close(self, block: Block, status: Status) -> bytes:
+        item = item_of(block, self._request_id, status, self._logprobs)
+        self.items.append(item)
+        at: dict[str, Any] = {"item_id": item.id, "output_index": block.index}
+        if block.kind == "call":
+            data = self._event("response.function_call_arguments.done", **at, name=block.name, arguments=block.text)
+        elif block.kind == "reasoning":
+            data = self._event("response.reasoning_text.done", **at, content_index=0, text=block.text)
+        else:
+            told = [token.model_dump() for token in self._logprobs]
+            data = self._event("response.output_text.done", **at, content_index=0, text=block.text, logprobs=told)
+        if block.kind != "call":
+            part = _part(block.kind, block.text, self._logprobs)
+            data += self._event("response.content_part.done", **at, content_index=0, part=part)
+        return data + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = b"".join(b',"%b":%b' % (name.encode(), as_json(value)) for name, value in fields.items())
+        self._number += 1
+        name = kind.encode()
+        return b'event: %b\ndata: {"type":"%b","sequence_number":%d%b}\n\n' % (name, name, self._number - 1, body)
+
+
+def _part(kind: str, text: str, logprobs: Sequence[TokenLogprob] = ()) -> BaseModel:
+    if kind == "reasoning":
+        return OutputThought(text=text)
+    return OutputPart(text=text, logprobs=[token.model_dump() for token in logprobs])

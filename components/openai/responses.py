@@ -1,0 +1,345 @@
+"""`/v1/responses`: request and answer. A request is written as a chat, and is one from there on."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue
+
+from components.errors import Rejected
+from components.openai.chat import ChatRequest
+from components.openai.fields import (
+    MAX_LOGPROBS,
+    Strict,
+    TokenCount,
+    Usage,
+    by_type,
+    of_type,
+    only,
+    parse_value,
+    tagged,
+)
+from components.openai.items import Id, InputItem, InputItems, OutputItem, turns
+
+Logprobs = Literal["message.output_text.logprobs"]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+PARAMS: Final = {  # a chat's name, as a pattern, and ours; those that are the same are not here
+    r"messages.*": "input",
+    r"max_tokens|max_completion_tokens": "max_output_tokens",
+    r"response_format(?:\.json_schema)?(.*)": r"text.format\1",
+    r"reasoning_effort": "reasoning.effort",
+    r"logprobs": "include",
+    r"(tools\[\d+\]|tool_choice)\.function\.(.+)": r"\1.\2",
+}
+
+
+class Tool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Id
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Strict):
+    """It must call this one."""
+
+    type: Literal["function"]
+    name: Id
+
+
+class ToolMode(Strict):
+    """Whether it may, or must."""
+
+    type: Literal["none", "auto", "required"]
+
+
+def _choice(value: JsonValue) -> JsonValue:
+    return {"type": value} if isinstance(value, str) else value
+
+
+ToolChoice = Annotated[
+    Annotated[ToolMode, tagged("none")]
+    | Annotated[ToolMode, tagged("auto")]
+    | Annotated[ToolMode, tagged("required")]
+    | Annotated[NamedFunction, tagged("function")],
+    by_type("none", "auto", "required", "function"),
+    BeforeValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedFunction),
+]
+
+
+class PlainText(Strict):
+    """Whatever the model says."""
+
+    type: Literal["text"] = "text"
+
+
+class JsonObject(Strict):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """What the schema describes."""
+
+    type: Literal["json_schema"]
+    name: Id
+    schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """What form the text has."""
+
+    format: (
+        Annotated[
+            Annotated[PlainText, tagged("text")]
+            | Annotated[JsonObject, tagged("json_object")]
+            | Annotated[JsonSchema, tagged("json_schema")],
+            by_type("text", "json_object", "json_schema"),
+        ]
+        | None
+    ) = None
+    verbosity: Annotated[JsonValue, only("medium")] = None
+
+
+class ReasoningOptions(Strict):
+    """How much the model is to think. There are no summaries: what it thought is told as it is."""
+
+    effort: JsonValue = None  # a chat knows which
+    summary: Annotated[JsonValue, only("auto")] = None
+    generate_summary: Annotated[JsonValue, only()] = None
+
+
+class StreamOptions(Strict):
+    """What a stream carries beside its events."""
+
+    include_obfuscation: Annotated[JsonValue, only(False)] = None
+
+
+class ResponsesRequest(Strict):
+    """The body of a request."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    input: InputItems
+    instructions: str | None = None
+    previous_response_id: Id | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Annotated[list[Logprobs], Field(max_length=16)] | None = None
+    text: TextOptions | None = None
+    tools: (
+        Annotated[
+            list[Annotated[Tool, of_type("function")]],
+            Field(max_length=1024, fail_fast=True),
+        ]
+        | None
+    ) = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: Metadata | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    # not honoured yet
+    truncation: Annotated[JsonValue, only("disabled")] = None
+    service_tier: Annotated[JsonValue, only("auto", "default")] = None
+    max_tool_calls: Annotated[JsonValue, only()] = None
+    conversation: Annotated[JsonValue, only()] = None
+    prompt: Annotated[JsonValue, only()] = None
+    prompt_cache_retention: Annotated[JsonValue, only("in_memory")] = None
+
+    @property
+    def stored(self) -> bool:
+        """Whether it must be kept; left open, it is kept where that is possible."""
+        return bool(self.store or self.background)
+
+    def check(self) -> None:
+        """Raises: Rejected, when fields contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+        if self.top_logprobs is not None and not self.include:
+            raise Rejected(
+                "'top_logprobs' is only allowed when 'include' has 'message.output_text.logprobs'.",
+                param="top_logprobs",
+            )
+        if self.background and self.store is False:
+            raise Rejected("'background' needs 'store': it is how its answer is found.", param="store")
+        if self.background and self.stream:
+            raise Rejected(
+                "'stream' with 'background' has a value that this server does not support: send one of them.",
+                param="stream",
+                code="unsupported_parameter",
+            )
+
+    def chat(self, earlier: Sequence[InputItem]) -> ChatRequest:
+        """The same as a chat, behind what was said `earlier`. Raises: Rejected, in a chat's words."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        wanted: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, *turns([*earlier, *self.input])],
+            "stream": self.stream,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": bool(self.include) or None,
+            "top_logprobs": self.top_logprobs,
+            "response_format": self._response_format(),
+            "tools": [_chats_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "user": self.user,
+            "prompt_cache_key": self.prompt_cache_key,
+        }
+        return parse_value(ChatRequest, {name: value for name, value in wanted.items() if value is not None})
+
+    def _response_format(self) -> dict[str, Any] | None:
+        form = None if self.text is None else self.text.format
+        if isinstance(form, JsonSchema):
+            schema = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+            return {"type": "json_schema", "json_schema": schema}
+        return None if form is None else form.model_dump()
+
+    def _tool_choice(self) -> str | dict[str, Any] | None:
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            return {"type": "function", "function": {"name": choice.name}}
+        return None if choice is None else choice.type
+
+
+def _chats_tool(tool: Tool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
+
+
+class ResponsesUsage(BaseModel):
+    """Tokens of one response."""
+
+    class InputDetails(BaseModel):
+        """Of the input's, those found in the prefix cache."""
+
+        cached_tokens: int
+        cache_write_tokens: int = 0  # nothing is charged for them
+
+    class OutputDetails(BaseModel):
+        """Of the output's, those that it thought with."""
+
+        reasoning_tokens: int = 0
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails = OutputDetails()
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> "ResponsesUsage":
+        """What a chat would have told."""
+        return cls(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=cls.InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            total_tokens=usage.total_tokens,
+        )
+
+
+class ResponseError(BaseModel):
+    """Why it failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    """Why it is not whole."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseObject(BaseModel):
+    """An answer, whole or on its way, with what it was asked for."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: ResponseStatus
+    background: bool
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | None = None
+    user: str | None
+
+    @classmethod
+    def begun(
+        cls, response_id: str, created: int, request: ResponsesRequest, *, store: bool, temperature: float, top_p: float
+    ) -> "ResponseObject":
+        """Of `request`, before there is any output; how it samples is what it comes to, defaults filled in."""
+        choice = request.tool_choice
+        return cls(
+            id=response_id,
+            created_at=created,
+            status="in_progress",
+            background=bool(request.background),
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            model=request.model,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=request.previous_response_id,
+            prompt_cache_key=request.prompt_cache_key,
+            reasoning={"effort": request.reasoning and request.reasoning.effort, "summary": None},
+            safety_identifier=request.safety_identifier,
+            store=store,
+            temperature=temperature,
+            text=_echoed_text(request.text),
+            tool_choice="auto"
+            if choice is None
+            else choice.type
+            if isinstance(choice, ToolMode)
+            else choice.model_dump(),
+            tools=[tool.model_dump() for tool in request.tools or ()],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=top_p,
+            user=request.user,
+        )
+
+
+def _echoed_text(options: TextOptions | None) -> dict[str, Any]:
+    form = (options and options.format) or PlainText()
+    return {"format": form.model_dump(by_alias=True), "verbosity": "medium"}

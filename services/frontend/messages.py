@@ -1,0 +1,132 @@
+"""`/v1/messages`: a chat told in content blocks, as Anthropic's clients know it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from starlette.types import Scope
+
+from components.anthropic.errors import body_of, status_of
+from components.anthropic.events import MessageEvents, content_of
+from components.anthropic.messages import (
+    PARAMS,
+    CountRequest,
+    MessageObject,
+    MessagesRequest,
+    MessageUsage,
+    StopReason,
+    TokenCountAnswer,
+)
+from components.openai.chat import ChatRequest
+from components.openai.errors import ApiError, in_other_words
+from components.openai.fields import parse_body
+from components.output.blocks import Block, Blocks
+from components.text.tokenizer import TextModel
+from services.frontend.endpoints import Answer, Conversing, EventStream
+from services.frontend.generation import Generation, Piece
+from services.frontend.ports import Mesh
+from services.frontend.prompts import find_model
+from services.frontend.stream import Headers
+
+COUNT_ROUTE: Final = "/v1/messages/count_tokens"
+
+
+class MessagesDialect(Conversing):
+    """One request of the Messages API."""
+
+    route = "/v1/messages"
+    id_prefix = "msg_"
+    prompt_param = "messages"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self._params = PARAMS
+
+    async def read(self, body: bytes, scope: Scope) -> ChatRequest:
+        """As a chat."""
+        request = parse_body(MessagesRequest, body)
+        self._params = request.params
+        request.check()
+        self.chat = request.chat()
+        return self.chat
+
+    def events(self, generation: Generation) -> EventStream:
+        """Events of content blocks."""
+        return MessageStream(self, generation)
+
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
+        """The message, whole."""
+        [choice] = choices
+        blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all
+        reason, sequence = why_it_stopped(blocks, generation)
+        changes = {
+            "content": [content_of(block) for block in blocks],
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+        }
+        return self.begun(generation).model_copy(update=changes).model_dump_json().encode()
+
+    def begun(self, generation: Generation) -> MessageObject:
+        """The message before its first block."""
+        return MessageObject(id=self.response_id, model=self.chat.model, usage=MessageUsage.of(generation.usage()))
+
+    def refusal(self, error: ApiError) -> tuple[int, bytes]:
+        """In Anthropic's shape, parameters by its names."""
+        return refusal(error, self.request_id, self._params)
+
+    def headers(self, shown_id: str) -> Headers:
+        """Anthropic's clients look for the id under another name."""
+        return [*super().headers(shown_id), (b"request-id", b"req_" + self.request_id.encode())]
+
+
+class MessageStream:
+    """A stream of content blocks' events."""
+
+    def __init__(self, dialect: MessagesDialect, generation: Generation) -> None:
+        self._dialect = dialect
+        self._generation = generation
+        self._events = MessageEvents()
+        self._begun = False
+
+    def piece(self, piece: Piece) -> bytes:
+        """New text, reasoning or arguments; before the first, the message itself."""
+        data = self._events.piece(piece.reasoning, piece.text, piece.calls)
+        if not self._begun:
+            self._begun = True
+            data = self._events.begin(self._dialect.begun(self._generation)) + data
+        return data
+
+    async def end(self) -> bytes:
+        """The end of the last block and of the message."""
+        reason, sequence = why_it_stopped(self._events.blocks.all, self._generation)
+        return self._events.end(reason, sequence, MessageUsage.of(self._generation.usage()))
+
+    def fail(self, error: ApiError) -> bytes:
+        """An error event, and nothing behind it."""
+        _, body = self._dialect.refusal(error)
+        return b"event: error\ndata: %b\n\n" % body
+
+
+def refusal(error: ApiError, request_id: str, params: Mapping[str, str] = PARAMS) -> tuple[int, bytes]:
+    """Status and JSON of a request of this API that failed."""
+    return status_of(error), body_of(in_other_words(error, params), request_id)
+
+
+def why_it_stopped(blocks: Sequence[Block], generation: Generation) -> tuple[StopReason, str | None]:
+    """The reason, and the stop sequence if it was one."""
+    choice = generation.choices[0]
+    if choice.finish == "length":
+        return "max_tokens", None
+    if any(block.kind == "call" for block in blocks):
+        return "tool_use", None
+    return ("end_turn", None) if choice.stop_string is None else ("stop_sequence", choice.stop_string)
+
+
+async def count_tokens(mesh: Mesh, text: TextModel, body: bytes) -> TokenCountAnswer:
+    """How long the prompt of a message would be. Raises: MeshError."""
+    request = parse_body(CountRequest, body)
+    request.check()
+    find_model(mesh, request.model)
+    dialect = MessagesDialect(request_id="")
+    dialect.chat = request.chat()
+    [prompt] = await dialect.encode(text)
+    return TokenCountAnswer(input_tokens=len(prompt))

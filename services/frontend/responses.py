@@ -1,0 +1,220 @@
+"""`/v1/responses`: a chat told in items, kept when it is over, and worked on without its client where that is asked for."""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, Literal
+
+from starlette.types import Scope
+
+from components.errors import Cancelled, MeshError, Rejected, UnknownResponse
+from components.openai.chat import ChatRequest
+from components.openai.errors import ApiError, from_mesh, in_other_words, internal
+from components.openai.fields import parse_body
+from components.openai.items import InputItem, OutputItem
+from components.openai.logprobs import ChatLogprobs, ShownToken, TokenLogprob
+from components.openai.response_events import ResponseEvents, item_of
+from components.openai.responses import (
+    PARAMS,
+    IncompleteDetails,
+    ResponseError,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseStatus,
+    ResponsesUsage,
+)
+from components.output.blocks import Block, Blocks
+from services.frontend.admission import token_of
+from services.frontend.endpoints import Answer, Conversing, EventStream
+from services.frontend.generation import Generation, Piece
+from services.frontend.stored import Remembered, StoredResponses, items_before
+from services.frontend.stream import Reply
+
+log = logging.getLogger(__name__)
+
+_NO_STORE: Final = "has a value that this server does not support: it keeps no responses"
+
+NO_STORE: Final = "has a value that this server does not support: it keeps no responses"
+
+
+class ResponsesDialect(Conversing):
+    """One request of the Responses API."""
+
+    route = "/v1/responses"
+    id_prefix = "resp_"
+    prompt_param = "input"
+    request: ResponsesRequest
+
+    def __init__(self, stored: StoredResponses | None, request_id: str) -> None:
+        """`stored`: where responses are kept, if they are."""
+        super().__init__(request_id)
+        self._stored = stored
+        self._remembered: Remembered | None = None  # of a response that is kept
+
+    async def read(self, body: bytes, scope: Scope) -> ChatRequest:
+        """As a chat, behind what the response before it holds."""
+        self.request = request = parse_body(ResponsesRequest, body)
+        request.check()
+        key = token_of(scope["headers"])
+        earlier = await self._earlier(key)
+        self.chat = request.chat(earlier)
+        if self._stored is None and request.stored:
+            raise _cannot("background" if request.background else "store", _NO_STORE)
+        if self._stored is not None and request.store is not False:
+            self._remembered = Remembered.of(request.input, earlier, key)
+        return self.chat
+
+    async def _earlier(self, key: bytes) -> list[InputItem]:
+        previous = self.request.previous_response_id
+        if previous is None:
+            return []
+        if self._stored is None:
+            raise _cannot("previous_response_id", _NO_STORE)
+        try:
+            record = await self._stored.get(previous, key)
+        except UnknownResponse:
+            raise Rejected(
+                f"Previous response with id '{previous[:128]}' not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            ) from None
+        if record.frontend:
+            raise Rejected(
+                f"Previous response with id '{previous}' is not over yet.",
+                param="previous_response_id",
+                code="invalid_value",
+            )
+        return items_before(record)
+
+    @asynccontextmanager
+    async def underway(self, reply: Reply, generation: Generation) -> AsyncIterator[None]:
+        """A response in the background is answered now, and goes on, whatever its client does, until somebody cancels it."""
+        if self._stored is None or self._remembered is None or not self.request.background:
+            yield
+            return
+        begun = self.begun(generation)
+        with self._stored.underway(self.response_id) as mine:
+            await self._stored.put(begun, self._remembered)
+            await reply.json(begun.model_dump_json().encode())
+            try:
+                with mine.cancellable():
+                    yield
+            except Cancelled:
+                await self.kept(self.over("cancelled", [], generation))
+                raise
+            except Exception as exc:
+                error = from_mesh(exc, self.request_id) if isinstance(exc, MeshError) else internal(self.request_id)
+                await self.kept(self.over("failed", [], generation, self._words(error)))
+                raise
+
+    def events(self, generation: Generation) -> EventStream:
+        """Events of items."""
+        return ResponseStream(self, generation)
+
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
+        """The response, whole."""
+        [choice] = choices
+        blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all or [Block("text", 0)]
+        status = status_of(generation)
+        told = [] if choice.tokens is None else ChatLogprobs.of(choice.tokens).content
+        items = [item_of(block, self.request_id, "completed", told) for block in blocks[:-1]]
+        items.append(item_of(blocks[-1], self.request_id, status, told))
+        response = await self.kept(self.over(status, items, generation))
+        return response.model_dump_json().encode()
+
+    def refusal(self, error: ApiError) -> tuple[int, bytes]:
+        """Parameters by this API's names."""
+        return super().refusal(self._words(error))
+
+    def begun(self, generation: Generation) -> ResponseObject:
+        """The response before there is any output."""
+        sampling = generation.choices[0].prompt.sampling
+        return ResponseObject.begun(
+            self.response_id,
+            self.created,
+            self.request,
+            store=self._remembered is not None,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+
+    def over(
+        self, status: ResponseStatus, items: Sequence[OutputItem], generation: Generation, error: ApiError | None = None
+    ) -> ResponseObject:
+        """The response as it ended."""
+        changes = {
+            "status": status,
+            "output": list(items),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": IncompleteDetails() if status == "incomplete" else None,
+            "error": None if error is None else ResponseError(code=_code(error), message=error.message),
+            "usage": ResponsesUsage.of(generation.usage()),
+        }
+        return self.begun(generation).model_copy(update=changes)
+
+    async def kept(self, response: ResponseObject) -> ResponseObject:
+        """`response`, stored before its client reads it. When that fails the answer counts for more, and says so."""
+        if self._stored is None or self._remembered is None:
+            return response
+        try:
+            await self._stored.put(response, self._remembered)
+        except MeshError as exc:
+            log.warning("response not stored", extra={"request_id": self.request_id, "cause": exc.message})
+            return response.model_copy(update={"store": False})
+        return response
+
+    def _words(self, error: ApiError) -> ApiError:
+        return in_other_words(error, PARAMS)
+
+
+class ResponseStream:
+    """A stream of items' events."""
+
+    def __init__(self, dialect: ResponsesDialect, generation: Generation) -> None:
+        self._dialect = dialect
+        self._generation = generation
+        self._events = ResponseEvents(dialect.request_id)
+        self._begun = False
+        self._tokens: list[ShownToken] = []  # not told of yet: they made no text so far
+
+    def piece(self, piece: Piece) -> bytes:
+        """New text, reasoning or arguments; before the first, the response itself."""
+        _, text, _, tokens, reasoning, calls = piece
+        told: list[TokenLogprob] = []
+        if tokens:
+            self._tokens += tokens
+            if text:
+                told, self._tokens = ChatLogprobs.of(self._tokens).content, []
+        begin = b""
+        if not self._begun:
+            self._begun = True
+            begin = self._events.begin(self._dialect.begun(self._generation))
+        return begin + self._events.piece(reasoning, text, calls, told)
+
+    async def end(self) -> bytes:
+        """The end of the last item, and the whole response."""
+        status = status_of(self._generation)
+        data = self._events.end(status, ChatLogprobs.of(self._tokens).content)
+        response = await self._dialect.kept(self._dialect.over(status, self._events.items, self._generation))
+        return data + self._events.last(status, response)
+
+    def fail(self, error: ApiError) -> bytes:
+        """What went wrong, and what there was until then. It is not kept."""
+        data = self._events.end("incomplete") + self._events.error(_code(error), error.message)
+        response = self._dialect.over("failed", self._events.items, self._generation, error)
+        return data + self._events.last("failed", response.model_copy(update={"store": False}))
+
+
+def status_of(generation: Generation) -> Literal["completed", "incomplete"]:
+    """Whether the answer came to its own end."""
+    return "incomplete" if generation.choices[0].finish == "length" else "completed"
+
+
+def _cannot(param: str, why: str) -> Rejected:
+    return Rejected(f"'{param}' {why}.", param=param, code="unsupported_parameter")
+
+
+def _code(error: ApiError) -> str:
+    """Of the few that a response may fail with."""
+    return "server_error" if error.status >= 500 else "rate_limit_exceeded" if error.status == 429 else "invalid_prompt"

@@ -1,0 +1,209 @@
+"""Responses that outlive their request: where they are kept, who may see them, and those that run in the background."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Final
+
+from pydantic import TypeAdapter
+
+from components.errors import Cancelled, DeadlineExceeded, MeshError, PeerLost, Rejected, UnknownResponse
+from components.messaging.bus import Bus
+from components.messaging.records import Bounds, Records, open_records
+from components.messaging.service import Endpoint
+from components.openai.items import InputItem
+from components.openai.responses import ResponseObject
+from components.wire.codec import pack, unpack
+from components.wire.responses import CancelResponse, ResponseUnderway, StoredResponse
+from services.frontend.config import FrontendSettings
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S: Final = 5.0
+SALT_BYTES: Final = 16
+RESPONSE_ID: Final = re.compile(r"resp_[0-9a-f]{32}")
+ITEMS: Final = TypeAdapter(list[InputItem])
+_LOST: Final = "The instance working on this response was lost, or its time limit has passed. Try again."
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What is kept beside a response, to go on from it."""
+
+    input: str  # JSON
+    earlier: str  # JSON
+    owner: bytes
+
+    @classmethod
+    def of(cls, items: Sequence[InputItem], earlier: Sequence[InputItem], key: bytes) -> "Remembered":
+        """Of one request, by the client with this API key."""
+        salt = os.urandom(SALT_BYTES)
+        return cls(_dumped(items), _dumped(earlier), salt + _hash(key, salt))
+
+
+class Underway:
+    """One response in the background."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.over = asyncio.Event()
+        self._task = task
+        self._before = task.cancelling()
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Stop it."""
+        self._cancelled = True
+        self._task.cancel()
+
+    @contextmanager
+    def cancellable(self) -> Iterator[None]:
+        """Raises: Cancelled, in place of the asyncio.CancelledError that `cancel` caused."""
+        try:
+            yield
+        except asyncio.CancelledError as exc:
+            if self._cancelled and self._task.uncancel() <= self._before:
+                raise Cancelled("the response was cancelled") from exc
+            raise
+
+
+class StoredResponses:
+    """What this frontend knows of stored responses; the records are everybody's."""
+
+    def __init__(self, bus: Bus, records: Records, subject: str) -> None:
+        """`subject`: of this frontend."""
+        self._bus = bus
+        self._records = records
+        self._subject = subject
+        self._underway: dict[str, Underway] = {}
+
+    def endpoint(self) -> Endpoint:
+        """The call by which other frontends reach what is underway here."""
+        return Endpoint("cancel_response", CancelResponse, self._cancel_here)
+
+    async def put(self, response: ResponseObject, remembered: Remembered) -> None:
+        """Keep a response as it is now. Raises: MeshError."""
+        record = StoredResponse(
+            response=response.model_dump_json(),
+            input=remembered.input,
+            earlier=remembered.earlier,
+            owner=remembered.owner,
+            frontend=self._subject if response.status == "in_progress" else "",
+        )
+        await self._records.put(response.id, pack(record))
+
+    async def get(self, response_id: str, key: bytes) -> StoredResponse:
+        """A response of the client with this API key. Raises: UnknownResponse."""
+        return await self._settled(response_id, await self._find(response_id, key))
+
+    async def delete(self, response_id: str, key: bytes) -> None:
+        """Forget it; what is underway is cancelled. Raises: UnknownResponse."""
+        record = await self._find(response_id, key)
+        if record.frontend:
+            await self._ask(record.frontend, CancelResponse(response_id=response_id))
+        await self._records.delete(response_id)
+
+    async def cancel(self, response_id: str, key: bytes) -> StoredResponse:
+        """Stop what is underway; one that is over stays what it is.
+
+        Raises: UnknownResponse; Rejected, when it is none that can be cancelled.
+        """
+        record = await self._find(response_id, key)
+        if not json.loads(record.response)["background"]:
+            raise Rejected("Only responses in the background can be cancelled: close the connection of this one.")
+        if record.frontend:
+            await self._ask(record.frontend, CancelResponse(response_id=response_id))
+        return await self.get(response_id, key)
+
+    @contextmanager
+    def underway(self, response_id: str) -> Iterator[Underway]:
+        """The current task works on this response; who cancels it waits until this is left."""
+        self._underway[response_id] = mine = Underway()
+        try:
+            yield mine
+        finally:
+            del self._underway[response_id]
+            mine.over.set()
+
+    async def _find(self, response_id: str, key: bytes) -> StoredResponse:
+        data = await self._records.get(response_id) if RESPONSE_ID.fullmatch(response_id) else None
+        record = None if data is None else unpack(data, StoredResponse)
+        if record is None or not _owns(key, record.owner):
+            raise UnknownResponse(f"Response with id '{response_id[:128]}' not found.")
+        return record
+
+    async def _settled(self, response_id: str, record: StoredResponse) -> StoredResponse:
+        """`record`, or what it has become: one whose frontend is gone has failed."""
+        if not record.frontend or await self._ask(record.frontend, CancelResponse(response_id=response_id, ask=True)):
+            return record
+        data = await self._records.get(response_id)  # it may have ended just now
+        if data is None:
+            raise UnknownResponse(f"Response with id '{response_id}' not found.")
+        latest = unpack(data, StoredResponse)
+        if not latest.frontend:
+            return latest
+        error = {"code": "server_error", "message": _LOST}
+        response = {**json.loads(latest.response), "status": "failed", "error": error}
+        failed = StoredResponse(
+            response=json.dumps(response), input=latest.input, earlier=latest.earlier, owner=latest.owner
+        )
+        await self._records.put(response_id, pack(failed))
+        return failed
+
+    async def _ask(self, frontend: str, request: CancelResponse) -> bool:
+        """Whether it was underway there; one that does not answer in time may work on it yet."""
+        subject = f"{frontend}.cancel_response"
+        try:
+            answer = await self._bus.call(subject, request, ResponseUnderway, timeout_s=CALL_TIMEOUT_S)
+        except PeerLost:
+            return False
+        except DeadlineExceeded:
+            return True
+        return answer.underway
+
+    async def _cancel_here(self, request: CancelResponse) -> ResponseUnderway:
+        mine = self._underway.get(request.response_id)
+        if mine is not None and not request.ask:
+            mine.cancel()
+            await mine.over.wait()
+        return ResponseUnderway(underway=mine is not None)
+
+
+async def open_stored(bus: Bus, settings: FrontendSettings, subject: str) -> StoredResponses | None:
+    """Where this frontend keeps responses; None, when it is set to keep none or its NATS cannot."""
+    if settings.max_stored_responses == 0:
+        return None
+    bounds = Bounds(settings.max_stored_responses, settings.stored_responses_bytes, settings.stored_responses_age_s)
+    try:
+        records = await open_records(bus, f"{settings.namespace}.responses", bounds)
+    except MeshError as exc:
+        log.warning("responses are not stored", extra={"cause": exc.message})
+        return None
+    return StoredResponses(bus, records, subject)
+
+
+def items_before(record: StoredResponse) -> list[InputItem]:
+    """The whole conversation that a stored response ends."""
+    output = json.dumps(json.loads(record.response)["output"])
+    return [item for text in (record.earlier, record.input, output) for item in ITEMS.validate_json(text)]
+
+
+def _dumped(items: Sequence[InputItem]) -> str:
+    return ITEMS.dump_json(list(items), exclude_none=True).decode()
+
+
+def _hash(key: bytes, salt: bytes) -> bytes:
+    return blake2b(key, digest_size=32, salt=salt).digest()
+
+
+def _owns(key: bytes, owner: bytes) -> bool:
+    salt, told = owner[:SALT_BYTES], owner[SALT_BYTES:]
+    return len(salt) == SALT_BYTES and compare_digest(_hash(key, salt), told)

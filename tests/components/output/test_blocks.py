@@ -1,0 +1,42 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.output.blocks import Blocks
+from components.output.calls import Call, CallDelta, whole_calls
+
+PIECES = st.lists(st.tuples(st.sampled_from(["", "a", "bb"]), st.sampled_from(["", "c", "dd"])), max_size=12)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(PIECES, st.lists(st.text("xy", max_size=6), max_size=3))
+def test_blocks_hold_all_text_in_order_and_never_two_of_a_kind_in_a_row(
+    pieces: list[tuple[str, str]], arguments: list[str]
+) -> None:
+    blocks = Blocks()
+    steps = [step for reasoning, text in pieces for step in blocks.feed(reasoning, text, ())]
+    deltas = [
+        delta
+        for i, whole in enumerate(arguments)
+        for delta in (CallDelta(i, f"id{i}", f"f{i}", ""), *(CallDelta(i, None, None, char) for char in whole))
+    ]
+    steps += [step for delta in deltas for step in blocks.feed("", "", [delta])]
+    for kind, expected in (("reasoning", [p[0] for p in pieces]), ("text", [p[1] for p in pieces])):
+        assert "".join(block.text for block in blocks.all if block.kind == kind) == "".join(expected)
+    assert [Call(b.id, b.name, b.text) for b in blocks.all if b.kind == "call"] == whole_calls(deltas)
+    assert [block.index for block in blocks.all] == list(range(len(blocks.all)))
+    kinds = [block.kind for block in blocks.all if block.kind != "call"]
+    assert all(kinds[i] != kinds[i - 1] for i in range(1, len(kinds)))
+    begun = [step.block for step in steps if step.begins]
+    assert begun == blocks.all
+    assert [step.ended for step in steps if step.ended is not None] == blocks.all[:-1], "each ends as the next begins"
+
+
+def test_a_whole_answer_has_the_blocks_of_its_stream() -> None:
+    blocks = Blocks.of("Hm.", "See.", [Call("1", "f", "{}"), Call("2", "f", '{"a":1}')]).all
+    assert [(block.kind, block.id, block.text) for block in blocks] == [
+        ("reasoning", "", "Hm."),
+        ("text", "", "See."),
+        ("call", "1", "{}"),
+        ("call", "2", '{"a":1}'),
+    ]
+    assert Blocks.of("", "", []).all == []
