@@ -18,6 +18,7 @@ import uvloop
 
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
+from components.wire.embedding_model import EmbeddingModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ def record_maker(
     http: str | None = None,
     metrics: str | None = None,
     kv_events: bool = False,
+    embedding: EmbeddingModel | None = None,
 ) -> Callable[[str], InstanceRecord]:
     """Epoch → this process's record."""
 
@@ -71,6 +73,7 @@ def record_maker(
             http=http,
             metrics=metrics,
             kv_events=kv_events,
+            embedding=embedding,
         )
 
     return make

@@ -106,7 +106,13 @@ def assemble(
         _adapt_threads(cores)
     return EngineCore(
         runner=TorchRunner(
-            loaded.device, forward or EagerForward(loaded.module), pool.attention, storage, loaded.adapters, cores=cores
+            loaded.device,
+            forward or EagerForward(loaded.module),
+            pool.attention,
+            storage,
+            loaded.adapters,
+            pooling=loaded.pooling,
+            cores=cores,
         ),
         config=config,
         region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device)),
@@ -114,5 +120,6 @@ def assemble(
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         adapters=loaded.adapters.identities,
+        pooling=loaded.pooling,
         pack_tokens=PACK_TOKENS if loaded.device.type == "cpu" else None,
     )

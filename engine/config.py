@@ -49,6 +49,10 @@ class EngineConfig:
     lora: Annotated[
         dict[str, str], Field(description="LoRA adapters: name that clients ask for = directory as PEFT saves it")
     ] = field(default_factory=dict)
+    matryoshka: Annotated[
+        bool,
+        Field(description="an embedding model's vectors may be cut, though its config.json does not say is_matryoshka"),
+    ] = False
     kv_events: Annotated[
         bool,
         Field(

@@ -22,14 +22,17 @@ from types import MappingProxyType
 
 from components.errors import InvariantBroken, Rejected, UnknownModel
 from components.routing.block_hash import each_block_hash, seed_hash
+from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from engine.config import EngineConfig
 from engine.inflight import Flight, Runner, StepFailed
 from engine.kv.events import CacheEvents
 from engine.limits import Limits
+from engine.model.pooling import Pooling
 from engine.ports import (
     BlockStored,
     Computed,
+    Embedded,
     EngineRequest,
     Failed,
     FinishReason,
@@ -63,13 +66,15 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         adapters: Mapping[str, str] = MappingProxyType({}),
+        pooling: Pooling | None = None,
         pack_tokens: int | None = None,
     ) -> None:
-        """`pack_tokens`: where the configuration has none."""
+        """`pooling`: of a model that makes embeddings; `pack_tokens`: where the configuration has none."""
         self._runner = runner
         self._region = region
         self._adapters = adapters
-        self._limits = Limits(max_context, vocab_size, eos_token_ids)
+        self._pooling = pooling
+        self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and region.device != "cpu")
         self._events = CacheEvents(config.page_size) if config.kv_events else None
         self._memory = RequestMemory(region.num_pages, config.page_size, config.reserve_tokens, self._events)
@@ -107,6 +112,11 @@ class EngineCore:
         """LoRA adapters that requests may name, and what identifies the weights of each."""
         return self._adapters
 
+    @property
+    def embedding(self) -> EmbeddingModel | None:
+        """What vectors it makes; None: it generates."""
+        return None if self._pooling is None else self._pooling.about
+
     def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
         """Prompt tokens that the prefix cache holds right now. A hint, callable from any thread."""
         page_size = self._region.layout.page_size
@@ -120,7 +130,8 @@ class EngineCore:
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises: PromptTooLong, UnknownModel, Rejected.
 
-        A prompt must leave room for one token; an answer that outgrows `max_context` ends there, for length.
+        A prompt must leave room for one token, if any is to be generated; an answer that outgrows `max_context` ends
+        there, for length.
         """
         tokens = list(request.token_ids)
         self._limits.check(request, tokens, self._requests)
@@ -138,6 +149,7 @@ class EngineCore:
             mask=request.mask,
             priority=request.priority,
             adapter=request.adapter,
+            pools_all=self._pooling is not None and self._pooling.reads_all,
         )
         self._requests.add(queued)
 
@@ -288,7 +300,11 @@ class EngineCore:
         request = chunk.request
         request.num_computed = chunk.end
         self._memory.publish(request)
-        if request.phase is Phase.PREFILL:
+        if request.phase is Phase.EMBED:
+            if chunk.samples:
+                output.embedded.append(Embedded(request.id, request.vector, request.num_cached_tokens))
+                self._requests.finish(request)
+        elif request.phase is Phase.PREFILL:
             pages, computed, cached = list(request.pages), request.num_computed, request.num_cached_tokens
             if token_id is None:
                 output.computed.append(Computed(request.id, pages, computed, cached))

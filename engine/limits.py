@@ -15,6 +15,7 @@ class Limits:
     max_context: int  # prompt plus generated tokens
     vocab_size: int
     eos_token_ids: frozenset[int]
+    embeds: bool = False  # the model makes embeddings, and nothing else
 
     def check(self, request: EngineRequest, tokens: Sequence[int], taken: Container[str]) -> None:
         """Raises: PromptTooLong; Rejected, naming the parameter, also when its id is `taken`."""
@@ -22,10 +23,15 @@ class Limits:
             raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
         if not tokens:
             raise Rejected("a prompt needs at least one token", param="token_ids")
-        if len(tokens) >= self.max_context:
+        if (request.phase is Phase.EMBED) != self.embeds:
+            raise Rejected(
+                "this model makes embeddings" if self.embeds else "this model makes no embeddings", param="model"
+            )
+        room = self.max_context - (not self.embeds)
+        if len(tokens) > room:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens; with at least one more to generate, "
-                f"this worker takes {self.max_context}",
+                f"the prompt has {len(tokens)} tokens; this worker takes {room}"
+                + ("" if self.embeds else ", and one more to generate"),
                 prompt_tokens=len(tokens),
                 max_context=self.max_context,
             )

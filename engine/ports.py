@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out: plain values, no socket, no task. The mock engine speaks the same.
 
-A request is submitted for one of three phases. Its pages are *exposed* while another process may read or write them
+A request is submitted for one of four phases. Its pages are *exposed* while another process may read or write them
 (PREFILL from the first chunk, DECODE from the reservation until `deliver`): exposed pages outlive the request, whatever
 becomes of it, until `release` says that no transfer touches them any more.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from components.errors import MeshError
 from components.kv_transfer.layout import KvLayout
+from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
@@ -26,6 +27,7 @@ class Phase(StrEnum):
     FULL = auto()  # prompt and generation
     PREFILL = auto()  # prompt and first token; the pages stay for a transfer until `release`
     DECODE = auto()  # reserve pages for the prompt, wait for `deliver`, then generate
+    EMBED = auto()  # the prompt alone, to a vector: of models that make embeddings, and the only one of theirs
 
 
 class FinishReason(StrEnum):
@@ -146,6 +148,15 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """An EMBED request is done."""
+
+    request_id: str
+    vector: bytes  # float32[dimensions], little-endian
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A request cannot go on, nor any of its branches; its unexposed pages are free again."""
 
@@ -198,6 +209,7 @@ class StepOutput:
     tokens: list[TokenOutput] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
+    embedded: list[Embedded] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     cache_events: list[CacheEvent] = field(default_factory=list)  # in order; empty unless `kv_events` is set
     stats: StepStats = field(default_factory=StepStats)
@@ -252,6 +264,10 @@ class Engine(Protocol):
     @property
     def adapters(self) -> Mapping[str, str]:
         """LoRA adapters that requests may name, and what identifies the weights of each."""
+
+    @property
+    def embedding(self) -> EmbeddingModel | None:
+        """What vectors it makes; None: it generates."""
 
     def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
         """Prompt tokens that the prefix cache holds right now. A hint, callable from any thread."""

@@ -13,6 +13,8 @@ from engine.cores import SharedCores
 from engine.device_copy import Arrival, to_device
 from engine.inflight import StepFailed
 from engine.lora.load import Adapters
+from engine.model.pooling import Pooling
+from engine.pooled import PooledStep
 from engine.ports import SamplingParams
 from engine.profile import Profile, Recording
 from engine.sampling.logprobs import PromptLogprobs
@@ -35,9 +37,14 @@ class TorchRunner:
         storage: torch.Tensor,
         adapters: Adapters,
         *,
+        pooling: Pooling | None = None,
         cores: SharedCores | None = None,
     ) -> None:
-        """Step a model through `forward`; `attention` keeps its KV in `storage`, [num_pages, ...]."""
+        """Step a model through `forward`; `attention` keeps its KV in `storage`, [num_pages, ...].
+
+        `pooling`: of a model that makes embeddings, whose `forward` gives hidden states in place of logits.
+        """
+        self._pooling = pooling
         self._cores = cores
         self._device = device
         self._forward = forward
@@ -49,7 +56,7 @@ class TorchRunner:
         self._drawn_for: dict[Request, int] = {}  # where in it
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk]) -> "TorchStep":
+    def launch(self, chunks: Sequence[Chunk]) -> "TorchStep | PooledStep":
         """Enqueue the forward of `chunks`, one a request.
 
         Raises: StepFailed, for what went wrong with this batch. A device that is lost raises what torch raises.
@@ -61,7 +68,10 @@ class TorchRunner:
         while wait_s := self.wait_s(prompts=any(chunk.length > 1 for chunk in chunks)):
             time.sleep(wait_s)
         with self.failing(len(chunks)), marked:
-            return TorchStep(self, ordered, order, wanted, self._logits(ordered, wanted))
+            logits = self._logits(ordered, wanted)
+            if self._pooling is not None:
+                return PooledStep(self, ordered, wanted, logits, self._pooling)
+            return TorchStep(self, ordered, order, wanted, logits)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers; on a device, in its order of work."""
@@ -117,7 +127,7 @@ class TorchRunner:
             raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
 
     def _logits(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
-        """float32 [sum(wanted), vocab], of the last wanted[i] tokens of each chunk."""
+        """float32 [sum(wanted), vocab], of the last wanted[i] tokens of each chunk; or their hidden states."""
         token_ids: list[int] = []
         positions: list[int] = []
         lasts: list[int] = []

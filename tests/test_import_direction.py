@@ -18,6 +18,7 @@ FOR_THE_ENGINE: Final = {
     "components.routing.block_hash",
     "components.text.byte_letters",
     "components.wire.codec",
+    "components.wire.embedding_model",
     "components.wire.logprobs",
     "components.wire.sampling",
     "components.wire.tokens",

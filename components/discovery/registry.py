@@ -74,6 +74,7 @@ class Registry:
     def __init__(self, url: str, namespace: str, ttl_s: float) -> None:
         endpoints(url)  # a bad address fails here, not in a thread
         self.book = InstanceBook()
+        self.connected = False  # whether the mirror follows etcd at the moment; a look from any thread
         self._url = url
         self._prefix = f"{namespace}/instances/"
         self._ttl_s = math.ceil(ttl_s)
@@ -147,9 +148,11 @@ class Registry:
                     self._follow(client)
             except BackendUnavailable as exc:
                 if not self._stop.is_set():
+                    self.connected = False
                     self._report(exc, backoff)
                     self._stop.wait(backoff.failed())
             except Exception:  # the edge of this thread, which must not die before the process
+                self.connected = False
                 log.exception("mirror failed, trying again")
                 self._stop.wait(backoff.failed())
 
@@ -160,6 +163,7 @@ class Registry:
         """
         snapshot = client.get_prefix_response(self._prefix)
         records = {_text(kv.key): record for kv in snapshot.kvs if (record := _load(kv.key, kv.value)) is not None}
+        self.connected = True
         self._loop.call_soon_threadsafe(self._snapshot_taken, records)
         create = etcdrpc.WatchCreateRequest(
             key=self._prefix.encode(),

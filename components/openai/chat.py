@@ -10,13 +10,14 @@ from components.openai.conversation import Conversation, Effort, name_answers
 from components.openai.fields import (
     MAX_LOGPROBS,
     FinishReason,
+    IfAsked,
     Strict,
     TokenCount,
     Usage,
     invalid,
     only,
 )
-from components.openai.logprobs import ChatLogprobs
+from components.openai.logprobs import ChatLogprobs, PromptLogprobs
 from components.openai.structured import ConstrainedFields
 from components.openai.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice, ToolChoiceField
 from components.output.calls import Call
@@ -105,6 +106,8 @@ class ChatRequest(ConstrainedFields):
     chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=16)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None  # true by default, unless the last message is to go on
+    continue_final_message: bool | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
@@ -134,9 +137,17 @@ class ChatRequest(ConstrainedFields):
         """How many alternatives to tell of with each token."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def continues(self) -> bool:
+        """When the last message is to go on."""
+        return bool(self.continue_final_message)
+
     def check(self) -> None:
         """Raises: Rejected, when fields contradict each other."""
         super().check()
+        check_ending(add=self.add_generation_prompt, go_on=self.continue_final_message)
+        if self.echo and not self.continue_final_message:
+            raise Rejected("'echo' shows the message that 'continue_final_message' goes on with.", param="echo")
         if self.top_logprobs is not None and not self.logprobs:
             raise Rejected(
                 "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", param="top_logprobs"
@@ -156,6 +167,9 @@ class ChatRequest(ConstrainedFields):
             self.parallel_tool_calls is not False,
             self.reasoning_effort,
             self.chat_template_kwargs or {},
+            not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt,
+            bool(self.continue_final_message),
+            bool(self.add_special_tokens),
         )
 
 
@@ -239,8 +253,12 @@ class CallMade(BaseModel):
         return cls(id=call.id, function=cls.Called(name=call.name, arguments=call.arguments))
 
 
-def _is_none(value: object) -> bool:
-    return value is None
+def check_ending(*, add: bool | None, go_on: bool | None) -> None:
+    """Raises: Rejected, when a conversation is to be both open for a new turn and go on with its last one."""
+    if add and go_on:
+        raise Rejected(
+            "'continue_final_message' and 'add_generation_prompt' cannot both be true.", param="continue_final_message"
+        )
 
 
 class ChatMessage(BaseModel):
@@ -249,9 +267,9 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: Annotated[str | None, Field(exclude_if=_is_none)] = None
-    reasoning: Annotated[str | None, Field(exclude_if=_is_none)] = None
-    tool_calls: Annotated[list[CallMade] | None, Field(exclude_if=_is_none)] = None
+    reasoning_content: IfAsked[str] = None
+    reasoning: IfAsked[str] = None
+    tool_calls: IfAsked[list[CallMade]] = None
 
 
 class ChatChoice(BaseModel):
@@ -261,6 +279,7 @@ class ChatChoice(BaseModel):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    token_ids: IfAsked[list[int]] = None
 
 
 class ChatCompletion(BaseModel):
@@ -273,3 +292,5 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: None = None
+    prompt_token_ids: IfAsked[list[int]] = None
+    prompt_logprobs: IfAsked[PromptLogprobs] = None

@@ -11,34 +11,36 @@ from components.openai.fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     FinishReason,
+    IfAsked,
     Usage,
     invalid,
     only,
 )
-from components.openai.logprobs import CompletionLogprobs
+from components.openai.logprobs import CompletionLogprobs, PromptLogprobs
 from components.openai.structured import ConstrainedFields
 
 MAX_PROMPTS: Final = 128
 
 
-def _prompts(value: JsonValue) -> list[str | list[int]]:
+def prompts(value: JsonValue, most: int = MAX_PROMPTS) -> list[str | list[int]]:
     """Every form of `prompt` as a list of prompts, each text or token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
         raise invalid("must be a string, a list of strings, token ids, or a list of lists of token ids")
     if all(isinstance(item, str) for item in value):
-        prompts: list[str | list[int]] = [str(item) for item in value]
+        found: list[str | list[int]] = [str(item) for item in value]
     elif isinstance(value[0], list):
-        prompts = [_token_ids(item, f"[{i}]") for i, item in enumerate(value)]
+        found = [token_ids(item, f"[{i}]") for i, item in enumerate(value)]
     else:
-        prompts = [_token_ids(value, "")]
-    if len(prompts) > MAX_PROMPTS:
-        raise invalid(f"has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed")
-    return prompts
+        found = [token_ids(value)]
+    if len(found) > most:
+        raise invalid(f"has {len(found)} texts, at most {most} are allowed")
+    return found
 
 
-def _token_ids(value: JsonValue, at: str) -> list[int]:
+def token_ids(value: JsonValue, at: str = "") -> list[int]:
+    """A list of them; `at` is its place below the field."""
     if not isinstance(value, list) or not value:
         raise invalid("must be a list of token ids, not empty", at=at)
     ids = [item for item in value if type(item) is int]  # a bool is an int to isinstance
@@ -52,9 +54,8 @@ class CompletionRequest(ConstrainedFields):
 
     prompt: Annotated[
         list[str | list[int]],
-        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # not honoured yet
@@ -71,9 +72,14 @@ class CompletionRequest(ConstrainedFields):
         return self.logprobs
 
     @property
-    def prompt_alternatives(self) -> int | None:
+    def echo_alternatives(self) -> int | None:
         """The same for the prompt's tokens, when they are shown."""
         return self.logprobs if self.echo else None
+
+    @property
+    def continues(self) -> bool:
+        """Always."""
+        return True
 
     def check(self) -> None:
         """Raises: Rejected, when fields contradict each other, or ask to choose the best of more than are shown."""
@@ -86,9 +92,9 @@ class CompletionRequest(ConstrainedFields):
             )
 
 
-def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises: Rejected, when one of a client's token ids is none of the model's."""
-    worst = max(token_ids, default=0)
+    worst = max(ids, default=0)
     if worst >= vocab_size:
         raise Rejected(
             f"Invalid '{param}': token id {worst} is outside the model's vocabulary of {vocab_size}.",
@@ -104,6 +110,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason
+    token_ids: IfAsked[list[int]] = None
+    prompt_token_ids: IfAsked[list[int]] = None
+    prompt_logprobs: IfAsked[PromptLogprobs] = None
 
 
 class Completion(BaseModel):

@@ -21,6 +21,9 @@ class Conversation:
     parallel: bool = True  # whether one answer may call several times
     effort: Effort | None = None  # of the reasoning; None: as the model does it
     variables: Mapping[str, JsonValue] = field(default_factory=dict)  # that the client sets in the template
+    open_turn: bool = True  # the prompt ends where the assistant's turn begins
+    continues_last: bool = False  # it ends within the last message, which is to go on
+    add_special_tokens: bool = False  # beside those that the template writes, what the model wants around a text
 
 
 def name_answers(messages: Sequence[dict[str, Any]]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from pydantic import BaseModel
+
 from components import errors as e
 from components.errors import MeshError, Overloaded
 
@@ -76,6 +78,21 @@ HTTP: Final[dict[int, tuple[str | None, str]]] = {  # what the web server refuse
     413: ("request_too_large", "The request body is too large."),
     415: ("unsupported_media_type", "Send the body as JSON, with 'Content-Type: application/json'."),
 }
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every answer that is none; for the description of this API."""
+
+    error: ErrorDetail
 
 
 @dataclass(frozen=True, slots=True)

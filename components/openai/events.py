@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from pydantic import BaseModel
 
@@ -31,6 +31,21 @@ def _in_one_line(json_text: str) -> bytes:
     return (json_text if json_text.isascii() else json_text.translate(_LINE_ENDS)).encode()
 
 
+def member(name: str, value: str) -> bytes:
+    """One more member of an object, `value` being JSON."""
+    return b',"%b":%b' % (name.encode(), value.encode())
+
+
+class More(NamedTuple):
+    """What some requests want in an event beside the text: `member`s of its choice, and of the chunk."""
+
+    choice: bytes = b""
+    chunk: bytes = b""
+
+
+NOTHING: Final = More()
+
+
 @dataclass(frozen=True, slots=True)
 class Events:
     """One stream's events. Chat and completions differ in what stands around the text, and in nothing else."""
@@ -55,23 +70,31 @@ class Events:
         head, usage_head = _heads(response_id, "text_completion", created, model, usage_follows=usage_follows)
         return cls(head, b',"text":', b"", b',"text":""', None, usage_head)
 
-    def open(self, index: int) -> bytes:
+    def open(self, index: int, more: More = NOTHING) -> bytes:
         """What stands before a choice's first text: its role, in a chat."""
-        return b"" if self.opening is None else self._event(index, self.opening, b"null")
+        return b"" if self.opening is None else self._event(index, self.opening, b"null", more)
 
-    def text(self, index: int, text: str, logprobs: BaseModel | None = None) -> bytes:
+    def text(self, index: int, text: str, logprobs: BaseModel | None = None, more: More = NOTHING) -> bytes:
         """More text of a choice."""
-        return b'%b%d%b%b%b,"logprobs":%b,"finish_reason":null}]}\n\n' % (
+        return b'%b%d%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b}\n\n' % (
             self.head,
             index,
             self.before_text,
             quote(text),
             self.after_text,
             b"null" if logprobs is None else as_json(logprobs),
+            *more,
         )
 
     def parts(
-        self, index: int, text: str, reasoning: str, calls: Sequence[CallDelta], logprobs: BaseModel | None = None
+        self,
+        index: int,
+        text: str,
+        reasoning: str,
+        calls: Sequence[CallDelta],
+        *,
+        logprobs: BaseModel | None = None,
+        more: More = NOTHING,
     ) -> bytes:
         """More of a chat's choice, of which something is reasoning or calls of tools; the first event has the tokens."""
         deltas = [b'"content":%b' % quote(text)] if text else []
@@ -79,23 +102,24 @@ class Events:
             quoted = quote(reasoning)
             deltas.insert(0, b'"reasoning_content":%b,"reasoning":%b' % (quoted, quoted))
         deltas += [b'"tool_calls":[%b]' % _call(delta) for delta in calls]
-        told = [b"null" if logprobs is None else _in_one_line(logprobs.model_dump_json())]
+        told = [b"null" if logprobs is None else as_json(logprobs)]
         told += [b"null"] * (len(deltas) - 1)
+        mores = [more, *[NOTHING] * (len(deltas) - 1)]
         return b"".join(
-            b'%b%d,"delta":{%b},"logprobs":%b,"finish_reason":null}]}\n\n' % (self.head, index, delta, shown)
-            for delta, shown in zip(deltas, told, strict=True)
+            b'%b%d,"delta":{%b},"logprobs":%b,"finish_reason":null%b}]%b}\n\n' % (self.head, index, delta, shown, *own)
+            for delta, shown, own in zip(deltas, told, mores, strict=True)
         )
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, reason: str, more: More = NOTHING) -> bytes:
         """The end of a choice."""
-        return self._event(index, self.empty, quote(reason))
+        return self._event(index, self.empty, quote(reason), more)
 
     def usage(self, usage: Usage) -> bytes:
         """The usage chunk: it has no choices."""
         return b'%b[],"usage":%b}\n\n' % (self.usage_head, usage.model_dump_json().encode())
 
-    def _event(self, index: int, payload: bytes, reason: bytes) -> bytes:
-        return b'%b%d%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (self.head, index, payload, reason)
+    def _event(self, index: int, payload: bytes, reason: bytes, more: More) -> bytes:
+        return b'%b%d%b,"logprobs":null,"finish_reason":%b%b}]%b}\n\n' % (self.head, index, payload, reason, *more)
 
 
 def _call(delta: CallDelta) -> bytes:

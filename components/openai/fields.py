@@ -151,6 +151,7 @@ LogitBias = Annotated[dict[int, float] | None, PlainValidator(_bias, json_schema
 Stops = Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower goes first
 
 
 class AskedConstraint(NamedTuple):
@@ -165,7 +166,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[JsonValue, only(False)] = None
-    continuous_usage_stats: Annotated[JsonValue, only(False)] = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk
 
 
 class GenerationFields(Strict):
@@ -191,12 +192,18 @@ class GenerationFields(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower goes first
+    priority: Priority | None = None
     # what requests with the same one have in common is worth keeping together; the first that is there counts
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    # not honoured yet
-    skip_special_tokens: Annotated[JsonValue, only(True)] = None
+    # how tokens are shown
+    skip_special_tokens: bool | None = None  # true by default
+    spaces_between_special_tokens: bool | None = None  # fast tokenizers, the only ones here, put none, as in vLLM
+    include_stop_str_in_output: bool | None = None  # and the text of a token that ends the answer
+    add_special_tokens: bool | None = None  # by default to a text, and not to a conversation: its template writes them
+    echo: bool | None = None  # of a conversation, with `continue_final_message`: the turn that goes on
+    return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # alternatives to tell of with each
 
     @property
     def session(self) -> str:
@@ -209,14 +216,35 @@ class GenerationFields(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream tells the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def announces_usage(self) -> bool:
+        """Whether chunks have an empty usage, because one at the end will fill it."""
+        return self.include_usage and not self.continuous_usage
+
+    @property
+    def continues(self) -> bool:
+        """Whether the generation goes on with the prompt's text, rather than answer it."""
+        return False
+
+    @property
     def alternatives(self) -> int | None:
         """How many alternatives to tell of with each token; None: nothing is to be told."""
         return None
 
     @property
-    def prompt_alternatives(self) -> int | None:
-        """The same for the prompt's tokens."""
+    def echo_alternatives(self) -> int | None:
+        """The same for the prompt's tokens, where the answer shows them before its own."""
         return None
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """How many to ask the model for, of each token of the prompt."""
+        asked = [count for count in (self.prompt_logprobs, self.echo_alternatives) if count is not None]
+        return max(asked, default=None)
 
     @property
     def asked_constraint(self) -> AskedConstraint | None:
@@ -227,6 +255,13 @@ class GenerationFields(Strict):
         """Raises: Rejected, when fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise Rejected("'prompt_logprobs' are not told in a stream.", param="prompt_logprobs")
+
+
+T = TypeVar("T")
+# vLLM's extensions of an answer: a member that is there when it was asked for
+IfAsked = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 
 
 class Usage(BaseModel):

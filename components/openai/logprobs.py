@@ -4,10 +4,12 @@ There is one entry for each token that `usage` counts: one that ends the text, a
 does not show, have theirs too, as in vLLM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Self
 
 from pydantic import BaseModel
+
+from components.wire.logprobs import TokenLogprobs
 
 LEAST: Final = -9999.0  # OpenAI's way to say "very improbable"; JSON has no infinity
 
@@ -73,6 +75,36 @@ class CompletionLogprobs(BaseModel):
             tokens=[_text(shown.token, "bytes:") for shown in tokens],
             top_logprobs=[_top(shown) for shown in tokens],
         )
+
+
+class PromptLogprob(BaseModel):
+    """A token in a place of the prompt, as vLLM tells of it."""
+
+    logprob: float
+    rank: int | None  # among all that could stand there, from 1; None: behind the alternatives that were asked for
+    decoded_token: str
+
+
+# one a token, by token id as JSON has it, the token itself first; None for the first one, before which nothing comes
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], told: Sequence[TokenLogprobs], alternatives: int, name: Callable[[int], bytes]
+) -> PromptLogprobs:
+    """Of the tokens of a prompt, of which `told` is from the second on."""
+    return [None, *(_place(i, of, alternatives, name) for i, of in zip(token_ids[1:], told, strict=True))]
+
+
+def _place(
+    token_id: int, told: TokenLogprobs, alternatives: int, name: Callable[[int], bytes]
+) -> dict[str, PromptLogprob]:
+    ranks = {other: rank for rank, (other, _) in enumerate(told.top, start=1)}
+    found = {token_id: told.logprob, **dict(told.top[:alternatives])}
+    return {
+        str(i): PromptLogprob(logprob=max(logprob, LEAST), rank=ranks.get(i), decoded_token=_text(name(i)))
+        for i, logprob in found.items()
+    }
 
 
 def _top(shown: ShownToken) -> dict[str, float] | None:

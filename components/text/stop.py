@@ -10,9 +10,11 @@ class StopStrings:
     several complete at the same character the longest counts.
     """
 
-    __slots__ = ("_failure", "_held", "_matched", "_stops", "found")
+    __slots__ = ("_failure", "_held", "_included", "_matched", "_stops", "found")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
+        """`included`: the one that ends the text is shown."""
+        self._included = included
         self._stops = sorted(stops, key=len, reverse=True)  # the longest first: it begins earliest
         self._failure = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # length of the longest prefix of each that ends the text so far
@@ -26,7 +28,7 @@ class StopStrings:
         for position in range(unseen, len(self._held)):
             length = self._step(self._held[position])
             if length:
-                return self._held[: position + 1 - length], True
+                return self._held[: position + 1 - (0 if self._included else length)], True
         safe = len(self._held) - max(self._matched, default=0)
         shown, self._held = self._held[:safe], self._held[safe:]
         return shown, False

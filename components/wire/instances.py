@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from components.errors import MalformedMessage
 from components.kv_transfer.layout import KvLayout
 from components.wire.codec import part
+from components.wire.embedding_model import EmbeddingModel
 
 Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
@@ -49,6 +50,7 @@ class InstanceRecord:
     http: str | None = None  # URL of a frontend or of a metrics page
     metrics: str | None = None  # URL of a frontend's own metrics page: several may share the other one
     kv_events: bool = False  # whether it tells which blocks it has cached
+    embedding: EmbeddingModel | None = None  # None: the model generates
 
 
 _adapter = TypeAdapter(InstanceRecord)

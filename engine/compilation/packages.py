@@ -130,6 +130,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "format": FORMAT,
         "model": loaded.layout.model,
         "dtype": loaded.layout.dtype,
+        "embeds": loaded.pooling is not None,
         "page_size": config.page_size,
         "max_step_tokens": config.max_step_tokens,
         "kernels": [path.read_text() for path in kernel_sources()],

@@ -12,6 +12,7 @@ from engine.mock.memory import MarkedPages
 from engine.mock.runner import MockRunner
 from engine.mock.text import LETTERS, MOCK
 from engine.model.identity import CONFIG_FILE
+from engine.model.pooling import read_pooling
 from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
 
@@ -19,9 +20,11 @@ from engine.model.resolve import model_dir, served_name
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
     """An engine with the vocabulary, context and KV shape of the model that `model` names.
 
-    Raises: ModelUnavailable.
+    Raises: ModelUnavailable, UnsupportedModel.
     """
-    described = json.loads((model_dir(model, state_dir, progress) / CONFIG_FILE).read_text())
+    directory = model_dir(model, state_dir, progress)
+    described = json.loads((directory / CONFIG_FILE).read_text())
+    pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
     described = described.get("text_config", described)  # of a model that also sees
     layout = _layout(described, served_name(model), config)
     num_pages = count_pages(config, layout)
@@ -31,9 +34,17 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     alphabet = LETTERS if model == MOCK else [i for i in range(vocab_size) if i not in eos_token_ids]
     pool_tokens = num_pages * config.page_size
     positions = int(described.get("max_position_embeddings", pool_tokens))
+    if pooling is not None and pooling.max_tokens is not None:
+        positions = min(positions, pooling.max_tokens)
     return EngineCore(
         runner=MockRunner(
-            pages, config.mock, alphabet, min(eos_token_ids, default=None), config.lora, vocab_size=vocab_size
+            pages,
+            config.mock,
+            alphabet,
+            min(eos_token_ids, default=None),
+            config.lora,
+            vocab_size=vocab_size,
+            pooling=pooling,
         ),
         config=config,
         region=pages.region,
@@ -41,6 +52,7 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
         adapters=config.lora,  # what a real engine takes for their directory is all that there is to a mock's adapter
+        pooling=pooling,
     )
 
 

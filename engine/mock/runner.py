@@ -9,8 +9,10 @@ from zlib import crc32
 
 from components.errors import InvariantBroken, Rejected
 from engine.mock.config import MockConfig, attended
+from engine.mock.embeddings import made_up_vector
 from engine.mock.logprobs import leave_prompt_logprobs, made_up
 from engine.mock.memory import MarkedPages
+from engine.model.pooling import Pooling
 from engine.ports import Recording
 from engine.sampling.row import Row
 from engine.scheduler.request import Request
@@ -44,7 +46,9 @@ class MockRunner:
         adapters: Mapping[str, str],
         *,
         vocab_size: int,
+        pooling: Pooling | None = None,
     ) -> None:
+        self._pooling = pooling
         self._pages = pages
         self._config = config
         self._alphabet = alphabet
@@ -63,7 +67,10 @@ class MockRunner:
             request = chunk.request
             tokens = [*request.tokens, self._drawn[request]] if chunk.ahead else request.tokens
             origin = self._origins.get(request.adapter, 0)
-            checksums.append(self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin))
+            checksum = self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin)
+            checksums.append(checksum)
+            if chunk.samples and self._pooling is not None:
+                request.vector = made_up_vector(checksum, self._pooling.about)
             if chunk.length == 1:
                 decodes += 1
                 context_tokens += chunk.end
@@ -75,6 +82,8 @@ class MockRunner:
 
     def draw(self, chunks: Sequence[Chunk], checksums: Sequence[int]) -> list[int | None]:
         """A token for each chunk that `samples`, from the checksum of all before it."""
+        if self._pooling is not None:
+            return [None] * len(chunks)
         token_ids = [self._draw(*pair) if pair[0].samples else None for pair in zip(chunks, checksums, strict=True)]
         pairs = zip(chunks, token_ids, strict=True)
         self._drawn = {chunk.request: token_id for chunk, token_id in pairs if token_id is not None}
@@ -86,7 +95,7 @@ class MockRunner:
             alternatives = chunk.request.sampling.logprobs
             if token_id is not None and alternatives is not None:
                 chunk.request.row.logprobs = made_up(checksum, token_id, alternatives, self._alphabet)
-            if chunk.request.reads_prompt:
+            if chunk.request.row.prompt_logprobs is not None and chunk.request.reads_prompt:
                 leave_prompt_logprobs(chunk, self._alphabet)
 
     def copy_page(self, source: int, target: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging as transformers_logging
 
 from components.kv_transfer.layout import KvLayout
@@ -17,8 +18,9 @@ from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.kv.storage import TORCH_DTYPES
 from engine.lora.load import Adapters, install_adapters
-from engine.model.errors import ModelUnavailable
+from engine.model.errors import ModelUnavailable, UnsupportedModel
 from engine.model.identity import random_identity, weights_identity
+from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
@@ -38,6 +40,25 @@ class LoadedModel:
     max_positions: int
     eos_token_ids: frozenset[int]
     adapters: Adapters = field(default_factory=Adapters)
+    pooling: Pooling | None = None  # of a model that makes embeddings; `module` is a `Headless` then
+
+
+class Headless(torch.nn.Module):
+    """A model without output layer under the face of one with it: what it gives for logits are hidden states."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.config = base.config
+
+    def get_input_embeddings(self) -> Any:
+        """Of the model."""
+        return self.base.get_input_embeddings()
+
+    def forward(self, *, logits_to_keep: torch.Tensor | None = None, **inputs: Any) -> CausalLMOutput:
+        """`logits`: [1, K, size], behind the last norm, of the tokens at `logits_to_keep` [K]; None: of all."""
+        hidden = self.base(**inputs).last_hidden_state
+        return CausalLMOutput(logits=hidden if logits_to_keep is None else hidden[:, logits_to_keep])
 
 
 def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> LoadedModel:
@@ -48,14 +69,21 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     model_config = _read_config(directory)
     check_config(name, model_config)
+    pooling = read_pooling(name, directory, matryoshka=config.matryoshka)
+    if pooling is not None and config.lora:
+        raise UnsupportedModel(f"{name} makes embeddings: LoRA adapters are for models that generate")
+    auto = AutoModelForCausalLM if pooling is None else AutoModel
     if is_random(model) or config.load_format == "dummy":
         progress("Making random weights", 0, 1)
         identity = random_identity(name, directory, RANDOM_SEED, device.type)
-        module = _random_model(model_config, TORCH_DTYPES[dtype], device)
+        module = _random_model(auto, model_config, TORCH_DTYPES[dtype], device)
         progress("Making random weights", 1, 1)
     else:
         identity = weights_identity(name, directory)
-        module = _trained_model(directory, TORCH_DTYPES[dtype], device, progress)
+        module = _trained_model(auto, directory, TORCH_DTYPES[dtype], device, progress)
+    if pooling is not None:
+        module = Headless(module)
+    limit = None if pooling is None else pooling.max_tokens
     text = model_config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -73,9 +101,10 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         device=device,
         vocab_size=text.vocab_size,
         query_group=heads // kv_heads,
-        max_positions=max_positions(text),
+        max_positions=max_positions(text) if limit is None else min(limit, max_positions(text)),
         eos_token_ids=_eos_token_ids(directory, text),
-        adapters=install_adapters(module, config.lora),
+        adapters=install_adapters(module, config.lora) if pooling is None else Adapters(),
+        pooling=pooling,
     )
 
 
@@ -92,12 +121,12 @@ def _read_config(directory: Path) -> Any:
         raise ModelUnavailable(f"the configuration in {directory} cannot be read: {exc}") from exc
 
 
-def _trained_model(directory: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Any:
+def _trained_model(auto: Any, directory: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Any:
     if not any(directory.glob("*.safetensors")):
         raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
     try:
         with _reported_bars("Loading weights", progress):
-            module, report = AutoModelForCausalLM.from_pretrained(
+            module, report = auto.from_pretrained(
                 directory,
                 dtype=dtype,
                 attn_implementation=IMPLEMENTATION,
@@ -111,11 +140,11 @@ def _trained_model(directory: Path, dtype: torch.dtype, device: torch.device, pr
     return module.to(device)
 
 
-def _random_model(model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _random_model(auto: Any, model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The same weights in every process, without touching the caller's random state."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(RANDOM_SEED)
-        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        return auto.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
 def _eos_token_ids(directory: Path, text_config: Any) -> frozenset[int]:

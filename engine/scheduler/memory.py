@@ -6,8 +6,7 @@ from components.routing.block_hash import block_hashes
 from engine.kv.events import CacheEvents
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
-from engine.ports import Phase
-from engine.scheduler.request import Request
+from engine.scheduler.request import ENDS_WITH_PROMPT, Request
 
 
 class RequestMemory:
@@ -108,7 +107,7 @@ class RequestMemory:
 
     def _pages_with_reserve(self, request: Request) -> int:
         """Pages that `request` has or may need soon: the reserve rule's view of it."""
-        if request.phase is Phase.PREFILL:  # samples one token, whose KV is never computed here
+        if request.phase in ENDS_WITH_PROMPT:  # samples one token at most, whose KV is never computed here
             return self._pages_for(request.prompt_len)
         tokens = request.start + request.pending
         return self._pages_for(min(request.limit - 1, tokens + self._reserve_tokens))

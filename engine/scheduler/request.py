@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from components.lifecycle import Lifecycle
 from engine.ports import Phase, SamplingParams, TokenMask
@@ -32,6 +32,9 @@ NEXT: Final = {  # a state without a row is terminal
 }
 
 
+ENDS_WITH_PROMPT: Final = frozenset({Phase.PREFILL, Phase.EMBED})
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request from submit to its end. Mutable, and owned by the engine's thread."""
@@ -57,6 +60,9 @@ class Request:
     unwanted: set[int] = field(default_factory=set)  # branches that were cancelled before there were any
     priority: int = 0  # lower goes first
     adapter: str = ""  # LoRA adapter, by name; "": the model as it is
+    pools_all: bool = False  # EMBED: each token's hidden state counts
+    hidden: Any = None  # EMBED: what the runner has pooled so far, on the device
+    vector: bytes = b""  # EMBED: what has come of it
     in_flight: "Chunk | None" = None  # what the latest step that was launched computes of it, until that step lands
     row: Row = field(init=False)
     lifecycle: Lifecycle[RequestState] = field(init=False)
@@ -88,7 +94,7 @@ class Request:
             return len(self.tokens) - self.num_computed
         if not flight.samples:
             return len(self.tokens) - flight.end
-        ends = self.phase is Phase.PREFILL or flight.end + 1 >= self.limit
+        ends = self.phase in ENDS_WITH_PROMPT or flight.end + 1 >= self.limit
         forks = self.sampling.n > 1 and flight.end == self.prompt_len
         return 0 if ends or forks else 1
 
@@ -104,9 +110,9 @@ class Request:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether logits of the prompt's tokens are still to be looked at: then none of them may come from a cache."""
+        """Whether more than the last of the prompt's tokens is to be looked at: then none of them may come from a cache."""
         told = self.row.prompt_logprobs
-        return told is not None and len(told) < self.prompt_len - 1
+        return self.pools_all or (told is not None and len(told) < self.prompt_len - 1)
 
     def forked(self, branch: int) -> "Request":
         """Another branch of this request, before anything was generated. It has no pages yet."""

@@ -41,6 +41,7 @@ from engine.ports import EngineRequest, Phase, StepOutput, TokenMask
 from engine.sampling.check import check_branches
 from engine.sampling.wire import sampling_params
 from services.decode.config import OnTransferFailure
+from services.decode.embedding import EmbeddingService
 from services.decode.prefill_choice import PrefillChoice, Wanted
 from services.decode.remote_prefill import Fetch, RemotePrefill
 from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, DecodeState
@@ -87,6 +88,7 @@ class DecodeService:
             max_local_prefill=max_local_prefill,
             local_prefill_on_queue=local_prefill_on_queue,
         )
+        self.embedding = EmbeddingService(registration, engine, model)
         self.draining = False
         metrics.show_queues(active.tally)
         engine.on_output(self._stepped)
@@ -101,6 +103,7 @@ class DecodeService:
             Endpoint("room_failed", RoomFailed, self.room_failed),
             Endpoint("kv_coming", KvComing, self.kv_coming),
             self._choice.endpoint(),
+            *self.embedding.endpoints(),
         ]
 
     async def generate(self, request: GenerateRequest) -> GenerateAccepted:
@@ -165,12 +168,14 @@ class DecodeService:
             self._prompts(),
             draining=self.draining,
             accepted=self._accepted,
-            num_requests=sum(len(active.streams) for active in self._active.everyone()),
+            num_requests=sum(len(active.streams) for active in self._active.everyone()) + len(self.embedding),
         )
 
     async def drained(self) -> None:
         """Wait until every request is answered and every page is safe."""
+        self.embedding.draining = True
         await self._active.drained()
+        await self.embedding.drained()
         while self._tasks:
             await asyncio.wait(self._tasks.values())
 
@@ -178,6 +183,7 @@ class DecodeService:
         """Give every request back to its frontend, which goes on elsewhere."""
         for active in self._active.everyone():
             self._stop(active, PeerLost(cause))
+        self.embedding.stop_all(cause)
 
     async def _run(self, active: ActiveRequest) -> None:
         """Bring one request into the running batch, by the shortest way that works."""

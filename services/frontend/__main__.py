@@ -9,6 +9,7 @@ from components.discovery.registry import Registration, join_registry
 from components.http_server import serve_http
 from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
+from components.messaging.heartbeats import watch_heartbeats
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_inbox
 from components.output.formats import FormatOptions
@@ -24,6 +25,7 @@ from engine.model.resolve import model_dir, served_name
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.explain import explaining
+from services.frontend.operations import Operations, workers_of
 from services.frontend.router import MeshClient
 from services.frontend.stored import open_stored
 
@@ -38,6 +40,7 @@ async def main(settings: FrontendSettings) -> None:
         connect_bus(settings.nats_url, f"frontend-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         watch_fleet(bus, settings.namespace, "decode", registry.book, settings.decode_policy) as decodes,
+        watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,  # for /workers alone
         open_inbox(bus, f"{subject}.tokens") as inbox,
     ):
         folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
@@ -54,6 +57,15 @@ async def main(settings: FrontendSettings) -> None:
         stored = await open_stored(bus, settings, subject)
         calls = [explaining(mesh, text, model), *([] if stored is None else [stored.endpoint()])]
         registration = Registration(me)
+        operations = Operations(
+            mesh,
+            [
+                lambda: None if registry.connected else "etcd cannot be reached",
+                lambda: None if registration.is_held() else "this frontend is not registered in etcd",
+                lambda: None if bus.client.is_connected else "NATS cannot be reached",
+            ],
+            lambda: workers_of(registry.book, {"decode": decodes.alive, "prefill": prefills}),
+        )
         async with (
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
             serve_metrics(
@@ -65,7 +77,14 @@ async def main(settings: FrontendSettings) -> None:
             ) as page,
             serve_http(
                 create_app(
-                    mesh, text, settings, metrics, read_sampling_defaults(folder), checker=checker, stored=stored
+                    mesh,
+                    text,
+                    settings,
+                    metrics,
+                    read_sampling_defaults(folder),
+                    stored=stored,
+                    checker=checker,
+                    operations=operations,
                 ),
                 settings,
                 share_port=settings.share_port,
@@ -79,6 +98,7 @@ async def main(settings: FrontendSettings) -> None:
                 settle()
                 log_ready(instance=me, url=url, metrics=page)
                 await stop_signal()
+                operations.draining = True
 
 
 if __name__ == "__main__":

@@ -3,37 +3,47 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
+from typing import Any, Final
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
 from components.errors import MeshError
+from components.messaging.service import VERSION
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
+from components.openai.embeddings import EmbeddingList, EmbeddingRequest
 from components.openai.errors import ApiError, from_mesh, from_status, from_validation, internal
 from components.openai.models import ModelCard, ModelList
+from components.openai.operations import Health, Live, Readiness, Version, WorkerList
 from components.openai.responses import ResponseObject, ResponsesRequest
+from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from components.structured.checker import ConstraintChecker
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
+from services.frontend import tokens
 from services.frontend.admission import Admission
 from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
+from services.frontend.embeddings import embed
 from services.frontend.endpoints import ChatDialect, CompletionDialect
 from services.frontend.exchange import Exchange, Frontend
 from services.frontend.messages import COUNT_ROUTE, MessagesDialect, count_tokens
 from services.frontend.metrics import FrontendMetrics
+from services.frontend.one_piece import answered
+from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
 from services.frontend.response_routes import add_response_routes
 from services.frontend.responses import ResponsesDialect
-from services.frontend.schema import describe_bodies
+from services.frontend.schema import EVENTS, describe
 from services.frontend.shape import in_shape_of
 from services.frontend.stored import StoredResponses
 
@@ -47,6 +57,7 @@ def create_app(
     *,
     stored: StoredResponses | None = None,
     checker: ConstraintChecker | None = None,
+    operations: Operations | None = None,
 ) -> FastAPI:
     """The OpenAI endpoint over `mesh`.
 
@@ -58,9 +69,11 @@ def create_app(
         defaults: sampling parameters where a request has none.
         stored: where responses are kept; None: they are not.
         checker: of what answers are asked to be; without one, requests that ask are refused.
+        operations: what is told of this process and of the mesh; by default what `mesh` alone knows.
     """
     app = FastAPI(
         title="kvmesh",
+        version=VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -71,20 +84,24 @@ def create_app(
     frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker)
     _add_generation(app, frontend, stored)
     add_response_routes(app, stored)
+    _add_one_piece(app, frontend)
     _add_models(app, mesh)
-    _add_operations(app, mesh, metrics.registry)
+    _add_operations(app, mesh, operations or Operations(mesh), metrics.registry)
     _add_error_handlers(app)
-    describe_bodies(
-        app,
-        {
-            ChatDialect.route: ChatRequest,
-            CompletionDialect.route: CompletionRequest,
-            ResponsesDialect.route: ResponsesRequest,
-            MessagesDialect.route: MessagesRequest,
-            COUNT_ROUTE: CountRequest,
-        },
-    )
+    describe(app, BODIES)
     return app
+
+
+BODIES: Final[dict[str, type[BaseModel]]] = {
+    ChatDialect.route: ChatRequest,
+    CompletionDialect.route: CompletionRequest,
+    ResponsesDialect.route: ResponsesRequest,
+    MessagesDialect.route: MessagesRequest,
+    COUNT_ROUTE: CountRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 
 
 class _Straight:
@@ -112,22 +129,22 @@ def _add_generation(app: FastAPI, frontend: Frontend, stored: StoredResponses | 
     app.add_middleware(_Straight, exchanges=exchanges)
 
     # For the description of this API, and whoever mounts the application below a path.
-    @app.post(ChatDialect.route, responses={200: {"model": ChatCompletion}})
+    @app.post(ChatDialect.route, responses={200: {"model": ChatCompletion, "content": EVENTS}})
     async def chat_completions() -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         return exchanges[ChatDialect.route]()
 
-    @app.post(CompletionDialect.route, responses={200: {"model": Completion}})
+    @app.post(CompletionDialect.route, responses={200: {"model": Completion, "content": EVENTS}})
     async def completions() -> Response:
         """Continue one or several texts; with `stream`, as server-sent events."""
         return exchanges[CompletionDialect.route]()
 
-    @app.post(ResponsesDialect.route, responses={200: {"model": ResponseObject}})
+    @app.post(ResponsesDialect.route, responses={200: {"model": ResponseObject, "content": EVENTS}})
     async def responses() -> Response:
         """Answer a conversation in items; with `stream`, as server-sent events; with `background`, at once."""
         return exchanges[ResponsesDialect.route]()
 
-    @app.post(MessagesDialect.route, responses={200: {"model": MessageObject}})
+    @app.post(MessagesDialect.route, responses={200: {"model": MessageObject, "content": EVENTS}})
     async def messages() -> Response:
         """Answer a conversation as Anthropic's API does; with `stream`, as server-sent events."""
         return exchanges[MessagesDialect.route]()
@@ -137,6 +154,23 @@ def _add_generation(app: FastAPI, frontend: Frontend, stored: StoredResponses | 
         """How many tokens a message's prompt has."""
         body = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
         return await count_tokens(frontend.mesh, frontend.text, body)
+
+
+def _add_one_piece(app: FastAPI, frontend: Frontend) -> None:
+    @app.post("/v1/embeddings", responses={200: {"model": EmbeddingList}})
+    async def embeddings(request: Request) -> Response:
+        """The vectors of one or several texts, of a model that is meant for that."""
+        return await answered(frontend, request, EmbeddingRequest, embed, "embeddings")
+
+    @app.post("/tokenize", responses={200: {"model": Tokenized}})
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation in the model's template."""
+        return await answered(frontend, request, TokenizeRequest, tokens.tokenize, "tokenize")
+
+    @app.post("/detokenize", responses={200: {"model": Detokenized}})
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        return await answered(frontend, request, DetokenizeRequest, tokens.detokenize, "detokenize")
 
 
 def _add_models(app: FastAPI, mesh: Mesh) -> None:
@@ -155,16 +189,46 @@ def _card(model: ServedModel) -> ModelCard:
     return ModelCard(id=model.name, created=model.created_unix_s, max_model_len=model.max_context, parent=model.parent)
 
 
-def _add_operations(app: FastAPI, mesh: Mesh, registry: CollectorRegistry) -> None:
-    @app.get("/health")
-    async def health() -> dict[str, str | list[str]]:
+def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: CollectorRegistry) -> None:
+    async def health() -> Health:
         """This process answers. The models tell whether a generating request would find someone."""
-        return {"status": "ok", "models": [model.name for model in mesh.models()]}
+        return Health(models=[model.name for model in mesh.models()])
 
-    @app.get("/metrics", response_class=Response)
+    async def live() -> Live:
+        """This process answers."""
+        return Live()
+
+    async def ready(response: Response) -> Readiness:
+        """200 when a request would succeed; else 503, and why it would not."""
+        reasons = operations.reasons()
+        if reasons:
+            response.status_code = 503
+            response.headers["retry-after"] = "1"
+        return Readiness(status="unready" if reasons else "ready", reasons=reasons)
+
+    async def version() -> Version:
+        """Of kvmesh."""
+        return Version(version=VERSION)
+
+    async def workers() -> WorkerList:
+        """Everyone in etcd, and what they said of their load last."""
+        return operations.workers()
+
     async def metrics() -> Response:
         """Prometheus text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    for path, handler in (("/health", health), ("/live", live), ("/version", version), ("/workers", workers)):
+        _add_probe(app, path, handler)
+    _add_probe(app, "/ready", ready, responses={503: {"model": Readiness, "description": "Unready"}})
+    text = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The metrics"}}
+    _add_probe(app, "/metrics", metrics, response_class=Response, responses=text)
+
+
+def _add_probe(app: FastAPI, path: str, handler: Callable[..., Any], **about: Any) -> None:
+    """GET, and HEAD for probes that want no body."""
+    app.add_api_route(path, handler, methods=["GET"], **about)
+    app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False, **about)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -1,5 +1,6 @@
 """What differs between the routes that generate: how a body becomes prompts, and how text becomes an answer."""
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,9 +13,15 @@ from starlette.types import Scope
 from components.openai.chat import CallMade, ChatChoice, ChatCompletion, ChatMessage, ChatRequest
 from components.openai.completions import Completion, CompletionChoice, CompletionRequest, check_vocabulary
 from components.openai.errors import ApiError
-from components.openai.events import DONE, Events
+from components.openai.events import DONE, NOTHING, Events, More, member
 from components.openai.fields import AskedConstraint, FinishReason, GenerationFields, parse_body
-from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, ShownToken
+from components.openai.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprobs,
+    ShownToken,
+    prompt_logprobs,
+)
 from components.output.calls import Call, whole_calls
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
@@ -31,16 +38,18 @@ class Answer(NamedTuple):
     tokens: list[ShownToken] | None = None  # when log-probabilities are asked for
     reasoning: str = ""
     calls: Sequence[Call] = ()  # of tools
+    token_ids: list[int] | None = None  # when they are asked for
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], *, told: bool) -> Self:
-        """What all pieces of a choice make together; `told`: log-probabilities are asked for."""
+    def of(cls, pieces: Sequence[Piece], *, told: bool, tells_ids: bool = False) -> Self:
+        """What all pieces of a choice make together; `told`: log-probabilities are asked for; `tells_ids`: token ids."""
         return cls(
             "".join([piece.text for piece in pieces]),
             cast("FinishReason", pieces[-1].finish),
             [token for piece in pieces for token in piece.tokens or ()] if told else None,
             "".join([piece.reasoning for piece in pieces]),
             whole_calls([call for piece in pieces for call in piece.calls]),
+            [token_id for piece in pieces for token_id in piece.token_ids] if tells_ids else None,
         )
 
 
@@ -64,7 +73,6 @@ class Dialect(ABC):
     operation: ClassVar[str]  # as OpenTelemetry's GenAI conventions name it
     id_prefix: ClassVar[str]
     prompt_param: ClassVar[str]  # the parameter to blame when the prompt is wrong
-    continues: ClassVar[bool] = False  # whether the generation continues the prompt's text
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -132,15 +140,12 @@ class ChunkStream:
 
     def piece(self, piece: Piece) -> bytes:
         """A chunk for the text, and one for the end of its choice; before its first one, the opening."""
-        index, text, finish, tokens, reasoning, calls = piece
-        if reasoning or calls:
-            data = self._events.parts(index, text, reasoning, calls, self._logprobs(tokens))
-        else:
-            data = self._events.text(index, text, self._logprobs(tokens)) if text or tokens else b""
+        index = piece.choice
+        data = self._text(piece) if piece.text or piece.tokens or piece.reasoning or piece.calls else b""
         if index not in self._opened:
             self._opened.add(index)
             data = self._events.open(index) + data
-        return data if finish is None else data + self._events.finish(index, finish)
+        return data if piece.finish is None else data + self._events.finish(index, piece.finish)
 
     async def end(self) -> bytes:
         """The usage, when it is asked for, and OpenAI's end mark."""
@@ -151,6 +156,80 @@ class ChunkStream:
     def fail(self, error: ApiError) -> bytes:
         """The error as an event, and the end mark."""
         return b"data: " + error.body() + b"\n\n" + DONE
+
+    def _text(self, piece: Piece, more: More = NOTHING) -> bytes:
+        """What is new in it."""
+        index, text, logprobs = piece.choice, piece.text, self._logprobs(piece.tokens)
+        if piece.reasoning or piece.calls:
+            return self._events.parts(index, text, piece.reasoning, piece.calls, logprobs=logprobs, more=more)
+        return self._events.text(index, text, logprobs, more)
+
+
+class TellingStream(ChunkStream):
+    """One whose chunks tell more, as vLLM has it: token ids, and the usage so far in each."""
+
+    __slots__ = ("_tells_ids", "_tells_usage_so_far")
+
+    def __init__(
+        self,
+        events: Events,
+        logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+        generation: Generation,
+        request: GenerationFields,
+    ) -> None:
+        super().__init__(events, logprobs, generation, tells_usage=request.include_usage)
+        self._tells_ids = bool(request.return_token_ids)
+        self._tells_usage_so_far = request.continuous_usage
+
+    def piece(self, piece: Piece) -> bytes:
+        """A chunk wherever there are new tokens, though they may have no text yet."""
+        index, data = piece.choice, b""
+        usage = member("usage", self._generation.usage().model_dump_json()) if self._tells_usage_so_far else b""
+        first = index not in self._opened
+        if first:
+            self._opened.add(index)
+            data = self._events.open(index, More(chunk=usage))
+        if piece.text or piece.tokens or piece.token_ids:
+            more = More(self._ids(piece, first=first), usage)
+            # a chat has one prompt, and tells it once
+            if self._tells_ids and first and self._events.opening is not None and index == 0:
+                more = More(more.choice, usage + self._prompt_ids(index))
+            data += self._text(piece, more)
+        return data if piece.finish is None else data + self._events.finish(index, piece.finish, More(chunk=usage))
+
+    def _ids(self, piece: Piece, *, first: bool) -> bytes:
+        """Of a choice; a completion's first chunk tells its prompt's too."""
+        if not self._tells_ids:
+            return b""
+        own = member("token_ids", json.dumps(list(piece.token_ids)))
+        return self._prompt_ids(piece.choice) + own if first and self._events.opening is None else own
+
+    def _prompt_ids(self, index: int) -> bytes:
+        return member("prompt_token_ids", json.dumps(self._generation.choices[index].prompt.token_ids))
+
+
+def _chunks(
+    request: GenerationFields,
+    events: Events,
+    logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+    generation: Generation,
+) -> ChunkStream:
+    """Decided once: most streams tell nothing more."""
+    if request.return_token_ids or request.continuous_usage:
+        return TellingStream(events, logprobs, generation, request)
+    return ChunkStream(events, logprobs, generation, tells_usage=request.include_usage)
+
+
+def _told_prompt(
+    request: GenerationFields, generation: Generation, index: int
+) -> tuple[list[int] | None, PromptLogprobs | None]:
+    """Of the prompt of a choice, what is asked for: its token ids, its log-probabilities."""
+    choice, count = generation.choices[index], request.prompt_logprobs
+    token_ids = choice.prompt.token_ids
+    told = None
+    if count is not None and choice.prompt_told is not None:
+        told = prompt_logprobs(token_ids, choice.prompt_told, count, generation.text.token_bytes.of)
+    return token_ids if request.return_token_ids else None, told
 
 
 class Conversing(Dialect):
@@ -183,6 +262,10 @@ class ChatDialect(Conversing):
         self.chat = parse_body(ChatRequest, body)
         return self.chat
 
+    def echoes(self, text: TextModel, prompts: Sequence[list[int]]) -> list[str]:
+        """The message that goes on, when the request asks for it."""
+        return [self.chat.messages[-1].content or "" if self.chat.echo else ""]
+
     def events(self, generation: Generation) -> EventStream:
         """Chunks with a role and deltas."""
         request = self.chat
@@ -190,21 +273,32 @@ class ChatDialect(Conversing):
             self.response_id,
             self.created,
             request.model,
-            usage_follows=request.include_usage,
+            usage_follows=request.announces_usage,
             empty=self.output is None,
         )
-        return ChunkStream(events, self.logprobs, generation, tells_usage=request.include_usage)
+        return _chunks(request, events, self.logprobs, generation)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
         """A chat completion."""
         made = [
             ChatChoice(
-                index=i, message=said(choice), logprobs=self.logprobs(choice.tokens), finish_reason=choice.finish
+                index=i,
+                message=said(choice),
+                logprobs=self.logprobs(choice.tokens),
+                finish_reason=choice.finish,
+                token_ids=choice.token_ids,
             )
             for i, choice in enumerate(choices)
         ]
+        token_ids, logprobs = _told_prompt(self.chat, generation, 0)
         completion = ChatCompletion(
-            id=self.response_id, created=self.created, model=self.chat.model, choices=made, usage=generation.usage()
+            id=self.response_id,
+            created=self.created,
+            model=self.chat.model,
+            choices=made,
+            usage=generation.usage(),
+            prompt_token_ids=token_ids,
+            prompt_logprobs=logprobs,
         )
         return completion.model_dump_json().encode()
 
@@ -230,7 +324,6 @@ class CompletionDialect(Dialect):
     operation = "text_completion"
     id_prefix = "cmpl-"
     prompt_param = "prompt"
-    continues = True
     request: CompletionRequest
 
     async def read(self, body: bytes, scope: Scope) -> CompletionRequest:
@@ -247,7 +340,8 @@ class CompletionDialect(Dialect):
         prompts: list[list[int]] = []
         for prompt in self.request.prompt:
             if isinstance(prompt, str):
-                prompts.append(await text.encode_text(prompt))
+                special = self.request.add_special_tokens is not False
+                prompts.append(await text.encode_text(prompt, add_special_tokens=special))
             else:
                 check_vocabulary(prompt, text.vocab_size, "prompt")
                 prompts.append(prompt)
@@ -262,19 +356,28 @@ class CompletionDialect(Dialect):
     def events(self, generation: Generation) -> EventStream:
         """Chunks with text."""
         request = self.request
-        events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.include_usage)
-        return ChunkStream(events, self.logprobs, generation, tells_usage=request.include_usage)
+        events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
+        return _chunks(request, events, self.logprobs, generation)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
         """A text completion."""
-        made = [
-            CompletionChoice(index=i, text=text, logprobs=self.logprobs(tokens), finish_reason=finish)
-            for i, (text, finish, tokens, *_) in enumerate(choices)
-        ]
+        made = [self._choice(i, choice, generation) for i, choice in enumerate(choices)]
         completion = Completion(
             id=self.response_id, created=self.created, model=self.request.model, choices=made, usage=generation.usage()
         )
         return completion.model_dump_json().encode()
+
+    def _choice(self, index: int, choice: Answer, generation: Generation) -> CompletionChoice:
+        token_ids, logprobs = _told_prompt(self.request, generation, index)
+        return CompletionChoice(
+            index=index,
+            text=choice.text,
+            logprobs=self.logprobs(choice.tokens),
+            finish_reason=choice.finish,
+            token_ids=choice.token_ids,
+            prompt_token_ids=token_ids,
+            prompt_logprobs=logprobs,
+        )
 
     def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
         """Parallel lists."""

@@ -31,7 +31,7 @@ from services.frontend.endpoints import Answer, Dialect, EventStream
 from services.frontend.generation import Generation, Piece, PromptSpec
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
-from services.frontend.prompts import check_token_fields, find_model, make_prompt, token_budget
+from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
 from services.frontend.stream import Reply
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Exchange(Response):
             request = await self._dialect.read(body, scope)
             limit = self._dialect.token_limit()
             check_token_fields(request, self._frontend.text.vocab_size)
-            model = find_model(self._frontend.mesh, request.model)
+            model = find_generator(self._frontend.mesh, request.model)
         self._model = model.name
         tracing.describe_request(span, self._dialect.operation, request, limit)
         running = self._frontend.metrics.running.labels(model.name)
@@ -144,8 +144,11 @@ class Exchange(Response):
                 ),
                 request.stop,
                 echo,
-                dialect.continues,
+                request.continues,
                 dialect.output,
+                shows_special=request.skip_special_tokens is False,
+                shows_end=bool(request.include_stop_str_in_output),
+                echo_alternatives=request.echo_alternatives,
             )
             for name, ids, budget, echo in zip(names, encoded, budgets, echoes, strict=True)
         ]
@@ -191,8 +194,8 @@ class Exchange(Response):
                     parts[piece.choice].append(piece)
             else:
                 parts[piece.choice].append(piece)
-        told = request.alternatives is not None
-        choices = [Answer.of(mine, told=told) for mine in parts]
+        told, tells_ids = request.alternatives is not None, bool(request.return_token_ids)
+        choices = [Answer.of(mine, told=told, tells_ids=tells_ids) for mine in parts]
         body = await self._dialect.answer(choices, generation)
         if not reply.answered:
             await reply.json(body)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from components.errors import InvariantBroken
@@ -14,6 +14,8 @@ from components.output.calls import CallDelta
 from components.output.plan import OutputPlan
 from components.text.stop import StopStrings
 from components.text.tokenizer import TextModel
+from components.wire.logprobs import TokenLogprobs
+from components.wire.tokens import unpack_tokens
 from services.frontend.merge import merged
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Mesh, Prompt, TokenDelta
@@ -29,6 +31,7 @@ class Piece(NamedTuple):
     tokens: list[ShownToken] | None = None  # that came with it, when log-probabilities are asked for
     reasoning: str = ""  # new text of what the model thinks before it answers
     calls: Sequence[CallDelta] = ()  # of tools
+    token_ids: Sequence[int] = ()  # that count, whatever of their text is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ class PromptSpec:
     echo: str = ""  # shown before the generated text, and not searched for stop strings
     continues: bool = False  # the generation continues the prompt's text, rather than answer it
     output: OutputPlan | None = None  # what its texts are to be taken apart into; None: they are shown as they are
+    shows_special: bool = False  # special tokens are text
+    shows_end: bool = False  # a stop string, or the text of a token that ends the answer, is part of it
+    echo_alternatives: int | None = None  # with the prompt's tokens, which are told of before the first one
 
 
 class Choice:
@@ -48,6 +54,7 @@ class Choice:
     __slots__ = (
         "_detokenizer",
         "_echo",
+        "_ends",
         "_length",
         "_stops",
         "_text",
@@ -57,6 +64,7 @@ class Choice:
         "index",
         "prompt",
         "prompt_tokens",
+        "prompt_told",
     )
 
     def __init__(self, index: int, spec: PromptSpec, text: TextModel) -> None:
@@ -66,12 +74,19 @@ class Choice:
         self.generated_tokens = 0
         self.cached_tokens = 0
         self.prompt_tokens: list[ShownToken] = []  # to tell of before the first token, by then
+        self.prompt_told: list[TokenLogprobs] | None = None  # of the prompt, from its second token on
         self._echo = spec.echo
+        self._ends: frozenset[int] = frozenset()  # tokens whose text is not shown when the answer ends with them
+        if not spec.shows_end:
+            stop_ids = unpack_tokens(spec.prompt.sampling.stop_token_ids)
+            self._ends = text.special_ids.union(stop_ids) if spec.shows_special else frozenset(stop_ids)
         self._text = text
         self._length = len(spec.echo)  # of the text so far, what a stop string may take away included
         shown = frozenset[int]() if spec.output is None else spec.output.shown
-        self._detokenizer = text.detokenizer(spec.prompt.token_ids if spec.continues else (), shown)
-        self._stops = StopStrings(spec.stops) if spec.stops else None
+        self._detokenizer = text.detokenizer(
+            spec.prompt.token_ids if spec.continues else (), shown, skip_special=not spec.shows_special
+        )
+        self._stops = StopStrings(spec.stops, included=spec.shows_end) if spec.stops else None
 
     @property
     def stop_string(self) -> str | None:
@@ -83,29 +98,36 @@ class Choice:
         if self.generated_tokens == 0:
             self.cached_tokens = delta.num_cached_tokens
         self.finish = delta.finish
+        before = self.generated_tokens
         tokens: list[ShownToken] | None = None
+        hides_last = delta.finish == "stop" and not self._ends.isdisjoint(delta.token_ids[-1:])
         if self._stops is None and delta.logprobs is None:
             self.generated_tokens += len(delta.token_ids)
-            text = self._detokenizer.feed(delta.token_ids)
+            text = self._detokenizer.feed(delta.token_ids[:-1] if hides_last else delta.token_ids)
             if delta.finish is not None:
                 text += self._detokenizer.flush()
         else:
-            text, tokens = self._one_by_one(self._stops or StopStrings(()), delta)
+            text, tokens = self._one_by_one(self._stops or StopStrings(()), delta, hides_last=hides_last)
         if self._echo:
             text, self._echo = self._echo + text, ""
         if self.prompt_tokens and tokens is not None:
             tokens, self.prompt_tokens = self.prompt_tokens + tokens, []
-        return Piece(self.index, text, self.finish, tokens)
+        counted = self.generated_tokens - before
+        token_ids = delta.token_ids if counted == len(delta.token_ids) else delta.token_ids[:counted]
+        return Piece(self.index, text, self.finish, tokens, "", (), token_ids)
 
-    def _one_by_one(self, stops: StopStrings, delta: TokenDelta) -> tuple[str, list[ShownToken] | None]:
+    def _one_by_one(
+        self, stops: StopStrings, delta: TokenDelta, *, hides_last: bool
+    ) -> tuple[str, list[ShownToken] | None]:
         """The text, and the tokens that count: none behind a stop string."""
         told, shown = delta.logprobs, ""
         tokens: list[ShownToken] | None = None if told is None else []
+        last = len(delta.token_ids) - 1
         for i, token_id in enumerate(delta.token_ids):
             self.generated_tokens += 1
             if told is not None and tokens is not None:
                 tokens.append(shown_token(self._text.token_bytes, token_id, told[i], self._length))
-            new = self._detokenizer.feed([token_id])
+            new = "" if hides_last and i == last else self._detokenizer.feed([token_id])
             self._length += len(new)
             text, matched = stops.feed(new)
             shown += text
@@ -141,7 +163,7 @@ class TakenApart(Choice):
             text, reasoning, calls = text + more, reasoning + thought, [*calls, *last]
             if parser.called and self.finish == "stop":
                 self.finish = "tool_calls"
-        return Piece(self.index, text, self.finish, piece.tokens, reasoning, calls)
+        return Piece(self.index, text, self.finish, piece.tokens, reasoning, calls, piece.token_ids)
 
 
 class Branches:
@@ -152,6 +174,7 @@ class Branches:
         indices, plan = range(first, first + spec.prompt.sampling.n), spec.output
         self.choices = [Choice(i, spec, text) if plan is None else TakenApart(i, spec, text, plan) for i in indices]
         self._text = text
+        self._echo_alternatives = spec.echo_alternatives
         self._told = asyncio.Event()
         self._tokens: list[ShownToken] = []
 
@@ -160,7 +183,11 @@ class Branches:
         if self.prompt.sampling.prompt_logprobs is None:
             return
         if delta.prompt_logprobs is not None:
-            self._tokens = shown_prompt(self._text, self.prompt.token_ids, delta.prompt_logprobs)
+            for each in self.choices:
+                each.prompt_told = delta.prompt_logprobs
+            if (count := self._echo_alternatives) is not None:
+                cut = [replace(told, top=told.top[:count]) for told in delta.prompt_logprobs]
+                self._tokens = shown_prompt(self._text, self.prompt.token_ids, cut)
             self._told.set()
         await self._told.wait()
         choice.prompt_tokens = self._tokens
@@ -185,6 +212,7 @@ class Generation:
             self._prompts.append(branches)
             self.choices += branches.choices
         self.first_unix_ns = 0  # when the first delta arrived
+        self.text = text
         self._mesh = mesh
         self._gaps = gaps
         self._began = began

@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
 
@@ -34,6 +35,18 @@ class TokenDelta(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts to make vectors of. `request_id` is ours and random."""
+
+    request_id: str
+    model: str  # one of `Mesh.models` that has an `embedding`
+    token_ids: list[list[int]]
+    deadline_unix_ms: int
+    cache_salt: str = ""
+    priority: int = 0  # lower goes first
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model, or an adapter of one, that at least one live decode instance serves."""
 
@@ -41,6 +54,7 @@ class ServedModel:
     max_context: int  # tokens of prompt and answer together
     created_unix_s: int
     parent: str | None = None  # of an adapter: the model
+    embedding: EmbeddingModel | None = None  # None: it generates
 
 
 class FleetRoom(NamedTuple):
@@ -62,6 +76,9 @@ class Mesh(Protocol):
 
     def room(self) -> FleetRoom:
         """What decode carries; a look into memory."""
+
+    async def embed(self, texts: Texts) -> list[bytes]:
+        """Vectors of `texts`, in their order: float32[dimensions] each, little-endian. Raises: MeshError."""
 
     def generate(self, prompt: Prompt) -> AbstractAsyncContextManager[Sequence[AsyncGenerator[TokenDelta, None]]]:
         """The tokens of each branch of `prompt`, while inside.

@@ -27,6 +27,18 @@ def find_model(mesh: Mesh, name: str) -> ServedModel:
     raise UnknownModel(f"The model '{name}' does not exist.", param="model")
 
 
+def find_generator(mesh: Mesh, name: str) -> ServedModel:
+    """The model a request names, which is to generate. Raises: as `find_model`; Rejected, when it makes embeddings."""
+    model = find_model(mesh, name)
+    if model.embedding is not None:
+        raise Rejected(
+            f"The model '{name}' makes embeddings and generates nothing; send its texts to /v1/embeddings.",
+            param="model",
+            code="unsupported_model",
+        )
+    return model
+
+
 def token_budget(prompt_tokens: int, wanted: int | None, model: ServedModel, param: str) -> int:
     """How many tokens may be generated: what was asked for, else what the context has left. Raises: Rejected."""
     if prompt_tokens < 1:
@@ -76,10 +88,11 @@ def _check_logprobs(request: GenerationFields, num_tokens: int) -> None:
     """Raises: Rejected, when what is to be told of a prompt is more than a message of the mesh holds."""
     alternatives = request.prompt_alternatives
     if alternatives is not None and packed_bytes(num_tokens, alternatives) > MAX_MESSAGE_BYTES // 2:
+        param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
         raise Rejected(
-            f"With 'echo', {alternatives} 'logprobs' of a prompt of {num_tokens} tokens are more than can be told. "
+            f"Invalid '{param}': {alternatives} for each of the prompt's {num_tokens} tokens are more than can be told. "
             "Please ask for fewer, or shorten the prompt.",
-            param="logprobs",
+            param=param,
             code="invalid_value",
         )
 

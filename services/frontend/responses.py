@@ -180,7 +180,7 @@ class ResponseStream:
 
     def piece(self, piece: Piece) -> bytes:
         """New text, reasoning or arguments; before the first, the response itself."""
-        _, text, _, tokens, reasoning, calls = piece
+        _, text, _, tokens, reasoning, calls, _ = piece
         told: list[TokenLogprob] = []
         if tokens:
             self._tokens += tokens

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from components.errors import (
     BackendUnavailable,
     DeadlineExceeded,
     DecodeLost,
+    MalformedMessage,
     MeshError,
     NoDecodeInstance,
     Overloaded,
@@ -28,18 +29,21 @@ from components.routing.block_hash import PromptBlocks, seed_hash
 from components.routing.choice import Ask
 from components.routing.router import Route, explained
 from components.telemetry.spans import record_span, tracer
+from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
 from components.wire.routes import RouteExplained
+from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from engine.sampling.branches import branch_seed
-from services.frontend.ports import FleetRoom, Prompt, ServedModel, TokenDelta
+from services.frontend.ports import FleetRoom, Prompt, ServedModel, Texts, TokenDelta
 
 log = logging.getLogger(__name__)
 
 DISPATCH_TIMEOUT_S = 10.0
 WAIT_FOR_DECODE_S = 30.0  # for a stream that has begun: a decode instance that died may be restarting
 MOVES = 5
+TOKENS_A_CALL = 8192  # of texts that go together, more only in one: large enough to batch, small enough to spread
 FIRST_BACK_OFF_S = 0.05  # before an instance is asked again; doubles
 MOST_BACK_OFF_S = 1.0
 MOVING = (PeerLost, Overloaded, BackendUnavailable, DeadlineExceeded)  # with these a stream tries another instance
@@ -110,6 +114,66 @@ class MeshClient:
             for branch, stream in zip(branches, streams, strict=True):
                 await branch.aclose()
                 self._close(stream)  # it may not have begun to follow
+
+    async def embed(self, texts: Texts) -> list[bytes]:
+        """The vector of each text. They go in calls of some texts each, maybe to several instances, and a call whose instance
+        is lost goes to another one.
+        """
+        calls = [
+            replace(texts, request_id=f"{texts.request_id}-{number}", token_ids=texts.token_ids[first:last])
+            for number, (first, last) in enumerate(_shares(texts.token_ids))
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._embed(call)) for call in calls]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [vector for task in tasks for vector in task.result()]
+
+    async def _embed(self, texts: Texts) -> list[bytes]:
+        """By one call. The prompt made of all its texts is for the choice of an instance alone."""
+        together = [token for tokens in texts.token_ids for token in tokens]
+        nothing = Sampling(max_tokens=1)
+        prompt = Prompt(texts.request_id, texts.model, together, nothing, texts.cache_salt, texts.deadline_unix_ms)
+        tried: list[str] = []
+        while True:
+            record, route = await self._choose(prompt, tried)
+            stream = self._inbox.open(record.instance_id, record.epoch)  # for its failure: nothing comes on it
+            try:
+                vectors = await self._call_embed(
+                    replace(texts, request_id=f"{texts.request_id}-{len(tried)}"), record, stream
+                )
+                route.succeeded()
+            except MOVING as exc:
+                self._note_move(prompt, route, exc, tried)
+            else:
+                return vectors
+            finally:
+                route.over()
+                self._inbox.close(stream)
+
+    async def _call_embed(self, texts: Texts, record: InstanceRecord, stream: InStream) -> list[bytes]:
+        request = EmbedRequest(
+            request_id=texts.request_id,
+            epoch=record.epoch,
+            model=self._model,
+            texts=[pack_tokens(tokens) for tokens in texts.token_ids],
+            deadline_unix_ms=texts.deadline_unix_ms,
+            cache_salt=texts.cache_salt,
+            priority=texts.priority,
+        )
+        timeout_s = remaining_s(texts.deadline_unix_ms)
+        answered = False
+        try:
+            call = self._bus.call(f"{record.subject}.embed", request, Vectors, timeout_s=timeout_s)
+            vectors = (await stream.failure.unless(call)).vectors
+            answered = True
+        finally:
+            if not answered:
+                self._tell_later(f"{record.subject}.cancel_embed", CancelEmbed(request_id=texts.request_id))
+        if len(vectors) != len(texts.token_ids):
+            raise MalformedMessage(f"{len(vectors)} vectors of {len(texts.token_ids)} texts")
+        return vectors
 
     async def _follow(self, prompt: Prompt, stream: Stream, tried: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """The tokens of one branch, whose request is on its way already."""
@@ -267,14 +331,18 @@ class MeshClient:
         return "" if prompt.model == self._model else prompt.model
 
     def _cancel_later(self, stream: Stream) -> None:
-        """Tell decode that nobody reads; a reader that is being closed cannot wait for that itself."""
+        """Tell decode that nobody reads."""
+        cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.inner.stream_id])
+        self._tell_later(f"{stream.record.subject}.cancel", cancelling)
 
-        async def cancel() -> None:
+    def _tell_later(self, subject: str, message: object) -> None:
+        """Whoever is being closed or cancelled cannot wait for a message to leave."""
+
+        async def tell() -> None:
             with contextlib.suppress(MeshError):  # a lost instance needs no telling
-                cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.inner.stream_id])
-                await self._bus.publish(f"{stream.record.subject}.cancel", cancelling)
+                await self._bus.publish(subject, message)
 
-        task = asyncio.create_task(cancel())
+        task = asyncio.create_task(tell())
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
@@ -285,7 +353,19 @@ class MeshClient:
 def _served(name: str, records: Sequence[InstanceRecord], parent: str | None = None) -> ServedModel:
     """What all of `records` can do under that name."""
     context = min(r.max_context or 0 for r in records)
-    return ServedModel(name, context, min(r.started_unix_ms for r in records) // 1000, parent)
+    embedding = None if parent else records[0].embedding
+    return ServedModel(name, context, min(r.started_unix_ms for r in records) // 1000, parent, embedding)
+
+
+def _shares(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """From which to which text each call goes: as many as it may have, and as make up some work."""
+    first = tokens = 0
+    for i, text in enumerate(texts):
+        if i > first and (i - first == MAX_TEXTS or tokens + len(text) > TOKENS_A_CALL):
+            yield first, i
+            first, tokens = i, 0
+        tokens += len(text)
+    yield first, len(texts)
 
 
 def _of_branch(prompt: Prompt, branch: int) -> Prompt:

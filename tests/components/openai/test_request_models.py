@@ -93,6 +93,13 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"cache_salt": "x" * 257}, "cache_salt"),
     ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": "a"}}, "stream_options.continuous_usage_stats"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    ({"echo": True}, "echo"),
     ({"user": 7}, "user"),
     ({"metadata": {"a": 1}}, "metadata.a"),
     ({"model": ""}, "model"),
@@ -124,7 +131,6 @@ UNSUPPORTED: list[tuple[str, Any, list[Any]]] = [
     ("prediction", {}, []),
     ("service_tier", "flex", ["auto", "default"]),
     ("store", True, [False]),
-    ("skip_special_tokens", False, [True]),
     ("web_search_options", {}, []),
 ]
 FROM_OUTSIDE = ["kv_transfer_params", "bootstrap_room", "bootstrap_host", "chat_template", "prompt_embeds", "foo"]

@@ -16,6 +16,7 @@ from components.errors import MalformedMessage
 from components.kv_transfer.layout import KvLayout
 from components.wire import codec
 from components.wire.codec import MAX_MESSAGE_BYTES, message, pack, unpack
+from components.wire.embedding_model import EmbeddingModel
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, load_record
 from components.wire.plan import RolePlan
@@ -48,7 +49,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, args))
     if origin is Literal:
         return st.sampled_from(args)
-    if annotation in (Candidate, Constraint, KvEndpoint, KvLayout, RolePlan, Sampling):
+    if annotation in (Candidate, Constraint, EmbeddingModel, KvEndpoint, KvLayout, RolePlan, Sampling):
         return instances(annotation)
     return PLAIN[annotation]
 

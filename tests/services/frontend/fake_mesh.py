@@ -1,6 +1,8 @@
 """A mesh that answers from memory, at a pace, and fails on request."""
 
 import asyncio
+import math
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from opentelemetry import trace
 from components.errors import MeshError
 from components.text.tokenizer import TextModel
 from components.wire.logprobs import TokenLogprobs
-from services.frontend.ports import FleetRoom, Prompt, ServedModel, TokenDelta
+from services.frontend.ports import FleetRoom, Prompt, ServedModel, Texts, TokenDelta
 
 MODEL = "tiny"
 CONTEXT = 512
@@ -28,11 +30,30 @@ class FakeMesh:
     failure: Exception = field(default_factory=lambda: MeshError("broken"))
     served: list[ServedModel] = field(default_factory=lambda: [ServedModel(MODEL, CONTEXT, 1_700_000_000)])
     prompts: list[Prompt] = field(default_factory=list)
+    texts: list[Texts] = field(default_factory=list)
     running: int = 0
     cancelled: int = 0  # generations closed before their end
     deltas: int = 0
     fleet: FleetRoom = field(default_factory=lambda: FleetRoom(0, None, 0))
     spans: list[trace.SpanContext] = field(default_factory=list)  # current when a generation began
+
+    async def embed(self, texts: Texts) -> list[bytes]:
+        if self.gate is not None:
+            self.running += 1
+            try:
+                await self.gate.acquire()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+            finally:
+                self.running -= 1
+        if self.fail_at == 0:
+            raise self.failure
+        self.texts.append(texts)
+        size = next(
+            model.embedding.dimensions for model in self.served if model.name == texts.model and model.embedding
+        )
+        return [vector_of(token_ids, size) for token_ids in texts.token_ids]
 
     def models(self) -> list[ServedModel]:
         return self.served
@@ -87,6 +108,13 @@ class FakeMesh:
         async with asyncio.timeout(5):
             while self.running:
                 await asyncio.sleep(0.001)
+
+
+def vector_of(token_ids: Sequence[int], size: int) -> bytes:
+    """Of length 1, made from the tokens alone."""
+    values = [float((sum(token_ids) * 7 + i * i) % 11 - 5) for i in range(size)]
+    length = math.hypot(*values)
+    return array("f", [value / length for value in values]).tobytes()
 
 
 def logprobs_of(token_id: int, alternatives: int) -> TokenLogprobs:

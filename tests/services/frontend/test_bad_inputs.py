@@ -17,6 +17,7 @@ from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
+POSTS = [CHAT, COMPLETION, "/v1/embeddings", "/tokenize", "/detokenize"]
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 JSON = {"content-type": "application/json"}
 
@@ -33,12 +34,12 @@ def error_of(answer: httpx.Response, status: int, code: str | None, param: str |
     return str(error["message"])
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("path", POSTS)
 async def test_malformed_json_is_400(http: httpx.AsyncClient, path: str) -> None:
     error_of(await http.post(path, content=b'{"model": "ti', headers=JSON), 400, "invalid_json")
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("headers", [{}, {"content-type": "text/plain"}, {"content-type": "multipart/form-data"}])
 async def test_another_content_type_is_415(http: httpx.AsyncClient, path: str, headers: dict[str, str]) -> None:
     error_of(await http.post(path, content=b"{}", headers=headers), 415, "unsupported_media_type")
@@ -49,8 +50,11 @@ async def test_a_content_type_with_charset_is_json_too(http: httpx.AsyncClient) 
     assert (await http.post(CHAT, content=httpx.Request("POST", "/", json=HELLO).content, headers=headers)).is_success
 
 
-async def test_a_body_over_the_limit_is_413_by_its_declared_length(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
-    answer = await http.post(CHAT, content=b" " * 70_000, headers=JSON)
+@pytest.mark.parametrize("path", POSTS)
+async def test_a_body_over_the_limit_is_413_by_its_declared_length(
+    http: httpx.AsyncClient, mesh: FakeMesh, path: str
+) -> None:
+    answer = await http.post(path, content=b" " * 70_000, headers=JSON)
     assert "65536" in error_of(answer, 413, "request_too_large")
     assert not mesh.prompts
 
@@ -131,12 +135,13 @@ async def test_a_prompt_over_the_context_is_400_with_both_numbers(http: httpx.As
 
 
 async def test_an_unknown_url_is_404_and_a_wrong_method_405(http: httpx.AsyncClient) -> None:
-    for path in ("/", "/v1", "/v1/chat/completions/", "/docs", "/v1/embeddings"):
+    for path in ("/", "/v1", "/v1/chat/completions/", "/docs", "/v1/nothing"):
         error_of(await http.get(path), 404, "unknown_url")
     answer = await http.get(CHAT)
     error_of(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
-    error_of(await http.delete("/v1/models"), 405, "method_not_allowed")
+    for path in ("/v1/models", "/v1/embeddings", "/tokenize", "/detokenize", "/ready", "/workers", "/openapi.json"):
+        error_of(await http.delete(path), 405, "method_not_allowed")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,61 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them: text or a conversation to token ids, and back."""
+
+from typing import Annotated, Final
+
+from pydantic import BaseModel, Field, JsonValue, PlainValidator
+
+from components.errors import Rejected
+from components.openai.chat import Message, check_ending
+from components.openai.completions import token_ids
+from components.openai.fields import Strict
+
+MAX_TOKENS: Final = 1 << 20  # to detokenize
+
+
+def _ids(value: JsonValue) -> list[int]:
+    return token_ids(value) if value != [] else []
+
+
+class TokenizeRequest(Strict):
+    """The body of a request to tokenize: `prompt` or `messages`."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # None: the only one there is
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = (
+        None  # by default with a prompt, and not with messages: their template writes them
+    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Raises: Rejected, unless it asks for one thing."""
+        if (self.prompt is None) == (self.messages is None):
+            raise Rejected("Send either 'prompt' or 'messages'.", param="prompt")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise Rejected(f"'{name}' is only allowed with 'messages'.", param=name)
+        check_ending(add=self.add_generation_prompt, go_on=self.continue_final_message)
+
+
+class Tokenized(BaseModel):
+    """The answer to it; `token_strs` as the tokenizer's vocabulary writes them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Strict):
+    """The body of a request to detokenize."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    tokens: Annotated[list[int], PlainValidator(_ids, json_schema_input_type=list[int]), Field(max_length=MAX_TOKENS)]
+
+
+class Detokenized(BaseModel):
+    """The answer to it, special tokens included."""
+
+    prompt: str

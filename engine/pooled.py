@@ -1,0 +1,71 @@
+"""A step of a model that makes embeddings: hidden states of texts, pooled chunk by chunk."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from engine.device_copy import Arrival, to_host
+from engine.model.pooling import Pooling
+from engine.scheduler.request import Request
+from engine.scheduler.scheduler import Chunk
+
+
+class Guard(Protocol):
+    """The runner that launched it is one."""
+
+    def failing(self, num_requests: int) -> AbstractContextManager[None]:
+        """Turn what a batch may raise into StepFailed."""
+
+
+class PooledStep:
+    """See `engine.inflight.Launched`: nothing is drawn, and nothing here waits for the device but `result`."""
+
+    def __init__(
+        self, guard: Guard, chunks: Sequence[Chunk], wanted: Sequence[int], hidden: torch.Tensor, pooling: Pooling
+    ) -> None:
+        """Of `hidden`, float32 [sum(wanted), size], the next wanted[i] rows are the last tokens of chunks[i]."""
+        self._guard = guard
+        self._chunks = chunks
+        self._wanted = wanted
+        self._hidden: torch.Tensor | None = hidden
+        self._pooling = pooling
+        self._vectors: list[tuple[Request, torch.Tensor]] = []  # of texts that end here, on their way to the host
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Enqueue the pooling. Raises: StepFailed."""
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "a step is sampled once"
+        with self._guard.failing(len(self._chunks)):
+            for chunk, rows in zip(self._chunks, torch.split(hidden, list(self._wanted)), strict=True):
+                if not chunk.dropped:
+                    self._pool(chunk, rows)
+            self._arrival = Arrival(hidden.device)
+
+    def result(self) -> list[int | None]:
+        """Wait for the vectors, which are left in their requests. Raises: StepFailed."""
+        self._arrival.wait()
+        with self._guard.failing(len(self._chunks)):
+            for request, vector in self._vectors:
+                request.vector = vector.numpy().astype("<f4").tobytes()
+        return [None] * len(self._chunks)
+
+    def _pool(self, chunk: Chunk, rows: torch.Tensor) -> None:
+        request = chunk.request
+        match self._pooling.mode:
+            case "mean":
+                # a sum of fp32 in the order of the tokens; where chunks begin changes its last bits alone
+                request.hidden = rows.sum(0) if request.hidden is None else request.hidden + rows.sum(0)
+            case "cls" if chunk.start == 0:
+                request.hidden = rows[0].clone()
+            case "last" if chunk.samples:
+                request.hidden = rows[-1]
+        if not chunk.samples:
+            return
+        vector = request.hidden / chunk.end if self._pooling.mode == "mean" else request.hidden
+        request.hidden = None
+        if self._pooling.about.normalised:
+            vector = torch.nn.functional.normalize(vector, dim=0)
+        self._vectors.append((request, to_host(vector)))

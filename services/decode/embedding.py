@@ -1,0 +1,124 @@
+"""Texts to vectors: each text is a request of the engine, and the call waits for all of them."""
+
+import asyncio
+from collections.abc import Sequence
+
+from components.discovery.registry import Registration
+from components.errors import Cancelled, MeshError, Overloaded, PeerLost, Rejected, UnknownModel
+from components.messaging.deadline import remaining_s
+from components.messaging.service import Endpoint
+from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedCancelled, EmbedRequest, Vectors
+from components.wire.tokens import unpack_tokens
+from engine.loop import EngineLoop
+from engine.ports import Engine, EngineRequest, Phase, SamplingParams, StepOutput
+
+NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
+
+
+class EmbeddingService:
+    """The calls of an instance whose model makes embeddings."""
+
+    def __init__(self, registration: Registration, engine: EngineLoop, model: str) -> None:
+        self.draining = False
+        self._registration = registration
+        self._engine = engine
+        self._model = model
+        self._texts: dict[str, asyncio.Future[bytes]] = {}  # by engine id
+        self._calls: dict[str, list[str]] = {}  # engine ids of each
+        self._none = asyncio.Event()
+        self._none.set()
+        engine.on_output(self._stepped)
+
+    def __len__(self) -> int:
+        """Texts to be done."""
+        return len(self._texts)
+
+    def endpoints(self) -> list[Endpoint]:
+        """What it answers."""
+        return [
+            Endpoint("embed", EmbedRequest, self.embed, span="decode.embed"),
+            Endpoint("cancel_embed", CancelEmbed, self.cancel_embed),
+        ]
+
+    async def embed(self, request: EmbedRequest) -> Vectors:
+        """The vectors of texts. Raises: what makes the frontend go elsewhere; DeadlineExceeded; Rejected."""
+        self._registration.check_epoch(request.epoch)
+        left_s = remaining_s(request.deadline_unix_ms)
+        if self.draining:
+            raise Overloaded("this decode instance is leaving")
+        if request.model != self._model:
+            raise UnknownModel(f"this instance serves {self._model!r}, not {request.model!r}")
+        if request.request_id in self._calls:
+            raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
+        if len(request.texts) > MAX_TEXTS:
+            raise Rejected(f"{len(request.texts)} texts in one message, at most {MAX_TEXTS} are allowed", param="texts")
+        texts = [unpack_tokens(text) for text in request.texts]
+        ids = [f"{request.request_id}.{i}" for i in range(len(texts))]
+        futures = [asyncio.get_running_loop().create_future() for _ in ids]
+        self._calls[request.request_id] = ids
+        self._texts.update(zip(ids, futures, strict=True))
+        self._none.clear()
+        try:
+            prompts = [
+                EngineRequest(name, tokens, NOTHING_DRAWN, Phase.EMBED, request.cache_salt, priority=request.priority)
+                for name, tokens in zip(ids, texts, strict=True)
+            ]
+            async with asyncio.timeout(left_s):
+                await self._engine.post(lambda engine: _submit_all(engine, prompts))
+                return Vectors(request_id=request.request_id, vectors=[await future for future in futures])
+        except TimeoutError:
+            remaining_s(request.deadline_unix_ms)
+            raise
+        finally:
+            self._forget(request.request_id)
+
+    async def cancel_embed(self, request: CancelEmbed) -> EmbedCancelled:
+        """Nobody waits for them any more."""
+        return EmbedCancelled(count=self._fail(request.request_id, Cancelled("the client has gone")))
+
+    async def drained(self) -> None:
+        """Wait until every call is answered."""
+        await self._none.wait()
+
+    def stop_all(self, cause: str) -> None:
+        """Give every call back to its frontend, which goes on elsewhere."""
+        for request_id in list(self._calls):
+            self._fail(request_id, PeerLost(cause))
+
+    def _fail(self, request_id: str, error: MeshError) -> int:
+        count = 0
+        for name in self._calls.get(request_id, ()):
+            if not self._texts[name].done():
+                self._texts[name].set_exception(error)
+                count += 1
+        return count
+
+    def _forget(self, request_id: str) -> None:
+        """Nobody waits for a call any more; what is not done of it will not be."""
+        left = []
+        for name in self._calls.pop(request_id):
+            future = self._texts.pop(name)
+            if not future.done() or future.cancelled() or future.exception() is not None:
+                left.append(name)
+        if left:
+            self._engine.post(lambda engine: _cancel_all(engine, left))
+        if not self._calls:
+            self._none.set()
+
+    def _stepped(self, output: StepOutput) -> None:
+        for done in output.embedded:
+            if (future := self._texts.get(done.request_id)) is not None and not future.done():
+                future.set_result(done.vector)
+        for failed in output.failed:
+            if (future := self._texts.get(failed.request_id)) is not None and not future.done():
+                future.set_exception(failed.error)
+
+
+def _submit_all(engine: Engine, prompts: Sequence[EngineRequest]) -> None:
+    for prompt in prompts:
+        engine.submit(prompt)
+
+
+def _cancel_all(engine: Engine, request_ids: Sequence[str]) -> None:
+    for request_id in request_ids:
+        engine.cancel(request_id)

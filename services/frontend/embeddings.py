@@ -1,0 +1,89 @@
+"""`/v1/embeddings`: texts to token ids, through the mesh, to vectors."""
+
+import asyncio
+import time
+from typing import Final
+
+from components.errors import PromptTooLong, Rejected
+from components.openai.completions import check_vocabulary
+from components.openai.embeddings import EmbeddingRequest, embeddings_of
+from components.telemetry.spans import tracer
+from components.text.tokenizer import TextModel
+from components.wire.embedding_model import EmbeddingModel
+from services.frontend.admission import key_of
+from services.frontend.one_piece import Call
+from services.frontend.ports import ServedModel, Texts
+from services.frontend.prompts import find_model
+
+INLINE_VALUES: Final = 4096  # numbers that are written as JSON on the event loop, in 2 ms
+
+
+async def embed(call: Call, request: EmbeddingRequest) -> bytes:
+    """The answer. Raises: MeshError."""
+    frontend = call.frontend
+    model = find_model(frontend.mesh, request.model)
+    about = _embedding_of(model)
+    request.check(about)
+    call.model = model.name
+    call.span.update_name(f"embeddings {model.name}")
+    started = time.perf_counter()
+    with tracer.start_as_current_span("frontend.tokenize"):
+        inputs = await _encoded(frontend.text, request, model)
+    num_tokens = sum(map(len, inputs))
+    texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, request.cache_salt or "", request.priority or 0)
+    place = frontend.admission.enter(key_of(call.scope["headers"]), texts.priority, num_tokens)
+    running = frontend.metrics.running.labels(model.name)
+    running.inc()
+    try:
+        await place.admitted()
+        vectors = await frontend.mesh.embed(texts)
+    finally:
+        place.leave()
+        running.dec()
+    frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
+    call.span.set_attribute("gen_ai.usage.input_tokens", num_tokens)
+
+    def answer() -> bytes:
+        return embeddings_of(vectors, request, about, num_tokens).model_dump_json().encode()
+
+    body = answer() if len(vectors) * about.dimensions <= INLINE_VALUES else await asyncio.to_thread(answer)
+    frontend.metrics.e2e_latency.labels(model.name, "/v1/embeddings").observe(time.perf_counter() - started)
+    return body
+
+
+def _embedding_of(model: ServedModel) -> EmbeddingModel:
+    """Raises: Rejected, when it makes none."""
+    if model.embedding is None:
+        raise Rejected(
+            f"The model '{model.name}' generates text and makes no embeddings. Serve a model that is meant for them, such "
+            "as Qwen/Qwen3-Embedding-0.6B or any directory with sentence-transformers' modules.json.",
+            param="model",
+            code="unsupported_model",
+        )
+    return model.embedding
+
+
+async def _encoded(text: TextModel, request: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
+    """Token ids of each input. Raises: Rejected, PromptTooLong."""
+    kept = request.truncate_prompt_tokens
+    if kept is not None:
+        kept = model.max_context if kept == -1 else kept
+    inputs: list[list[int]] = []
+    for i, given in enumerate(request.input):
+        if isinstance(given, str):
+            ids = await text.encode_text(given, add_special_tokens=request.add_special_tokens is not False)
+        else:
+            check_vocabulary(given, text.vocab_size, "input")
+            ids = given
+        if kept is not None:
+            ids = ids[len(ids) - kept :] if kept < len(ids) else ids
+        if not ids:
+            raise Rejected(f"'input[{i}]' holds no tokens.", param=f"input[{i}]", code="invalid_value")
+        if len(ids) > model.max_context:
+            raise PromptTooLong(
+                f"This model's maximum context length is {model.max_context} tokens. However, 'input[{i}]' has "
+                f"{len(ids)} tokens. Please shorten it, or send 'truncate_prompt_tokens'.",
+                param="input",
+            )
+        inputs.append(ids)
+    return inputs

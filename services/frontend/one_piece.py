@@ -1,0 +1,80 @@
+"""A request that is answered in one piece and generates nothing: from its body to JSON with a status, whatever happens."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import TypeVar
+from uuid import uuid4
+
+from opentelemetry.trace import Span
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from components.aio import time_limit
+from components.errors import MeshError
+from components.openai.errors import ApiError, from_mesh, from_status, internal
+from components.openai.fields import parse_body
+from services.frontend import tracing
+from services.frontend.body import read_json_body
+from services.frontend.disconnect import cancelled_on_disconnect
+from services.frontend.exchange import Frontend
+from services.frontend.metrics import NO_MODEL
+
+R = TypeVar("R", bound=BaseModel)
+
+log = logging.getLogger(__name__)
+
+
+class Call:
+    """One request as the work on it sees it."""
+
+    def __init__(self, frontend: Frontend, request: Request, span: Span) -> None:
+        self.frontend = frontend
+        self.scope = request.scope
+        self.id = uuid4().hex  # the client's X-Request-Id is never a key
+        self.model = NO_MODEL  # to be set once it is known to be one of ours
+        self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
+        self.span = span
+
+
+async def answered(
+    frontend: Frontend,
+    request: Request,
+    body: type[R],
+    work: Callable[[Call, R], Awaitable[bytes]],
+    operation: str,
+) -> Response:
+    """What `work` makes of the request's body: JSON; or a refusal. `operation` names its span."""
+    route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
+    with tracing.request_span(request.scope, operation, "") as span:
+        call = Call(frontend, request, span)
+        span.set_attribute("kvmesh.request_id", call.id)
+        try:
+            async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
+                read = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
+                parsed = parse_body(body, read)
+                async with cancelled_on_disconnect(request.receive, lambda: False):
+                    response = Response(await work(call, parsed), media_type="application/json")
+        except MeshError as exc:
+            response = _refused(call, from_mesh(exc, call.id), exc)
+        except HTTPException as exc:
+            own = None if exc.detail == HTTPStatus(exc.status_code).phrase else exc.detail
+            response = _refused(call, from_status(exc.status_code, own), exc)
+            response.headers.update(exc.headers or {})
+        except Exception as exc:
+            log.exception("request failed", extra={"request_id": call.id})
+            response = _refused(call, internal(call.id), exc)
+        response.headers["x-request-id"] = call.id
+    frontend.metrics.requests.labels(call.model, route, str(response.status_code)).inc()
+    return response
+
+
+def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
+    tracing.describe_error(call.span, error, type(exc).__name__)
+    if error.status >= 500 and isinstance(exc, MeshError):
+        facts = {"request_id": call.id, "error": type(exc).__name__, "reason": exc.message}
+        log.warning("request failed", extra=facts)
+    return Response(error.body(), error.status, dict(error.headers()), media_type="application/json")
