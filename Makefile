@@ -12,7 +12,7 @@ constraints ?= deploy/constraints-cpu.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test soak check setup clean
+.PHONY: help up test soak fuzz check setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -26,6 +26,9 @@ test: $(SETUP)  ## all tests, with real etcd, NATS and model
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
 	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)
+
+fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
+	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)
 
 check: $(SETUP)  ## format, lint, strict types, direction of imports
 	@$(BIN)/ruff format --check .

@@ -72,6 +72,10 @@ class QueueFull(Overloaded):
     """A bounded queue is full, or somebody has waited in it for too long."""
 
 
+class KeyLimited(Overloaded):
+    """The API key has used what it may for now; `kind` is what of: requests or tokens."""
+
+
 class PeerLost(MeshError):
     """The other side is gone or silent: retry elsewhere, if no token went out."""
 

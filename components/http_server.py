@@ -7,20 +7,29 @@ import math
 import os
 import select
 import socket
+import ssl
 import struct
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final, Protocol
+from functools import partial
+from typing import Final, NamedTuple, Protocol
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
+
+from components.aio import background
+from components.http_connection import Closures, Connection, Patience, look_at_connections, most_connections
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection: the server must not close it under a request
 LAST_HANDSHAKES_S: Final = 0.1  # from a client's first packet to its connection, as far as we wait for it
 LAST_REQUESTS_S: Final = 1.0  # for a request on a connection that is open already
 TICK_S: Final = 0.005
+SEND_BUFFER_BYTES: Final = (
+    256 * 1024
+)  # of a connection in the kernel, which takes twice that: what may wait unread there
 SO_ATTACH_FILTER: Final = 26  # of Linux; Python has no name for it
 NO_NEW_CONNECTION: Final = (  # a socket filter, classic BPF, that sees packets from their TCP header on
     (0x30, 0, 0, 13),  # load the byte with the flags
@@ -44,6 +53,13 @@ class Listener(Protocol):
     @property
     def drain_timeout_s(self) -> float:
         """For requests in flight."""
+
+
+class Tls(NamedTuple):
+    """PEM files."""
+
+    certificate: str  # and those that vouch for it
+    key: str
 
 
 class _Server(uvicorn.Server):
@@ -108,7 +124,15 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_http(app: ASGIApp, settings: Listener, *, share_port: bool = False) -> AsyncGenerator[str, None]:
+async def serve_http(
+    app: ASGIApp,
+    settings: Listener,
+    *,
+    share_port: bool = False,
+    tls: Tls | None = None,
+    patience: Patience = Patience(),  # noqa: B008 - a frozen value
+    registry: CollectorRegistry | None = None,
+) -> AsyncGenerator[str, None]:
     """Serve `app` and yield its URL once it listens.
 
     Leaving stops listening at once, without losing a connection that was made before, and gives requests in flight
@@ -118,12 +142,20 @@ async def serve_http(app: ASGIApp, settings: Listener, *, share_port: bool = Fal
         app: what to serve.
         settings: where, and for how long after the end.
         share_port: with other processes of this user that share it too; the kernel deals connections out among them.
-    Raises: OSError, when the address cannot be bound, saying what to do.
+        tls: serve https with these.
+        patience: with slow clients.
+        registry: shows how many connections were closed, and why.
+    Raises: OSError, when the address cannot be bound or a file of `tls` not be used, saying what to do.
     """
+    if tls is not None:
+        _check_tls(tls)
     listener = _bind(settings.host, settings.port, share_port=share_port)
+    protocol = partial(Connection, patience, patience.connections or most_connections(), Closures(registry))
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=protocol,  # type: ignore[arg-type]  # it is called, never subclassed
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -135,14 +167,15 @@ async def serve_http(app: ASGIApp, settings: Listener, *, share_port: bool = Fal
         timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s),
     )
     server = _Server(config, shares_port=share_port)
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    try:
-        await _listening(server, serving)
-        yield _url(listener)
-    finally:
-        server.should_exit = True
-        await serving
-        listener.close()
+    async with background(look_at_connections(server.server_state.connections, patience), "connections"):
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        try:
+            await _listening(server, serving)
+            yield _url(listener, "http" if tls is None else "https")
+        finally:
+            server.should_exit = True
+            await serving
+            listener.close()
 
 
 async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
@@ -163,6 +196,7 @@ def _bind(host: str, port: int, *, share_port: bool) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # accepted sockets inherit it: each write is a token that somebody waits for
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((host, port))
         listener.listen(BACKLOG)  # only now is the port ours: two sockets may be bound to it
     except OSError as exc:
@@ -197,7 +231,19 @@ def _take_no_more(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
-def _url(listener: socket.socket) -> str:
+def _check_tls(tls: Tls) -> None:
+    """Raises: OSError, naming the files."""
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(tls.certificate, tls.key)
+    except OSError as exc:  # ssl's errors are some too
+        cause = exc.strerror or str(exc)
+        raise OSError(
+            exc.errno,
+            f"cannot serve TLS with {tls.certificate} and {tls.key}: {cause}; --tls-cert and --tls-key name PEM files",
+        ) from exc
+
+
+def _url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
     shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host  # noqa: S104
-    return f"http://{shown}:{port}"
+    return f"{scheme}://{shown}:{port}"

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -132,6 +133,8 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a service's `main` on uvloop; an interrupt is a clean stop, and what is missing outside is said in one line."""
     sys.setswitchinterval(GIL_SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # shells give 1024 for select(), which nothing here uses
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     try:
         uvloop.run(main)
     except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 from engine.model.resolve import model_dir
 from services.local.process import tethered
@@ -24,6 +25,7 @@ from services.local.servers import ETCD, NATS, Kind, running
 
 # Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and other packages import it too.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+hypothesis_settings.register_profile("fuzz", max_examples=3_000, deadline=None)  # make fuzz
 
 REPO: Final = Path(__file__).resolve().parents[1]
 ENDS_WITH_US: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")

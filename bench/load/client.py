@@ -125,7 +125,7 @@ async def exchange(client: httpx.AsyncClient, body: Body, run: Run, prepare: Pre
         return await _stream(client, body, run, prepare)
     except Failed as exc:
         run.fail(str(exc))
-    except (httpx.HTTPError, ValueError, LookupError) as exc:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as exc:  # or any JSON but a chunk's
         run.fail(f"{type(exc).__name__}: {exc}")
     return None
 

@@ -11,7 +11,8 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge, PeerLost
+from components.errors import BackendUnavailable, DeadlineExceeded, MalformedMessage, MessageTooLarge, PeerLost
+from components.messaging.refusals import Refusals
 from components.telemetry.spans import trace_headers
 from components.wire.codec import pack, unpack
 from components.wire.refused import Refused, raised
@@ -34,6 +35,7 @@ class Bus:
     def __init__(self, client: Client, url: str) -> None:
         self.client = client
         self.url = url
+        self.refusals = Refusals()  # of what comes in here
 
     async def call(self, subject: str, request: object, *replies: type[T], timeout_s: float) -> T:
         """Send `request` and return the answer, one of the classes `replies`.
@@ -44,7 +46,11 @@ class Bus:
         data = self._packed(subject, request)
         with nats_errors(subject, self.url):
             message = await self.client.request(subject, data, timeout=timeout_s, headers=trace_headers())
-        answer = unpack(message.data, *replies, Refused)
+        try:
+            answer = unpack(message.data, *replies, Refused)
+        except MalformedMessage as exc:
+            self.refusals.count("answer", exc)
+            raise
         if isinstance(answer, Refused):
             raise raised(answer)
         return cast("T", answer)
@@ -75,11 +81,13 @@ class Bus:
     def _packed(self, subject: str, message: object) -> bytes:
         data = pack(message)
         if len(data) > self.client.max_payload - HEADERS_BYTES:
-            raise MessageTooLarge(
+            error = MessageTooLarge(
                 f"{type(message).__name__} of {len(data)} bytes for {subject} exceeds the {self.client.max_payload} bytes "
                 "that this NATS server takes: raise max_payload there (kvmesh ships 8 MB)",
                 bytes=len(data),
             )
+            self.refusals.count("sent", error)
+            raise error
         return data
 
 

@@ -14,6 +14,7 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import BackendUnavailable, MalformedMessage
 from components.messaging.bus import Bus
+from components.messaging.refusals import STRANGER
 from components.routing.local_prefill import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import Heartbeat
@@ -114,11 +115,11 @@ class Liveness:
             return PromptLoad(0, 0.0)
         return PromptLoad(pulse.last.queued_tokens, pulse.last.prompt_tokens_per_s, self._clock() - pulse.heard)
 
-    def heard(self, heartbeat: Heartbeat) -> None:
-        """A heartbeat arrived; one of another epoch, or of an instance not in etcd, says nothing."""
+    def heard(self, heartbeat: Heartbeat) -> bool:
+        """A heartbeat arrived; one of another epoch, or of an instance not in etcd, says nothing. Returns: whether it did."""
         pulse = self._pulses.get(heartbeat.instance_id)
         if pulse is None or pulse.record.epoch != heartbeat.epoch:
-            return
+            return False
         now = self._clock()
         if pulse.last is None or pulse.last.step != heartbeat.step or not heartbeat.busy:
             if pulse.last is not None and pulse.last.busy:
@@ -135,6 +136,7 @@ class Liveness:
         self._look(pulse, now)
         for callback in self._on_heard:
             callback(heartbeat)
+        return True
 
     def check(self) -> None:
         """Find the silent and the hung."""
@@ -188,8 +190,10 @@ async def watch_heartbeats(bus: Bus, namespace: str, role: Role, book: InstanceB
 
     async def receive(message: Msg) -> None:
         try:
-            liveness.heard(unpack(message.data, Heartbeat))
+            if not liveness.heard(unpack(message.data, Heartbeat)):
+                bus.refusals.count("heartbeat", STRANGER)
         except MalformedMessage as exc:
+            bus.refusals.count("heartbeat", exc)
             log.warning("heartbeat refused", extra={"cause": exc.message})
 
     async def watch() -> None:

@@ -15,6 +15,7 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
+from components.messaging.refusals import GAP, STRANGER
 from components.routing.kv_following import BlockIndex, Follower
 from components.wire.instances import InstanceRecord, Role
 from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_batch, unpack_hashes
@@ -76,10 +77,12 @@ class KvMirror:
         try:
             batch = unpack_batch(message.data)
         except MalformedMessage as exc:
+            self._bus.refusals.count("kv_events", exc)
             log.warning("KV events refused", extra={"cause": exc.message})
             return
         instance = self._instances.get(batch.instance_id)
         if instance is None or instance.record.epoch != batch.epoch:
+            self._bus.refusals.count("kv_events", STRANGER)
             return
         self.counts.batches += 1
         follower = instance.follower
@@ -87,6 +90,7 @@ class KvMirror:
         follower.received(batch)
         if follower.gaps > gaps:
             self.counts.gaps += 1
+            self._bus.refusals.count("kv_events", GAP)
             self._ask(instance)
 
     async def run(self) -> None:

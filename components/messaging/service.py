@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from components.errors import InvariantBroken, MeshError
 from components.messaging.bus import Bus, nats_errors
+from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.spans import trace_context, tracer
 from components.wire.codec import pack, unpack
 from components.wire.refused import refusal
@@ -37,8 +38,9 @@ class Endpoint:
 class CallServer:
     """Runs each call in a task of its own, so that a slow one holds up nobody."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], url: str) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals) -> None:
         self._url = url  # of NATS, for whoever reads of its failures
+        self._refusals = refusals
         self._tasks: set[asyncio.Task[None]] = set()
         self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
 
@@ -62,11 +64,15 @@ class CallServer:
             await asyncio.wait(self._tasks)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> None:
-        token = context.attach(trace_context(request.headers))
+        caller = trace_context(request.headers)
+        if request.headers and not trace.get_current_span(caller).get_span_context().is_valid:
+            self._refusals.count(endpoint.name, BAD_TRACEPARENT)
+        token = context.attach(caller)
         try:
             answer = await self._handled(endpoint, request)
         except MeshError as exc:
             self._errors[endpoint.name] += 1
+            self._refusals.count(endpoint.name, exc)
             log.info("call refused", extra={"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message})
             answer = refusal(exc)
         except Exception as exc:  # the edge of one request
@@ -109,7 +115,7 @@ async def serve_calls(
         endpoints: what it answers.
         metadata: shown by `$SRV.INFO`.
     """
-    server = CallServer(endpoints, bus.url)
+    server = CallServer(endpoints, bus.url, bus.refusals)
     service = await micro.add_service(
         bus.client,
         name=f"kvmesh-{role}",

@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from components.aio import Failure, background
 from components.errors import DecodeLost, MalformedMessage, MeshError
 from components.messaging.bus import Bus
+from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
 from components.wire.generate import StreamItem, TokenFrame, pack_frame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import raised, refusal
@@ -128,10 +129,11 @@ async def open_outbox(
 class InStream:
     """One stream as its reader sees it."""
 
-    def __init__(self, stream_id: int, instance_id: str, epoch: str) -> None:
+    def __init__(self, stream_id: int, instance_id: str, epoch: str, refusals: Refusals | None = None) -> None:
         self.stream_id = stream_id
         self.instance_id = instance_id
         self.epoch = epoch
+        self._refusals = refusals or Refusals()
         self._items: list[StreamItem] = []
         self._error: MeshError | None = None
         self.failure = Failure()  # for whoever waits for something else about this stream
@@ -141,8 +143,10 @@ class InStream:
     def put(self, item: StreamItem) -> None:
         """An item arrived. A number seen before is a duplicate and dropped; a missing one ends the stream."""
         if item.seq < self._next_seq:
+            self._refusals.count("tokens", DUPLICATE)
             return
         if item.seq > self._next_seq:
+            self._refusals.count("tokens", GAP)
             self.fail(DecodeLost(f"items {self._next_seq} to {item.seq - 1} of the stream are missing"))
             return
         self._next_seq += 1
@@ -180,8 +184,9 @@ class InStream:
 class StreamInbox:
     """All streams of one frontend; they share one NATS subject."""
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, refusals: Refusals | None = None) -> None:
         self.subject = subject
+        self._refusals = refusals or Refusals()
         self._streams: dict[int, InStream] = {}
         self._ids = count()
 
@@ -190,7 +195,7 @@ class StreamInbox:
 
         Ids count up: those of streams that are opened one right after another follow each other.
         """
-        stream = InStream(next(self._ids), instance_id, epoch)
+        stream = InStream(next(self._ids), instance_id, epoch, self._refusals)
         self._streams[stream.stream_id] = stream
         return stream
 
@@ -209,17 +214,22 @@ class StreamInbox:
         try:
             frame = unpack_frame(message.data)
         except MalformedMessage as exc:
+            self._refusals.count("tokens", exc)
             log.warning("frame refused", extra={"cause": exc.message})
             return
         for item in frame.items:
             stream = self._streams.get(item.stream_id)
-            if stream is not None and stream.instance_id == frame.instance_id:
+            if stream is None:
+                continue  # closed, and its last items were on their way
+            if stream.instance_id == frame.instance_id:
                 stream.put(item)
+            else:
+                self._refusals.count("tokens", STRANGER)
 
 
 @asynccontextmanager
 async def open_inbox(bus: Bus, subject: str) -> AsyncIterator[StreamInbox]:
     """An inbox that receives while inside."""
-    inbox = StreamInbox(subject)
+    inbox = StreamInbox(subject, bus.refusals)
     async with bus.subscription(subject, inbox.receive):
         yield inbox

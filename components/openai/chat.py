@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: request and answer."""
 
 from collections.abc import Sequence, Set
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
@@ -22,6 +22,9 @@ from components.openai.structured import ConstrainedFields
 from components.openai.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice, ToolChoiceField
 from components.output.calls import Call
 
+MAX_MESSAGES: Final = 4096
+MAX_PARTS: Final = 1024  # of one message
+
 
 class TextPart(Strict):
     """A part of a message's content. Images, audio and files are refused; nothing is ever fetched."""
@@ -38,6 +41,8 @@ def _content(value: JsonValue) -> str | None:
         raise invalid("must be a string or a list of text parts")
     if not value:
         raise invalid("must hold at least one part")
+    if len(value) > MAX_PARTS:
+        raise invalid(f"has {len(value)} parts, at most {MAX_PARTS} are allowed")
     return "\n".join(_part_text(part, i) for i, part in enumerate(value))
 
 
@@ -97,7 +102,8 @@ class Message(Strict):
 class ChatRequest(ConstrainedFields):
     """The body of a chat request."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    # the first fault ends the look at the rest
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceField = None
@@ -108,7 +114,12 @@ class ChatRequest(ConstrainedFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None  # true by default, unless the last message is to go on
     continue_final_message: bool | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     # not honoured yet

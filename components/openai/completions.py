@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, JsonValue, PlainValidator
 from components.errors import Rejected
 from components.openai.fields import (
     INT32_MAX,
+    MAX_BRANCHES,
     MAX_CHOICES,
     MAX_LOGPROBS,
     FinishReason,
@@ -84,6 +85,14 @@ class CompletionRequest(ConstrainedFields):
     def check(self) -> None:
         """Raises: Rejected, when fields contradict each other, or ask to choose the best of more than are shown."""
         super().check()
+        choices = len(self.prompt) * (self.n or 1)
+        if choices > MAX_BRANCHES:
+            raise Rejected(
+                f"Invalid 'n': {len(self.prompt)} prompts with {self.n} choices each are {choices}, "
+                f"at most {MAX_BRANCHES} are allowed in one request.",
+                param="n",
+                code="invalid_value",
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise Rejected(
                 "'best_of' has a value that this server does not support: send the value of 'n' or leave it out.",

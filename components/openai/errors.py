@@ -28,6 +28,7 @@ _BUSY: Final = "service_unavailable_error"
 _SERVER: Final = "server_error"
 _NO_INSTANCE: Final = "No instance can serve this model at the moment. Try again shortly."
 _TOO_MANY: Final = "Too many requests are waiting. Try again shortly."
+_USED_UP: Final = "This API key has used what it may for now. Try again later."
 _LOST: Final = "The instance working on this request was lost. Try again."
 _OURS: Final = "The server had an error while processing the request."
 
@@ -45,6 +46,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.NoPrefillInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.NoBootstrapInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.QueueFull: Row(429, "tokens", "rate_limit_exceeded", _TOO_MANY),  # what the limit is on, as OpenAI has it
+    e.KeyLimited: Row(429, "tokens", "rate_limit_exceeded", _USED_UP),
     e.PeerLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.PrefillLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.DecodeLost: Row(502, _SERVER, "instance_lost", _LOST),
@@ -74,9 +76,13 @@ WHY_NO_KV: Final[dict[str, str]] = {  # by the class in `KvUnavailable`'s field 
 HTTP: Final[dict[int, tuple[str | None, str]]] = {  # what the web server refuses before a request is one of ours
     400: (None, "The request is malformed."),
     404: ("unknown_url", "There is nothing at this URL."),
+    401: ("invalid_api_key", "Send a good API key: 'Authorization: Bearer <key>' or 'x-api-key: <key>'."),
     405: ("method_not_allowed", "This URL does not take this method."),
+    408: ("request_timeout", "The request took too long to come."),
     413: ("request_too_large", "The request body is too large."),
     415: ("unsupported_media_type", "Send the body as JSON, with 'Content-Type: application/json'."),
+    431: ("request_too_large", "The request's headers are too large."),
+    503: ("overloaded", "The server is overloaded. Try again shortly."),
 }
 
 
@@ -128,7 +134,8 @@ def from_mesh(error: MeshError, request_id: str) -> ApiError:
         message = f"{message} (request {request_id})"
     param, code = error.fields.get("param"), error.fields.get("code", row.code)
     retry = error.retry_after_s if isinstance(error, Overloaded) else 1.0 if row.status == 503 else None
-    return ApiError(row.status, message, row.type, _text(param), _text(code), retry)
+    kind = error.fields.get("kind") if isinstance(error, e.KeyLimited) else None
+    return ApiError(row.status, message, _text(kind) or row.type, _text(param), _text(code), retry)
 
 
 def in_other_words(error: ApiError, params: Mapping[str, str]) -> ApiError:

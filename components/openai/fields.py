@@ -7,6 +7,7 @@ anything else is refused. A field that is not declared at all is refused too. No
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
+import jiter
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,6 +26,9 @@ from components.errors import Rejected
 from components.wire.sampling import Constraint
 
 MAX_CHOICES: Final = 128  # of one prompt
+MAX_BRANCHES: Final = 512  # of one request: choices of all its prompts
+MAX_KEYS: Final = 2048  # of one JSON object: pydantic makes an error of each that it does not know
+MAX_ERROR_CHARS: Final = 256  # of a reason that quotes the client
 MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
@@ -36,7 +40,11 @@ CODES: Final = {  # pydantic's error types to OpenAI's codes; whatever is not he
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
     "unsupported": "unsupported_parameter",
-    "json_invalid": "invalid_json",
+}
+SHAPES: Final = {  # what pydantic says in Python's words
+    "model_type": "Input should be an object",
+    "dict_type": "Input should be an object",
+    "list_type": "Input should be an array",
 }
 
 R = TypeVar("R", bound=BaseModel)
@@ -293,8 +301,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 def parse_body(cls: type[R], body: bytes) -> R:
     """The request in `body`. Raises: Rejected, with the first fault and the parameter it is in."""
+    value = _read_json(body)
     try:
-        request = cls.model_validate_json(body)
+        request = cls.model_validate(value)
     except ValidationError as exc:
         raise _rejection(exc.errors(include_url=False, include_input=False)[0]) from None
     if isinstance(request, GenerationFields):
@@ -313,11 +322,41 @@ def parse_value(cls: type[R], value: Mapping[str, Any]) -> R:
     return request
 
 
+def _read_json(body: bytes) -> Any:
+    """The value in `body`: no key stands twice in an object, for what reads it before us may take the other one.
+
+    NaN and numbers past a float's range come out as such: their fields refuse them by name. Raises: Rejected.
+    """
+    try:
+        value = jiter.from_json(body, catch_duplicate_keys=True)
+    except ValueError as exc:
+        raise Rejected(
+            f"The request body is not valid JSON: {str(exc)[:MAX_ERROR_CHARS]}.", code="invalid_json"
+        ) from None
+    if body.count(b":") > MAX_KEYS:
+        _check_keys(value)
+    return value
+
+
+def _check_keys(value: Any) -> None:
+    """Raises: Rejected, when an object has too many keys to look at each."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            if len(item) > MAX_KEYS:
+                raise Rejected(
+                    f"The request body has an object with {len(item)} keys; at most {MAX_KEYS} are allowed.",
+                    code="invalid_value",
+                )
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+
+
 def _rejection(fault: ErrorDetails) -> Rejected:
     kind, reason = fault["type"], fault["msg"]
     code = CODES.get(kind, "invalid_value")
-    if kind == "json_invalid":
-        return Rejected(f"The request body is not valid JSON: {reason.removeprefix('Invalid JSON: ')}.", code=code)
     param = _path(fault["loc"]) + str(fault.get("ctx", {}).get("at", ""))
     if not param:
         return Rejected("The request body must be a JSON object.", code=code)
@@ -328,7 +367,7 @@ def _rejection(fault: ErrorDetails) -> Rejected:
         return Rejected(f"Missing required parameter: '{shown}'.", param=shown, code=code)
     if kind in {"unsupported", "value_error"}:  # ours: they go on where the parameter's name stops
         return Rejected(f"'{shown}' {reason}.", param=shown, code=code)
-    reason = reason.replace(" after validation", "")
+    reason = SHAPES.get(kind, reason.replace(" after validation", ""))
     return Rejected(f"Invalid '{shown}': {reason}.", param=shown, code=code)
 
 

@@ -65,10 +65,14 @@ class TraceStore:
         return [row[0] for row in self._rows(query, (count,))]
 
     def trace(self, prefix: str) -> list[Span]:
-        """Spans of the one trace whose id, or whose request id, starts with `prefix`, by start time; empty if none does."""
+        """Spans of one trace, by start time: whose id, or whose request id, starts with `prefix`; empty if none does.
+
+        A client's own request id, given whole, names the last of its requests.
+        """
         found = self._rows("select trace_id from spans where trace_id like ? limit 1", (f"{prefix}%",)) or self._rows(
-            "select trace_id from spans where json_extract(attributes, '$.\"kvmesh.request_id\"') like ? limit 1",
-            (f"{prefix}%",),
+            "select trace_id from spans where json_extract(attributes, '$.\"kvmesh.request_id\"') like ? "
+            "or json_extract(attributes, '$.\"kvmesh.client_request_id\"') = ? order by start_ns desc limit 1",
+            (f"{prefix}%", prefix),
         )
         if not found:
             return []

@@ -21,6 +21,7 @@ from components.text.token_bytes import TokenBytes
 from components.text.tool_prompt import instructed
 
 INLINE_CHARS: Final = 4096  # about 0.7 ms of tokenising; a hop to a thread and back costs about 0.1 ms
+MESSAGE_CHARS: Final = 32  # what a template writes around a message, and its time, in characters of text
 CONTEXT_TOKENS: Final = 6  # of the prompt, enough for a decoder to see what its continuation follows
 TAIL_TOKENS: Final = 16  # of the prompt, enough to hold a marker and line ends behind it
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -180,7 +181,7 @@ class TextModel:
             text = self.render(messages, tools, variables, open_turn=open_turn, continue_last=continue_last)
             return self._encode(text, add_special_tokens=add_special_tokens)
 
-        chars = sum(len(str(m.get("content", ""))) for m in messages)
+        chars = sum(MESSAGE_CHARS + len(str(m.get("content", ""))) for m in messages)
         if tools or any("tool_calls" in message for message in messages):
             chars += len(str(tools)) + sum(len(str(m.get("tool_calls", ""))) for m in messages)
         return encode() if chars <= INLINE_CHARS else await self._long_prompts.run(chars, encode)

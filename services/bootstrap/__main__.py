@@ -26,6 +26,7 @@ async def main(settings: BootstrapSettings) -> None:
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         serve_metrics(metrics, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
+        metrics.register(bus.refusals)
         service = BootstrapService(bus, settings.namespace, registration, registry, metrics)
         async with (
             background(service.clean(settings.room_cleanup_s), "clean-rooms"),

@@ -106,6 +106,7 @@ async def main(settings: DecodeSettings) -> None:
             kv_events=settings.engine.kv_events,
             embedding=engine.engine.embedding,
         )
+        metrics.registry.register(bus.refusals)
         metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
         engine.on_output(lambda output: kv_events.take(block_changes(output.cache_events)))
         endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]

@@ -1,12 +1,16 @@
 """python -m services.frontend: the OpenAI endpoint of the mesh."""
 
 import asyncio
+import ipaddress
+import logging
 import sys
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Info
 
 from components.discovery.registry import Registration, join_registry
-from components.http_server import serve_http
+from components.http_connection import Patience
+from components.http_server import Tls, serve_http
 from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
 from components.messaging.heartbeats import watch_heartbeats
@@ -25,9 +29,36 @@ from engine.model.resolve import model_dir, served_name
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.explain import explaining
+from services.frontend.keys import BadKeys, KeyRing, follow_keys, read_keys
 from services.frontend.operations import Operations, workers_of
 from services.frontend.router import MeshClient
 from services.frontend.stored import open_stored
+
+log = logging.getLogger(__name__)
+
+
+def key_ring(given: str | None, file: Path | None) -> KeyRing | None:
+    """The keys that clients need, if any; ends the process where these cannot be used."""
+    if given is None and file is None:
+        return None
+    try:
+        return KeyRing(read_keys(given, file))
+    except BadKeys as exc:
+        sys.exit(f"API keys: {exc}")
+
+
+def warn_of_strangers(settings: FrontendSettings, keys: KeyRing | None) -> None:
+    """Say what an address that others reach is missing."""
+    try:
+        here = settings.host == "localhost" or ipaddress.ip_address(settings.host).is_loopback
+    except ValueError:
+        here = False
+    if here:
+        return
+    if keys is None:
+        log.warning("anyone who reaches this address may ask: no API keys are set", extra={"host": settings.host})
+    elif settings.tls_cert is None:
+        log.warning("API keys travel in the clear: give --tls-cert and --tls-key", extra={"host": settings.host})
 
 
 async def main(settings: FrontendSettings) -> None:
@@ -35,8 +66,11 @@ async def main(settings: FrontendSettings) -> None:
     me = new_instance_id()
     subject = subject_of(settings.namespace, "frontend", me)
     model = settings.served_model_name or served_name(settings.model)
+    given_keys = None if settings.api_keys is None else settings.api_keys.get_secret_value()
+    keys = key_ring(given_keys, settings.api_keys_file)
     async with (
         start_telemetry(settings, "frontend", me),
+        follow_keys(keys, given_keys, settings.api_keys_file),
         connect_bus(settings.nats_url, f"frontend-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         watch_fleet(bus, settings.namespace, "decode", registry.book, settings.decode_policy) as decodes,
@@ -51,11 +85,16 @@ async def main(settings: FrontendSettings) -> None:
             sys.exit(f"settings: {exc}")
         mesh = MeshClient(bus, inbox, decodes, model)
         metrics = CollectorRegistry()
+        metrics.register(bus.refusals)
         Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
             {"instance_id": me}
         )
         stored = await open_stored(bus, settings, subject)
         calls = [explaining(mesh, text, model), *([] if stored is None else [stored.endpoint()])]
+        files = (settings.tls_cert, settings.tls_key)
+        tls = Tls(*map(str, files)) if all(files) else None
+        late_s = settings.client_timeout_s
+        patience = Patience(head_s=late_s, body_s=late_s, unread_s=late_s)
         registration = Registration(me)
         operations = Operations(
             mesh,
@@ -82,12 +121,16 @@ async def main(settings: FrontendSettings) -> None:
                     settings,
                     metrics,
                     read_sampling_defaults(folder),
+                    keys=keys,
                     stored=stored,
                     checker=checker,
                     operations=operations,
                 ),
                 settings,
                 share_port=settings.share_port,
+                tls=tls,
+                patience=patience,
+                registry=metrics,
             ) as url,
         ):
             record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)
@@ -96,6 +139,7 @@ async def main(settings: FrontendSettings) -> None:
                 registry.advertise(registration, record),
             ):
                 settle()
+                warn_of_strangers(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)
                 await stop_signal()
                 operations.draining = True

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
@@ -35,6 +36,8 @@ from services.frontend.config import FrontendSettings
 from services.frontend.embeddings import embed
 from services.frontend.endpoints import ChatDialect, CompletionDialect
 from services.frontend.exchange import Exchange, Frontend
+from services.frontend.gate import Gate, caller_of
+from services.frontend.keys import KeyRing
 from services.frontend.messages import COUNT_ROUTE, MessagesDialect, count_tokens
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.one_piece import answered
@@ -47,6 +50,12 @@ from services.frontend.schema import EVENTS, describe
 from services.frontend.shape import in_shape_of
 from services.frontend.stored import StoredResponses
 
+EXPOSED: Final = [  # headers that a page's script may see
+    "x-request-id",
+    "retry-after",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+]
+
 
 def create_app(
     mesh: Mesh,
@@ -55,6 +64,7 @@ def create_app(
     registry: CollectorRegistry | None = None,
     defaults: SamplingDefaults | None = None,
     *,
+    keys: KeyRing | None = None,
     stored: StoredResponses | None = None,
     checker: ConstraintChecker | None = None,
     operations: Operations | None = None,
@@ -67,6 +77,7 @@ def create_app(
         settings: limits.
         registry: shown by `/metrics` beside the frontend's own figures.
         defaults: sampling parameters where a request has none.
+        keys: that requests must bring; None: they need none.
         stored: where responses are kept; None: they are not.
         checker: of what answers are asked to be; without one, requests that ask are refused.
         operations: what is told of this process and of the mesh; by default what `mesh` alone knows.
@@ -88,6 +99,8 @@ def create_app(
     _add_models(app, mesh)
     _add_operations(app, mesh, operations or Operations(mesh), metrics.registry)
     _add_error_handlers(app)
+    app.add_middleware(Gate, ring=keys, metrics=metrics)
+    _allow_origins(app, settings.cors_origins)  # outermost: a preflight request brings no key
     describe(app, BODIES)
     return app
 
@@ -231,6 +244,19 @@ def _add_probe(app: FastAPI, path: str, handler: Callable[..., Any], **about: An
     app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False, **about)
 
 
+def _allow_origins(app: FastAPI, origins: str | None) -> None:
+    """Let pages of these origins read answers. Cookies mean nothing here, so they are not allowed along."""
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip().rstrip("/") for origin in origins.split(",")],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED,
+            max_age=3600,
+        )
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     """Every default error page in the shape of its API."""
 
@@ -259,6 +285,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _error(request: Request, error: ApiError, request_id: str, headers: dict[str, str] | None = None) -> Response:
-    extra = {**(headers or {}), **error.headers(), "x-request-id": request_id}
+    shown = caller_of(request.scope).label or request_id
+    extra = {**(headers or {}), **error.headers(), "x-request-id": shown}
     status, body = in_shape_of(request.scope["path"], error, request_id)
     return Response(body, status, headers=extra, media_type="application/json")

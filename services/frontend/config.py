@@ -1,9 +1,10 @@
 """Settings of the frontend."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic_settings import CliSuppress, SettingsConfigDict
 
 from components.output.formats import ReasoningParserName, ToolParserName
 from components.routing.policies import DEFAULT, PolicyName
@@ -21,7 +22,31 @@ class FrontendSettings(MeshSettings):
         bool,
         Field(description="several frontends of this mesh on one port, each started with this; Linux deals it out"),
     ] = False
+    tls_cert: Annotated[Path | None, Field(description="PEM file of a certificate and its chain: serve https")] = None
+    tls_key: Annotated[Path | None, Field(description="PEM file of its private key")] = None
+    # not in --help: what stands on a command line, everyone on the machine can read
+    api_keys: Annotated[
+        CliSuppress[SecretStr | None], Field(description="keys that clients must bring: name:key, comma-separated")
+    ] = None
+    api_keys_file: Annotated[
+        Path | None,
+        Field(
+            description="more of them, with limits, as TOML; read again when it changes, and on SIGHUP; docs/openai.md"
+        ),
+    ] = None
+    cors_origins: Annotated[
+        str | None,
+        Field(
+            description="origins whose pages may ask, comma-separated, such as https://chat.example; *: any. Default: none"
+        ),
+    ] = None
     request_timeout_s: Annotated[PositiveFloat, Field(description="longest life of one request, seconds")] = 600.0
+    client_timeout_s: Annotated[
+        PositiveFloat,
+        Field(
+            description="a client whose headers or body do not come, or that reads nothing, for so long is cut off, seconds"
+        ),
+    ] = 20.0
     max_body_bytes: Annotated[PositiveInt, Field(description="largest request body")] = 8 * 1024 * 1024
     decode_policy: Annotated[PolicyName, Field(description="how a decode instance is chosen; docs/routing.md")] = (
         DEFAULT["decode"]
@@ -62,3 +87,9 @@ class FrontendSettings(MeshSettings):
         64 * 1024 * 1024
     )
     stored_responses_age_s: Annotated[PositiveFloat, Field(description="how long they are kept, seconds")] = 24 * 3600.0
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together")
+        return self

@@ -10,7 +10,7 @@ from components.openai.embeddings import EmbeddingRequest, embeddings_of
 from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
 from components.wire.embedding_model import EmbeddingModel
-from services.frontend.admission import key_of
+from services.frontend.gate import caller_of
 from services.frontend.one_piece import Call
 from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
@@ -31,7 +31,10 @@ async def embed(call: Call, request: EmbeddingRequest) -> bytes:
         inputs = await _encoded(frontend.text, request, model)
     num_tokens = sum(map(len, inputs))
     texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, request.cache_salt or "", request.priority or 0)
-    place = frontend.admission.enter(key_of(call.scope["headers"]), texts.priority, num_tokens)
+    caller = caller_of(call.scope)
+    if caller.account is not None:
+        caller.account.take_prompt(num_tokens)
+    place = frontend.admission.enter(caller.share(call.scope), texts.priority, num_tokens)
     running = frontend.metrics.running.labels(model.name)
     running.inc()
     try:
@@ -41,6 +44,8 @@ async def embed(call: Call, request: EmbeddingRequest) -> bytes:
         place.leave()
         running.dec()
     frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
+    if caller.account is not None:
+        frontend.metrics.key_tokens.labels(caller.account.name, "prompt").inc(num_tokens)
     call.span.set_attribute("gen_ai.usage.input_tokens", num_tokens)
 
     def answer() -> bytes:

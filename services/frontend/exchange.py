@@ -23,11 +23,12 @@ from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
 from services.frontend import tracing
-from services.frontend.admission import Admission, Place, key_of
+from services.frontend.admission import Admission, Place
 from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.endpoints import Answer, Dialect, EventStream
+from services.frontend.gate import NOBODY, Caller, caller_of
 from services.frontend.generation import Generation, Piece, PromptSpec
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
@@ -63,14 +64,16 @@ class Exchange(Response):
         self._dialect = dialect(self._request_id)
         self._events: EventStream | None = None  # of a request for a stream, once there is something to send
         self._started = time.perf_counter()
+        self._caller: Caller = NOBODY
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request."""
-        reply = Reply(send, self._dialect.headers(self._request_id))
-        with tracing.request_span(scope, self._dialect.operation, self._request_id) as span:
+        self._caller = caller_of(scope)
+        reply = Reply(send, self._dialect.headers(self._caller.label or self._request_id))
+        with tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span:
             try:
                 # the mesh knows the deadline too; this also covers a client that does not read
                 async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
@@ -80,7 +83,7 @@ class Exchange(Response):
             except HTTPException as exc:
                 await self._fail(reply, span, from_status(exc.status_code, _detail(exc)), exc)
             except Exception as exc:
-                log.exception("request failed", extra={"request_id": self._request_id})
+                log.exception("request failed", extra=self._names())
                 await self._fail(reply, span, internal(self._request_id), exc)
             finally:
                 self._account(reply, span)
@@ -99,7 +102,7 @@ class Exchange(Response):
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 specs = await self._prepare(request, model, limit)
-                place = self._enter(key_of(scope["headers"]), specs)
+                place = self._enter(scope, specs)
                 try:
                     await self._generate(reply, request, specs, place)
                 finally:
@@ -163,11 +166,13 @@ class Exchange(Response):
             except Unusable as exc:
                 raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
-    def _enter(self, key: bytes, specs: list[PromptSpec]) -> Place:
-        """All prompts of a request go on together. Raises: QueueFull."""
+    def _enter(self, scope: Scope, specs: list[PromptSpec]) -> Place:
+        """All prompts of a request go on together. Raises: QueueFull, KeyLimited."""
         prompts = [spec.prompt for spec in specs]
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
-        return self._frontend.admission.enter(key, prompts[0].priority, tokens, choices)
+        if (account := self._caller.account) is not None:
+            account.take_prompt(tokens)
+        return self._frontend.admission.enter(self._caller.share(scope), prompts[0].priority, tokens, choices)
 
     async def _stream(self, reply: Reply, generation: Generation, pieces: AsyncGenerator[Piece, None]) -> None:
         self._events = events = self._dialect.events(generation)
@@ -200,6 +205,11 @@ class Exchange(Response):
         if not reply.answered:
             await reply.json(body)
 
+    def _names(self) -> dict[str, str]:
+        """Ours, and the client's own if it gave one."""
+        label = self._caller.label
+        return {"request_id": self._request_id, **({"client_request_id": label} if label else {})}
+
     @property
     def _num_generated(self) -> int:
         generation = self._generation
@@ -217,7 +227,7 @@ class Exchange(Response):
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(span, error, type(exc).__name__)
         if error.status >= 500 and isinstance(exc, MeshError):
-            facts = {"request_id": self._request_id, "error": type(exc).__name__, "reason": exc.message}
+            facts = {**self._names(), "error": type(exc).__name__, "reason": exc.message}
             log.warning("request failed", extra=facts, exc_info=isinstance(exc, InvariantBroken))
         extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
         headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
@@ -237,6 +247,10 @@ class Exchange(Response):
         usage = generation.usage()
         metrics.prompt_tokens.labels(self._model).inc(usage.prompt_tokens)
         metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)
+        if (account := self._caller.account) is not None:
+            account.take_answer(usage.completion_tokens)
+            metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)
+            metrics.key_tokens.labels(account.name, "answer").inc(usage.completion_tokens)
         if status == 200:
             metrics.e2e_latency.labels(self._model, route).observe(time.perf_counter() - self._started)
             for choice in (choice for choice in generation.choices if choice.finish is not None):

@@ -3,7 +3,11 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Final, TypeVar
+
+from components.errors import Cancelled
+
+MAX_HELD: Final = 2**16  # items that nobody has read: about 20 MB of tokens, a hundred with 20 alternatives each
 
 T = TypeVar("T")
 
@@ -14,12 +18,13 @@ def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None
 
 
 async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    # unbounded: what it can hold is bounded by the sources, which are never held back
     queue: asyncio.Queue[tuple[T] | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(source: AsyncGenerator[T, None]) -> None:
         async with aclosing(source):
             async for item in source:
+                if queue.qsize() > MAX_HELD:  # sources are never held back: whoever made them would wait as well
+                    raise Cancelled("the client reads too slowly")
                 queue.put_nowait((item,))
 
     tasks = [asyncio.create_task(pump(source)) for source in sources]

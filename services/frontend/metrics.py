@@ -13,6 +13,7 @@ NO_MODEL: Final = ""  # label of a request that named no model we serve
 TTFT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 E2E_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 REFUSED: Final = ("full", "shed", "age")
+UNAUTHORIZED: Final = ("missing", "wrong")
 QUEUE_BUCKETS: Final = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 GAP_BUCKETS: Final = (
     0.0005,
@@ -114,6 +115,19 @@ class FrontendMetrics:
         )
         for reason in REFUSED:
             self.refused.labels(reason)
+        by_key = ["api_key"]  # its name: from the operator's list, never from a request
+        self.key_requests = Counter("api_key_requests", "Requests let in, by API key.", by_key, registry=registry)
+        self.key_tokens = Counter(
+            "api_key_tokens", "Tokens of prompts and answers, by API key.", [*by_key, "kind"], registry=registry
+        )
+        self.limited = Counter(
+            "api_key_limited", "Requests over the limits of their API key.", by_key, registry=registry
+        )
+        self.unauthorized = Counter(
+            "requests_unauthorized", "Requests without a good API key.", ["reason"], registry=registry
+        )
+        for reason in UNAUTHORIZED:
+            self.unauthorized.labels(reason)
 
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
         """What waits for admission is read from there."""

@@ -20,8 +20,11 @@ _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 
 
 @contextmanager
-def request_span(scope: Scope, operation: str, request_id: str) -> Generator[Span, None, None]:
-    """The root span of a request, current in its body; it continues the client's trace if there is one."""
+def request_span(scope: Scope, operation: str, request_id: str, label: str = "") -> Generator[Span, None, None]:
+    """The root span of a request, current in its body; it continues the client's trace if there is one.
+
+    `label` is the client's own name for it.
+    """
     carrier = {
         name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
     }
@@ -29,6 +32,7 @@ def request_span(scope: Scope, operation: str, request_id: str) -> Generator[Spa
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "kvmesh",
         "kvmesh.request_id": request_id,
+        **({"kvmesh.client_request_id": label} if label else {}),
     }
     with tracer.start_as_current_span(
         operation,

@@ -41,6 +41,16 @@ def main(
             help="several frontends behind one port; with --no-share-port further ones take the next ports",
         ),
     ] = True,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(envvar="MESH_FRONTEND_API_KEYS_FILE", help="TOML: keys that clients must bring; docs/openai.md"),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(envvar="MESH_FRONTEND_TLS_CERT", help="PEM file of a certificate: serve https")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(envvar="MESH_FRONTEND_TLS_KEY", help="PEM file of its private key")
+    ] = None,
     etcd_url: Annotated[
         str | None, typer.Option(envvar="MESH_ETCD_URL", help="an etcd that runs; default: start one")
     ] = None,
@@ -114,6 +124,9 @@ def main(
         "kv_transfer": kv_transfer,
         "decode_prefill_policy": prefill_policy,
         "frontend_decode_policy": decode_policy,
+        "frontend_api_keys_file": api_keys_file,
+        "frontend_tls_cert": tls_cert,
+        "frontend_tls_key": tls_key,
         "otlp_endpoint": otlp_endpoint,
         "log_level": log_level,
         "engine__dtype": dtype,

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 from components.settings import MeshSettings
+from services.local.plan import Plan
 
 QUESTION = "Name the capital of France."
 
 
-def greeting(urls: list[str], model: str, settings: MeshSettings, sharing: int = 1) -> list[str]:
-    """Lines to print. `model` is the name that the frontend lists, `sharing` how many of them are behind one address."""
+def greeting(plan: Plan, model: str, settings: MeshSettings) -> list[str]:
+    """Lines to print. `model` is the name that the frontend lists."""
+    urls, sharing = plan.urls, plan.counts["frontend"] if plan.shared else 1
     body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
     ask = [
         "curl",
@@ -22,6 +24,9 @@ def greeting(urls: list[str], model: str, settings: MeshSettings, sharing: int =
         "-d",
         json.dumps(body),
     ]
+    if plan.frontend_has("tls_cert"):
+        ask.insert(1, "-k")  # a certificate for this machine is seldom one that curl knows
+    key = " -H 'Authorization: Bearer <key>'" if plan.frontend_has("api_keys", "api_keys_file") else ""
     inspect = [_python(), "-m", "services.inspect"]
     where: list[str] = []  # the inspector finds this mesh by its state directory
     if settings.state_dir != MeshSettings.model_fields["state_dir"].default:
@@ -30,7 +35,7 @@ def greeting(urls: list[str], model: str, settings: MeshSettings, sharing: int =
         "",
         f"Ready: {'  '.join(urls)}" + (f"  ({sharing} frontends)" if sharing > 1 else ""),
         "",
-        f"  ask:      {shlex.join(ask)}",
+        f"  ask:      {shlex.join(ask)}{key}",
         f"  workers:  {shlex.join([*inspect, 'workers', *where])}",
         f"  trace:    {shlex.join([*inspect, 'trace', 'last', *where])}",
         "",

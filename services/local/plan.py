@@ -51,7 +51,13 @@ class Plan:
     @property
     def urls(self) -> list[str]:
         """Where clients on this machine reach them."""
-        return [f"http://{reachable(host)}:{port}" for host, port in self.addresses]
+        scheme = "https" if self.frontend_has("tls_cert") else "http"
+        return [f"{scheme}://{reachable(host)}:{port}" for host, port in self.addresses]
+
+    def frontend_has(self, *settings: str) -> bool:
+        """Whether frontends are given one of these settings of theirs."""
+        names = [f"frontend_{setting}" for setting in settings]
+        return any(name in self.given or os.environ.get(f"MESH_{name.upper()}") for name in names)
 
     def settings(self) -> MeshSettings:
         """What all services will see. Raises: CannotStart, naming the setting that is wrong."""

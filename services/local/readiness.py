@@ -42,7 +42,7 @@ def own_ports(plan: Plan) -> Iterator[None]:
         yield
 
 
-async def until_ready(children: list[Child], plan: Plan, model: str | None, output: Output) -> list[str]:
+async def until_ready(children: list[Child], model: str | None, output: Output) -> list[str]:
     """Return once a request to any frontend would succeed: each child is ready and each frontend lists the model.
 
     `model` is the name to wait for; None: any. Returns: the models that every frontend lists.
@@ -51,32 +51,25 @@ async def until_ready(children: list[Child], plan: Plan, model: str | None, outp
     while True:
         missing = [child.spec.name for child in children if not (child.ready.is_set() or child.leaving)]
         if not missing:
-            lists = await asyncio.gather(*(asyncio.to_thread(_models, url, key) for url, key in _lists(children, plan)))
+            pages = [child.metrics_url for child in children if child.spec.name.startswith("frontend-")]
+            lists = await asyncio.gather(*(asyncio.to_thread(_models, page or "") for page in pages))
             common = set.intersection(*map(set, lists))
             if common and (model is None or model in common):
                 return [name for name in lists[0] if name in common]
-            missing = ["the model in /v1/models"]
+            missing = ["the model at every frontend"]
         if time.monotonic() - told > PATIENCE_S:
             told = time.monotonic()
             output.say("local", f"still waiting for {', '.join(missing)}", level="warning")
         await asyncio.sleep(0.05)
 
 
-def _lists(children: list[Child], plan: Plan) -> list[tuple[str, str]]:
-    """Where each frontend says which models it has found: a URL and the field. Behind a shared port only its own page does."""
-    if not plan.shared:
-        return [(f"{url}/v1/models", "data") for url in plan.urls]
-    pages = [child.metrics_url for child in children if child.spec.name.startswith("frontend-")]
-    return [(f"{page}/health", "models") for page in pages]
-
-
-def _models(url: str, key: str) -> list[str]:
-    address = urlsplit(url)
+def _models(page: str) -> list[str]:
+    """Those that a frontend has found, by its own page: it needs no API key, and behind a shared port tells of one alone."""
+    address = urlsplit(page)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=2.0)
     try:
-        connection.request("GET", address.path)
-        models = json.loads(connection.getresponse().read())[key]
-        return [model if isinstance(model, str) else str(model["id"]) for model in models]
+        connection.request("GET", "/health")
+        return [str(model) for model in json.loads(connection.getresponse().read())["models"]]
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return []
     finally:

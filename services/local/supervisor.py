@@ -118,8 +118,8 @@ async def _keep(server: Server, output: Output) -> None:
 
 async def _greet(children: list[Child], plan: Plan, settings: MeshSettings, backends: Backends, output: Output) -> None:
     """Say "Ready" once it is true."""
-    models = await until_ready(children, plan, settings.served_model_name, output)
-    output.print(*greeting(plan.urls, models[0], settings, plan.counts["frontend"] if plan.shared else 1))
+    models = await until_ready(children, settings.served_model_name, output)
+    output.print(*greeting(plan, models[0], settings))
 
 
 @contextmanager

@@ -40,6 +40,7 @@ async def main(settings: PlannerSettings) -> None:
             settings.etcd_url, f"{settings.namespace}/planner", {**facts, "http": page}, settings.leader_ttl_s
         ) as leader,
     ):
+        metrics.registry.register(bus.refusals)
         planning = Planning(settings, observer, open_connector(settings, bus), leader, metrics)
         async with serve_calls(bus, "planner", subject, planning.endpoints(), {"instance_id": me}):
             log_ready(instance=me, connector=settings.connector, metrics=page)

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from components.errors import DeadlineExceeded, MeshError, PeerLost
+from components.messaging.refusals import Refusals
 from components.messaging.service import Endpoint
 from components.wire import codec
 from components.wire.codec import pack, unpack
@@ -16,6 +17,7 @@ class FakeBus:
 
     def __init__(self) -> None:
         self.url = "fake"
+        self.refusals = Refusals()
         self.handlers: dict[str, Callable[[Any], Awaitable[object]]] = {}
         self.sent: list[tuple[str, Any]] = []  # every message, called or published
         self.frames: list[tuple[str, bytes]] = []

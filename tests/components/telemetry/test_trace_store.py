@@ -65,6 +65,17 @@ def test_a_trace_is_found_by_the_beginning_of_its_id_or_its_request_id(tmp_path:
     assert store.trace("nothing begins so") == []
 
 
+def test_a_clients_own_request_id_given_whole_names_the_last_of_its_requests(tmp_path: Path) -> None:
+    tracer, exporter = keeper(tmp_path)
+    for number, name in enumerate(["a", "b"]):
+        attributes = {"kvmesh.request_id": f"ours{number}", "kvmesh.client_request_id": "mine-7"}
+        tracer.start_span(name, start_time=number + 1, attributes=attributes).end(9)
+    exporter.shutdown()
+    store = TraceStore(tmp_path)
+    assert [s.name for s in store.trace("mine-7")] == ["b"]
+    assert store.trace("mine") == []
+
+
 def _write(home: Path, number: int, barrier: Barrier) -> None:
     for file in range(FILES):
         tracer, exporter = keeper(home / str(file), f"process-{number}")

@@ -85,6 +85,22 @@ async def test_what_clients_send_never_becomes_a_label(http: httpx.AsyncClient) 
     assert await value_of(http, f'requests_total{{model_name="",route="{CHAT}",status="404"}}') == 1
 
 
+async def test_no_request_makes_a_series_that_another_of_its_kind_did_not(http: httpx.AsyncClient) -> None:
+    async def ask(number: int) -> set[str]:
+        odd = f"odd-{number}"
+        headers = {"x-request-id": odd, "authorization": f"Bearer {odd}", "user-agent": odd, "host": odd}
+        for path in (CHAT, "/v1/completions", f"/v1/{odd}", f"/v1/models/{odd}"):
+            for body in ({**HELLO, "model": odd}, {**HELLO, "user": odd, "max_tokens": 2}, {odd: odd}):
+                await http.request("POST" if number % 2 else odd.upper(), path, json=body, headers=headers)
+                await http.get(path, headers=headers)
+        text = (await http.get("/metrics")).text
+        assert odd not in text
+        return {line.rpartition(" ")[0] for line in text.splitlines()}
+
+    first = await ask(1) | await ask(2)
+    assert await ask(3) | await ask(4) == first
+
+
 async def test_the_api_description_holds_the_bodies_it_takes(http: httpx.AsyncClient) -> None:
     described = (await http.get("/openapi.json")).json()
     for path, name in ((CHAT, "ChatRequest"), ("/v1/completions", "CompletionRequest")):

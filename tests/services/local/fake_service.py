@@ -26,7 +26,7 @@ class Models(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'{"object": "list", "data": [{"id": "fake-model"}]}')
+        self.wfile.write(b'{"status": "ok", "models": ["fake-model"]}')
 
     def log_message(self, *_: object) -> None:
         pass
@@ -57,13 +57,16 @@ def main(argv: list[str]) -> None:
         with file.open("r+b") as stream:
             held = mmap.mmap(stream.fileno(), 4096)
         log("mapped", file=str(file), size=len(held))
+    page = {}
     if "--http" in habits:
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", int(argv[argv.index("--http") + 1])), Models)
+        port = int(argv[argv.index("--http") + 1])
+        page = {"metrics": f"http://127.0.0.1:{port}"}
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Models)
         threading.Thread(target=server.serve_forever, daemon=True).start()
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "hangs" in habits else lambda *_: sys.exit(0))
     if "drains" in habits:
         signal.signal(signal.SIGTERM, drain)
-    log("ready")
+    log("ready", **page)
     if "dies" in habits:
         sys.exit(3)
     while True:

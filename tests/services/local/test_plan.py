@@ -8,6 +8,7 @@ import pytest
 
 from components.settings import MeshSettings, misspelled
 from engine.config import EngineConfig
+from services.local.greeting import greeting
 from services.local.plan import Plan, reachable
 from services.local.process import CannotStart
 
@@ -41,6 +42,22 @@ def test_several_frontends_share_one_port_unless_told_otherwise(share: bool, por
     assert [e["MESH_FRONTEND_PORT"] for e in env] == ports
     assert {e["MESH_FRONTEND_SHARE_PORT"] for e in env} == {told}
     assert plan.urls == [f"http://127.0.0.1:{port}" for port in dict.fromkeys(ports)]
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_frontends_with_keys_and_a_certificate_are_greeted_as_such(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"frontend_tls_cert": "c.pem", "frontend_tls_key": "k.pem", "frontend_api_keys_file": "keys.toml"}
+    if by == "variable":
+        for name, value in values.items():
+            monkeypatch.setenv(f"MESH_{name.upper()}", value)
+    counts = dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1)
+    plan = Plan(counts, port=9000, given=values if by == "option" else {})
+    assert plan.urls == ["https://127.0.0.1:9000"]
+    env = env_of(plan)["frontend-0"]
+    assert {name: env[f"MESH_{name.upper()}"] for name in values} == values
+    [ask] = [line for line in greeting(plan, "m", plan.settings()) if "ask:" in line]
+    assert "-k" in ask
+    assert "Authorization: Bearer" in ask
 
 
 def test_one_frontend_has_its_port_alone() -> None:

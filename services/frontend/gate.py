@@ -1,0 +1,137 @@
+"""Who may come in: every request needs a good API key, where there are keys, but those for a few open paths.
+
+What is open is told by the very path that routes are found by, compared whole, so no spelling of another path, no Host header
+and no method gets around it: what is not exactly an open path needs a key, also what does not exist.
+"""
+
+import re
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Final
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from components.errors import KeyLimited
+from components.openai.errors import ApiError, from_mesh, from_status
+from services.frontend.admission import key_of
+from services.frontend.keys import KeyRing
+from services.frontend.metrics import FrontendMetrics
+from services.frontend.quota import Account
+from services.frontend.shape import in_shape_of
+
+OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers
+CALLER: Final = "kvmesh.caller"  # of a scope
+LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # of a request, given by a client
+MISSING: Final = from_status(401)
+WRONG: Final = from_status(401, "The API key is not a good one.")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks."""
+
+    label: str = ""  # the client's own X-Request-Id, where it is fit to be repeated: shown, and never a key to anything
+    account: Account | None = None  # where there are API keys
+
+    def share(self, scope: Scope) -> bytes:
+        """Whom the request counts for when there is not room for all."""
+        return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
+
+
+NOBODY: Final = Caller()
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Who asks; NOBODY, where no gate stands before the application."""
+    caller: Caller = scope.get(CALLER, NOBODY)
+    return caller
+
+
+class Gate:
+    """Looks at each request's headers once."""
+
+    def __init__(self, app: ASGIApp, ring: KeyRing | None, metrics: FrontendMetrics) -> None:
+        self._app = app
+        self._ring = ring
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401 or 429."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key, label = _told(scope)
+        ring = self._ring
+        if ring is None or (scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}):
+            scope[CALLER] = Caller(label) if label else NOBODY
+            await self._app(scope, receive, send)
+            return
+        account = None if key is None else ring.find(key)
+        if account is None:
+            self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
+            headers = [(b"www-authenticate", b"Bearer")]
+            await _answer(scope, send, MISSING if key is None else WRONG, label or uuid4().hex, headers)
+            return
+        scope[CALLER] = Caller(label, account)
+        if scope["method"] == "POST":
+            await self._limited(account, label, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request that costs something."""
+        try:
+            account.enter()
+        except KeyLimited as exc:
+            request_id = uuid4().hex
+            self._metrics.limited.labels(account.name).inc()
+            await _answer(scope, send, from_mesh(exc, request_id), label or request_id, account.headers())
+            return
+        self._metrics.key_requests.labels(account.name).inc()
+        try:
+            await self._app(scope, receive, _with_headers(account, send) if account.limits.per_minute else send)
+        finally:
+            account.leave()
+
+
+def _told(scope: Scope) -> tuple[bytes | None, str]:
+    """The key that a request brings, as OpenAI's clients do or as Anthropic's do, and its label."""
+    bearer = own = None
+    label = ""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            kind, _, token = value.strip().partition(b" ")
+            bearer = token.strip() if kind.lower() == b"bearer" else b""
+        elif name == b"x-api-key":
+            own = value.strip()
+        elif name == b"x-request-id" and LABEL.fullmatch(value):
+            label = value.decode()
+    return bearer or own or bearer, label
+
+
+def _with_headers(account: Account, send: Send) -> Send:
+    """`send`, with what is left for this key in the answer's headers."""
+
+    def told(message: Message) -> Awaitable[None]:  # no coroutine of its own: it runs once a token
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *account.headers()]
+        return send(message)
+
+    return told
+
+
+async def _answer(
+    scope: Scope, send: Send, error: ApiError, request_id: str, headers: list[tuple[bytes, bytes]]
+) -> None:
+    status, body = in_shape_of(scope["path"], error, request_id)
+    own = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-request-id", request_id.encode()),
+        *own,
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

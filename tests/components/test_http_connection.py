@@ -1,0 +1,288 @@
+"""Clients that are slow, silent, greedy or no clients at all, on real sockets; beside each a request is served at once."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from components.http_connection import Closed, Patience
+from components.http_server import serve_http
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE: Final = Patience(
+    head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1000, first_s=0.2, unread_s=0.3, look_s=0.02
+)
+GET: Final = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+PIECE: Final = b"x" * 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str = "127.0.0.1"
+    port: int = 0
+    drain_timeout_s: float = 1.0
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+class App:
+    """Reads a request's body, answers with its size; `/endless` writes until nobody is there."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.written = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size, more = 0, True
+        if scope["path"] != "/refused":  # an answer before the body has come
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    self.left.set()
+                    return
+                size, more = size + len(message["body"]), message["more_body"]
+        if scope["path"] == "/endless":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            watcher = asyncio.create_task(receive())
+            while not watcher.done():
+                await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+                self.written += len(PIECE)
+                await asyncio.sleep(0)
+            self.left.set()
+            return
+        body = str(size).encode()
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class Served:
+    def __init__(self, url: str, app: App, registry: CollectorRegistry) -> None:
+        self.app = app
+        self._registry = registry
+        self._port = int(url.rpartition(":")[2])
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**16)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+    async def ask(self, request: bytes) -> bytes:
+        """Everything that comes until the server closes; fails if that takes ten seconds."""
+        async with asyncio.timeout(10), self.client() as (reader, writer):
+            writer.write(request)
+            return await reader.read()
+
+    async def answers(self) -> None:
+        """A request is served, and soon."""
+        began = time.monotonic()
+        async with asyncio.timeout(5), self.client() as (reader, writer):
+            writer.write(GET)
+            assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+        assert time.monotonic() - began < 1.0
+
+    def closed(self, why: Closed) -> float:
+        return self._registry.get_sample_value("http_connections_closed_total", {"reason": why}) or 0.0
+
+    async def until_closed(self, why: Closed, count: int = 1) -> None:
+        async with asyncio.timeout(5):
+            while self.closed(why) < count:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def served(patience: Patience = PATIENCE) -> AsyncIterator[Served]:
+    app, registry = App(), CollectorRegistry()
+    async with serve_http(app, Address(), patience=patience, registry=registry) as url:
+        yield Served(url, app, registry)
+
+
+def error_of(answer: bytes, status: int) -> dict[str, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert b"\r\nconnection: close" in head
+    assert b"\r\nx-request-id: " in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"G", b"\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n", b"POST / HTTP/1.1\r\nx: y\r\nz"], ids=repr
+)
+async def test_a_head_that_does_not_end_is_408(sent: bytes) -> None:
+    async with served() as server:
+        assert error_of(await server.ask(sent), 408)["code"] == "request_timeout"
+        assert server.closed(Closed.HEAD_LATE) == 1
+        await server.answers()
+
+
+async def test_a_head_byte_by_byte_is_408_however_long_it_goes_on() -> None:
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        answer = asyncio.create_task(reader.read())
+        writer.write(b"GET /")
+        while not answer.done():
+            writer.write(b"a")
+            await asyncio.sleep(0.02)
+        error_of(answer.result(), 408)
+
+
+@pytest.mark.parametrize("how", [b"content-length: 1000", b"transfer-encoding: chunked"])
+async def test_a_body_that_does_not_come_is_408_and_the_request_is_over(how: bytes) -> None:
+    async with served() as server:
+        assert "body" in error_of(await server.ask(b"POST / HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % how), 408)["message"]
+        assert server.closed(Closed.BODY_LATE) == 1
+        async with asyncio.timeout(1):
+            await server.app.left.wait()
+
+
+async def test_a_body_that_comes_at_the_least_rate_is_read_to_its_end() -> None:
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n")
+        for _ in range(
+            20
+        ):  # 100 bytes each 40 ms: two and a half times what is asked for, five times longer than body_s
+            await asyncio.sleep(0.04)
+            writer.write(b"b" * 100)
+        assert (await reader.readuntil(b"\r\n\r\n2000")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_body_that_dribbles_on_after_its_answer_is_cut_off() -> None:
+    async with served() as server:
+        answer = await server.ask(b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nabc")
+        assert answer.endswith(b"\r\n\r\n0"), "nothing may follow the answer"
+        assert server.closed(Closed.BODY_LATE) == 1
+
+
+async def test_a_connection_that_says_nothing_is_closed() -> None:
+    async with served() as server:
+        assert await server.ask(b"") == b""
+        assert server.closed(Closed.NOTHING_SENT) == 1
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: %b\r\n\r\n" % (b"y" * 5000),
+        b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 1000 + b"\r\n",
+        b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"y" * 5000),
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: %b" % (b"y" * 1_000_000),
+        b"GET /%b" % (b"y" * 1_000_000),
+    ],
+    ids=["value", "count", "url", "endless value", "endless url"],
+)
+async def test_a_head_over_the_limit_is_431(request_: bytes) -> None:
+    async with served() as server:
+        assert error_of(await server.ask(request_), 431)["code"] == "request_too_large"
+        assert server.closed(Closed.HEAD_TOO_LARGE) == 1
+        await server.answers()
+
+
+async def test_a_large_body_is_no_large_head() -> None:
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + b"b" * 100_000)
+        assert (await reader.readuntil(b"\r\n\r\n100000")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # https to an http port
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx-request-id: a\rb: c\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: a\x00b\r\n\r\n",
+        b"GET / HTTP/1.1\r\n x: folded\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",  # smuggling
+        b"POST / HTTP/1.1\r\ncontent-length: 4\r\ncontent-length: 5\r\n\r\nabcd",
+        b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"EAT / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+    ],
+    ids=lambda sent: repr(sent[:40]),
+)
+async def test_what_is_no_http_is_400(sent: bytes) -> None:
+    async with served() as server:
+        error_of(await server.ask(sent), 400)
+        assert server.closed(Closed.MALFORMED) == 1
+        await server.answers()
+
+
+async def test_a_reader_that_stops_is_closed_within_its_time_and_what_waits_for_it_is_bounded() -> None:
+    async with served() as server, server.client() as (reader, writer):
+        writer.write(GET.replace(b"/ ", b"/endless ", 1))
+        await reader.readexactly(100)
+        began = time.monotonic()
+        await server.until_closed(Closed.UNREAD)
+        assert time.monotonic() - began < 2.0
+        await asyncio.wait_for(server.app.left.wait(), 1)
+        assert server.app.written < 16 * 2**20, "the kernel's buffers on both sides, and 64 KB of ours"
+        await server.answers()
+
+
+async def test_a_reader_that_is_slow_but_reads_is_left_alone() -> None:
+    async with served() as server, server.client() as (reader, writer):
+        writer.write(GET.replace(b"/ ", b"/endless ", 1))
+        began, read = time.monotonic(), 0
+        while time.monotonic() - began < 1.0:  # three times what one may read nothing for
+            read += len(await reader.read(2**20))
+            await asyncio.sleep(0.02)
+        assert server.closed(Closed.UNREAD) == 0
+        assert not server.app.left.is_set()
+        assert read > 0
+
+
+async def test_a_reader_of_a_few_bytes_now_and_then_is_closed_too() -> None:
+    patience = replace(PATIENCE, bytes_per_s=10_000_000)
+    async with served(patience) as server, server.client() as (reader, writer):
+        writer.write(GET.replace(b"/ ", b"/endless ", 1))
+        with contextlib.suppress(OSError):
+            while server.closed(Closed.UNREAD) == 0 and not reader.at_eof():
+                await reader.read(20_000)
+                await asyncio.sleep(0.02)
+        await server.until_closed(Closed.UNREAD)
+
+
+async def test_requests_one_behind_the_other_are_answered_in_order() -> None:
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(GET * 50 + b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
+        answers = await reader.readuntil(b"\r\n\r\n3")
+        assert answers.count(b"HTTP/1.1 200") == 51
+
+
+async def test_of_too_many_connections_the_longest_idle_go_and_who_asks_is_served() -> None:
+    patience = Patience(look_s=0.02, connections=20)
+    async with served(patience) as server:
+        idle = [await asyncio.open_connection("127.0.0.1", server._port) for _ in range(100)]
+        await server.answers()
+        assert server.closed(Closed.TOO_MANY) >= 80
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_when_all_connections_are_at_work_one_more_is_503() -> None:
+    patience = Patience(look_s=0.02, connections=3)
+    async with served(patience) as server:
+        working = [await asyncio.open_connection("127.0.0.1", server._port) for _ in range(3)]
+        for _, writer in working:
+            writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
+        await asyncio.sleep(0.1)
+        assert error_of(await server.ask(GET), 503)["code"] == "overloaded"
+        for reader, writer in working:
+            writer.write(b"abc")
+            assert (await reader.readuntil(b"\r\n\r\n3")).startswith(b"HTTP/1.1 200")
+            writer.close()

@@ -1,0 +1,114 @@
+"""schemathesis makes requests of what /openapi.json says, valid ones and others; none may be answered with a 5xx.
+
+Here against a frontend over a mesh in memory; `make fuzz` sends ten thousand to a mesh of real processes.
+"""
+
+import re
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.generation import GenerationMode
+
+from services.frontend.app import create_app
+from services.frontend.config import FrontendSettings
+from tests.components.text.tiny_model import tiny_text_model
+from tests.mesh.harness import MeshProcesses, Worker
+from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+
+MESH_EXAMPLES = 10_000
+SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+def cases(schema: Any) -> st.SearchStrategy[Any]:
+    """Requests to every route, half of them as it asks for them."""
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) >= 6
+    modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    made = []
+    for operation in operations:
+        for mode in modes:
+            try:
+                strategy = operation.as_strategy(generation_mode=mode)
+                strategy.validate()
+            except Exception:  # noqa: BLE001 - nothing about this route can be wrong: it takes no input
+                continue
+            made.append(strategy)
+    return st.one_of(made)
+
+
+@st.composite
+def aimed(draw: st.DrawFn, made: st.SearchStrategy[Any], model: str) -> Any:
+    """Requests of which half name a model that is served, ask for little, and have few other fields: some of these are good."""
+    case = draw(made)
+    body = case.body
+    if isinstance(body, dict) and isinstance(body.get("model"), str) and draw(st.booleans()):
+        kept = {"model", "messages", "prompt", "stream", *draw(st.sets(st.sampled_from(sorted(body)), max_size=3))}
+        case.body = {name: value for name, value in body.items() if name in kept}
+        case.body |= {"model": model, "max_tokens": 4, "n": draw(st.integers(1, 3))}
+    return case
+
+
+def check(status: int, text: str, seen: Counter[int]) -> None:
+    seen[status] += 1
+    assert status < 500, text
+    if status >= 400:
+        assert '"error"' in text
+
+
+@pytest.mark.timeout(300)
+def test_no_request_of_the_schemas_is_answered_with_a_5xx() -> None:
+    mesh = FakeMesh(tiny_text_model())
+    app = create_app(mesh, mesh.text, FrontendSettings())
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    seen: Counter[int] = Counter()
+
+    @settings(deadline=None, suppress_health_check=SLOW)
+    @given(case=aimed(cases(schema), MODEL))
+    def ask(case: Any) -> None:
+        answer = case.call()
+        check(answer.status_code, answer.text, seen)
+
+    ask()
+    assert seen[200]
+    assert seen[400]
+    assert mesh.prompts, "some must get as far as the mesh"
+    assert mesh.running == 0
+
+
+def page(frontend: Worker) -> str:
+    """What it has counted."""
+    return httpx.get(f"{frontend.url}/metrics").text
+
+
+@pytest.mark.fuzz
+@pytest.mark.mesh
+@pytest.mark.timeout(1800)
+def test_ten_thousand_requests_to_a_running_mesh_bring_no_5xx(mock_mesh: MeshProcesses) -> None:
+    *_, frontend = mock_mesh.start("bootstrap", "prefill", "decode", "frontend")
+    deadline = time.monotonic() + 20
+    while not httpx.get(f"{frontend.url}/v1/models").json()["data"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    schema = schemathesis.openapi.from_url(f"{frontend.url}/openapi.json")
+    seen: Counter[int] = Counter()
+
+    @settings(deadline=None, max_examples=MESH_EXAMPLES, suppress_health_check=SLOW, database=None)
+    @given(case=aimed(cases(schema), "mock"))
+    def ask(case: Any) -> None:
+        answer = case.call()
+        check(answer.status_code, answer.text, seen)
+
+    ask()
+    sys.stdout.write(f"{seen.total()} requests: {dict(sorted(seen.items()))}\n")
+    counted = re.findall(r'^requests_total{model_name="mock".*status="200"} (\S+)$', page(frontend), re.MULTILINE)
+    assert sum(map(float, counted)) > MESH_EXAMPLES / 100, "some must get as far as the mesh"
+    good = {"model": "mock", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    assert httpx.post(f"{frontend.url}/v1/completions", json=good).status_code == 200
+    assert all(worker.popen.poll() is None for worker in mock_mesh.workers)

@@ -1,0 +1,159 @@
+"""Whatever bytes come over the mesh, decoding them gives a message or MalformedMessage, and a message survives another trip."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgpack
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.aio.msg import Msg
+
+from components.errors import MalformedMessage, MeshError
+from components.kv_transfer.aux import HEAD, AuxBuffer
+from components.messaging.refusals import Refusals
+from components.messaging.streams import StreamInbox
+from components.wire.codec import pack, unpack
+from components.wire.generate import StreamItem, TokenFrame, pack_frame, unpack_frame
+from components.wire.instances import InstanceRecord, dump_record, load_record
+from components.wire.kv_events import KvEventBatch, pack_batch, unpack_batch
+from components.wire.logprobs import unpack_logprobs
+from components.wire.refused import Refused, raised
+from components.wire.tokens import unpack_tokens
+from services.frontend.router import _delta
+from tests.components.wire.test_kv_event_batches import batches
+from tests.components.wire.test_wire_frames import frames
+from tests.components.wire.test_wire_messages import MESSAGES, instances
+from tests.fuzz.mutations import WIRE, damaged, twisted
+
+messages = st.sampled_from(MESSAGES).flatmap(instances)
+
+
+def _message(data: bytes) -> None:
+    try:
+        value = unpack(data, *MESSAGES)
+    except MalformedMessage:
+        return
+    assert pack(unpack(pack(value), *MESSAGES)) == pack(value)  # as bytes, for NaN is not equal to itself
+
+
+def _frame(data: bytes) -> None:
+    try:
+        frame = unpack_frame(data)
+    except MalformedMessage:
+        return
+    assert isinstance(frame, TokenFrame)
+    with contextlib.suppress(OverflowError, ValueError):  # numbers that we would never send
+        assert pack_frame(unpack_frame(pack_frame(frame))) == pack_frame(frame)
+
+
+def _batch(data: bytes) -> None:
+    with contextlib.suppress(MalformedMessage):
+        assert isinstance(unpack_batch(data), KvEventBatch)
+
+
+@given(messages.flatmap(lambda value: damaged(pack(value))))
+def test_a_damaged_message_is_refused_or_a_message(data: bytes) -> None:
+    _message(data)
+
+
+@given(messages.flatmap(lambda value: twisted(msgpack.unpackb(pack(value)), WIRE)))
+def test_a_message_with_other_fields_is_refused_or_a_message(value: Any) -> None:
+    _message(msgpack.packb(value))
+
+
+@given(frames.flatmap(lambda frame: damaged(pack_frame(frame))))
+def test_a_damaged_frame_is_refused_or_a_frame(data: bytes) -> None:
+    _frame(data)
+
+
+@given(frames.flatmap(lambda frame: twisted(msgpack.unpackb(pack_frame(frame)), WIRE)))
+def test_a_frame_with_other_fields_is_refused_or_a_frame(value: Any) -> None:
+    _frame(msgpack.packb(value))
+
+
+@given(batches.flatmap(lambda batch: damaged(pack_batch(batch)) | twisted(msgpack.unpackb(pack_batch(batch)), WIRE)))
+def test_kv_events_are_refused_or_a_batch(value: Any) -> None:
+    _batch(value if isinstance(value, bytes) else msgpack.packb(value))
+
+
+@given(instances(InstanceRecord).flatmap(lambda record: damaged(dump_record(record))))
+def test_a_damaged_instance_record_is_refused_or_a_record(data: bytes) -> None:
+    with contextlib.suppress(MalformedMessage):
+        assert load_record(dump_record(load_record(data))) == load_record(data)
+
+
+@given(st.binary(max_size=64), st.integers(0, 20))
+def test_tokens_and_log_probabilities_of_any_bytes_are_refused_or_lists(data: bytes, count: int) -> None:
+    with contextlib.suppress(MalformedMessage):
+        assert len(unpack_tokens(data)) * 4 == len(data)
+    with contextlib.suppress(MalformedMessage):
+        assert len(unpack_logprobs(data, count)) == count
+
+
+@given(st.binary(min_size=0, max_size=HEAD.itemsize + 64), st.integers(-2, 5))
+def test_any_bytes_in_an_aux_slot_can_be_read(data: bytes, slot: int) -> None:
+    buffer = AuxBuffer(4, 8)
+    with contextlib.suppress(MalformedMessage):
+        buffer.put(slot, data)
+        buffer.read(slot)
+        buffer.raw(slot)
+
+
+@given(st.builds(Refused, error=st.text(max_size=20) | st.sampled_from(["QueueFull", "PeerLost"]), message=st.text()))
+def test_any_refusal_is_an_error_of_ours(refused: Refused) -> None:
+    assert isinstance(raised(refused), MeshError)
+
+
+@given(st.lists(frames.flatmap(lambda frame: damaged(pack_frame(frame)) | st.just(pack_frame(frame))), max_size=4))
+def test_an_inbox_takes_anything_and_its_readers_get_tokens_or_errors_of_ours(sent: list[bytes]) -> None:
+    async def run() -> None:
+        inbox = StreamInbox("s", Refusals())
+        streams = [inbox.open("i", "e") for _ in range(3)]
+        for data in sent:
+            await inbox.receive(Msg(_client=None, subject="s", data=data))
+        for stream in streams:
+            stream.fail(MeshError("over"))
+            with contextlib.suppress(MeshError):
+                while True:
+                    _delta(await stream.next(), first=True)
+
+    asyncio.run(run())
+
+
+@st.composite
+def _items(draw: st.DrawFn) -> bytes:
+    """A frame of the instance that the streams are read from, with items of these streams, often in order."""
+    errors = st.sampled_from([None, Refused(error="PeerLost", message="m"), Refused(error="X", message="")])
+    items = [
+        StreamItem(
+            draw(st.integers(-1, 3)),
+            draw(st.integers(-1, 3)),
+            draw(st.lists(st.integers(-1, 5), max_size=3)),
+            draw(st.sampled_from([None, "stop", "length", "", "else"])),
+            draw(errors),
+            draw(st.integers(-1, 2**63)),
+            draw(st.integers(-1, 2**63)),
+        )
+        for _ in range(draw(st.integers(0, 8)))
+    ]
+    return pack_frame(TokenFrame(draw(st.sampled_from(["i", "j"])), "e", 1, items))
+
+
+@given(st.lists(_items(), max_size=4))
+def test_numbers_that_come_twice_or_leave_gaps_end_streams_with_errors_of_ours(sent: list[bytes]) -> None:
+    async def run() -> None:
+        refusals = Refusals()
+        inbox = StreamInbox("s", refusals)
+        streams = [inbox.open("i", "e") for _ in range(3)]
+        for data in sent:
+            await inbox.receive(Msg(_client=None, subject="s", data=data))
+        for stream in streams:
+            stream.fail(MeshError("over"))
+            read = []
+            with contextlib.suppress(MeshError):
+                while True:
+                    read += await stream.next()
+            assert [item.seq for item in read] == list(range(len(read)))
+
+    asyncio.run(run())

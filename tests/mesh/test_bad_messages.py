@@ -1,0 +1,274 @@
+"""Whatever comes over NATS, to every subject of every role of a running mesh: each is refused by name and counted, none ends a
+process, and the mesh answers as before.
+"""
+
+import asyncio
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import msgpack
+import pytest
+
+from components.errors import DeadlineExceeded, MalformedMessage, MessageTooLarge
+from components.messaging.deadline import now_ms
+from components.wire.codec import pack, unpack
+from components.wire.generate import CancelStreams, GenerateRequest, StreamItem, TokenFrame, pack_frame
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord
+from components.wire.kv_events import FetchKvDump, KvEventBatch, pack_batch
+from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce
+from components.wire.refused import Refused
+from components.wire.rooms import OfferPages, PagesOffered
+from components.wire.sampling import Sampling
+from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+
+ROLES: Final = ("bootstrap", "prefill", "decode", "frontend")
+LATE: Final = 1  # a deadline, long ago
+
+
+class Evil:
+    """A pickle of it would leave a trace, if anybody loaded it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (EVIL,)
+
+
+EVIL: Final = f"/tmp/kvmesh-unpickled-{os.getpid()}"
+
+
+def garbage() -> Iterator[tuple[str, bytes]]:
+    """Bytes that are no message, by name."""
+    whole = pack(CancelStreams(reply_to="r", stream_ids=[1]))
+    yield "empty", b""
+    yield "zeros", bytes(64)
+    yield "text", b'{"json": true}'
+    yield "pickle", pickle.dumps(Evil())
+    yield "truncated", whole[:-3]
+    yield "a byte too many", whole + b"\0"
+    yield "unknown tag", msgpack.packb(["no-such-thing.v1", {}])
+    yield "another version", msgpack.packb(["generate.v999", {}])
+    yield "another conversation's", pack(Refused(error="PeerLost", message="m"))
+    yield "a claim of two billion items", b"\xdd\x7f\xff\xff\xff"
+    yield "deep", b"\x91" * 100_000 + b"\xc0"
+    yield "a million bytes", b"\xc6\x00\x0f\x42\x40" + bytes(1_000_000)
+
+
+def counted(page: str) -> dict[tuple[str, str], float]:
+    """What a process has refused, by message and reason."""
+    text = httpx.get(f"{page}/metrics").text
+    found = re.findall(r'^messages_refused_total\{message="(.*?)",reason="(.*?)"\} (\S+)$', text, re.MULTILINE)
+    return {(message, reason): float(count) for message, reason, count in found}
+
+
+def page_of(record: InstanceRecord) -> str:
+    return str(record.metrics or record.http)
+
+
+async def until_counted(record: InstanceRecord, message: str, reason: str, least: float = 1) -> None:
+    async with asyncio.timeout(5):
+        while (await asyncio.to_thread(counted, page_of(record))).get((message, reason), 0.0) < least:
+            await asyncio.sleep(0.05)
+
+
+async def endpoints(client: Client, record: InstanceRecord) -> list[str]:
+    """The calls that an instance answers, as it tells everyone."""
+    name = f"kvmesh-{record.role}"
+    inbox = await client.bus.client.subscribe(client.bus.client.new_inbox())
+    await client.bus.client.publish(f"$SRV.INFO.{name}", reply=inbox.subject)
+    while True:
+        told = json.loads((await inbox.next_msg(timeout=5)).data)
+        if told["metadata"]["subject"] == record.subject:
+            return [endpoint["name"] for endpoint in told["endpoints"]]
+
+
+async def refused(client: Client, record: InstanceRecord, call: str, data: bytes) -> str:
+    """The name of the error that a call is answered with."""
+    answer = await client.bus.client.request(f"{record.subject}.{call}", data, timeout=5)
+    return unpack(answer.data, Refused).error
+
+
+async def refuses(client: Client, record: InstanceRecord, call: str, message: object, error: str) -> None:
+    """A well-formed message is refused by that name, and counted under it."""
+    before = counted(page_of(record)).get((call, error), 0.0)
+    assert await refused(client, record, call, pack(message)) == error, message
+    await until_counted(record, call, error, before + 1)
+
+
+async def every_call_refuses_garbage(client: Client, record: InstanceRecord) -> None:
+    calls = await endpoints(client, record)
+    assert calls
+    bad = list(garbage())
+    for call in calls:
+        for what, data in bad:
+            assert await refused(client, record, call, data) == MalformedMessage.__name__, (record.role, call, what)
+        await until_counted(record, call, MalformedMessage.__name__, len(bad))
+        headers = {"traceparent": "00-not-a-trace-at-all"}
+        await client.bus.client.request(f"{record.subject}.{call}", b"", timeout=5, headers=headers)
+        await until_counted(record, call, "BadTraceparent")
+
+
+async def published_garbage_is_counted(client: Client, by_role: dict[str, InstanceRecord]) -> None:
+    frontend, decode, prefill = by_role["frontend"], by_role["decode"], by_role["prefill"]
+    for subject, reader, name in (
+        (f"{frontend.subject}.tokens", frontend, "tokens"),
+        (f"{decode.subject}.heartbeat", frontend, "heartbeat"),
+        (f"{prefill.subject}.heartbeat", decode, "heartbeat"),
+        (f"{prefill.subject}.kv_events", decode, "kv_events"),
+    ):
+        for _, data in garbage():
+            await client.bus.client.publish(subject, data)
+        await until_counted(reader, name, MalformedMessage.__name__, len(list(garbage())))
+    beat = Heartbeat(instance_id=decode.instance_id, epoch="old", step=1, busy=True)
+    await client.bus.publish(f"{decode.subject}.heartbeat", beat)
+    await until_counted(frontend, "heartbeat", "Stranger")
+    for number in (10**9, 10**9 + 7):
+        batch = KvEventBatch(prefill.instance_id, "old" if number % 2 else prefill.epoch, number, [bytes(16)], [])
+        await client.bus.publish_bytes(f"{prefill.subject}.kv_events", pack_batch(batch))
+    await until_counted(decode, "kv_events", "Stranger")
+    await until_counted(decode, "kv_events", "Gap")
+
+
+async def wrong_requests_are_refused(client: Client, by_role: dict[str, InstanceRecord]) -> None:
+    decode, prefill, bootstrap = by_role["decode"], by_role["prefill"], by_role["bootstrap"]
+    sampling, soon = Sampling(max_tokens=4), now_ms() + 10_000
+    generate = GenerateRequest(
+        request_id="bad", epoch=decode.epoch, model=MODEL, stream_id=1, reply_to="nobody", token_ids=b"\1\0\0\0",
+        deadline_unix_ms=soon, sampling=sampling,
+    )  # fmt: skip
+    for changes, error in (
+        ({"epoch": "old"}, "StaleInstance"),
+        ({"deadline_unix_ms": LATE}, DeadlineExceeded.__name__),
+        ({"model": "other"}, "UnknownModel"),
+        ({"adapter": "other"}, "UnknownModel"),
+        ({"token_ids": b"\1\0\0"}, MalformedMessage.__name__),
+        ({"sampling": replace(sampling, stop_token_ids=b"\1")}, MalformedMessage.__name__),
+        ({"sampling": replace(sampling, n=0)}, "Rejected"),
+        ({"sampling": replace(sampling, n=2**40)}, "Rejected"),
+    ):
+        await refuses(client, decode, "generate", replace(generate, **changes), error)
+    prompt = PrefillRequest(
+        request_id="bad", epoch=prefill.epoch, decode_id=decode.instance_id, decode_epoch=decode.epoch,
+        token_ids=b"\1\0\0\0" * 40, deadline_unix_ms=soon, sampling=sampling,
+    )  # fmt: skip
+    for changes, error in (
+        ({"epoch": "old"}, "StaleInstance"),
+        ({"deadline_unix_ms": LATE}, DeadlineExceeded.__name__),
+        ({"token_ids": b"\1"}, MalformedMessage.__name__),
+    ):
+        await refuses(client, prefill, "prefill", replace(prompt, **changes), error)
+    await refuses(client, prefill, "kv_dump", FetchKvDump(epoch="old"), "StaleInstance")
+    # pages that decode does not have, in a room that there is, and in rooms that there are not
+    accepted = await _accepted(client, prefill, prompt)
+    assert decode.kv is not None
+    num_pages = -(-40 // decode.kv.layout.page_size)
+    offer = PagesOffered(
+        request_id="bad", room=accepted, decode_id=decode.instance_id, decode_epoch=decode.epoch,
+        pages=list(range(num_pages)), num_cached_pages=0, aux_slot=0,
+    )  # fmt: skip
+    wrong: list[dict[str, Any]] = [
+        {"pages": [decode.kv.num_pages] * num_pages},
+        {"pages": [-1] * num_pages},
+        {"pages": [2**62] * num_pages},
+        {"pages": []},
+        {"num_cached_pages": num_pages + 1},
+        {"num_cached_pages": -1},
+        {"aux_slot": decode.kv.aux_slots},
+        {"aux_slot": -1},
+        {"decode_epoch": "old"},
+        {"decode_id": "nobody"},
+        {"room": "elsewhere/1"},
+        {"request_id": "nobody's"},
+    ]
+    for changes in wrong:
+        await refuses(client, prefill, "pages", replace(offer, **changes), "TransferFailed")
+    nowhere = OfferPages(
+        room=f"{bootstrap.instance_id}/999999",
+        decode_id="d",
+        decode_epoch="e",
+        pages=[1],
+        num_cached_pages=0,
+        aux_slot=0,
+    )
+    await refuses(client, bootstrap, "offer", nowhere, "TransferFailed")
+    await client.bus.client.request(
+        f"{prefill.subject}.quiesce", pack(Quiesce(request_id="bad", cause="test")), timeout=5
+    )
+
+
+async def _accepted(client: Client, prefill: InstanceRecord, prompt: PrefillRequest) -> str:
+    """The room of a prompt that prefill computes for a decode that has not asked for it."""
+    return (await client.bus.call(f"{prefill.subject}.prefill", prompt, PrefillAccepted, timeout_s=5)).room
+
+
+async def frames_in_disorder_move_a_stream_and_lose_no_token(
+    client: Client, by_role: dict[str, InstanceRecord], expected: list[int], prompt: list[int]
+) -> None:
+    """The frames are forged in decode's name, into streams that are under way."""
+    inbox = client.mesh._inbox
+    asked = asyncio.create_task(client.generate(prompt, len(expected), model=MODEL))
+    forged = TokenFrame(by_role["decode"].instance_id, by_role["decode"].epoch, 1, [])
+    async with asyncio.timeout(10):
+        while not inbox._streams:
+            await asyncio.sleep(0)
+    stream_id = max(inbox._streams)
+    for seq in (10**6, -1, 10**6):
+        item = StreamItem(stream_id, seq, [1, 2, 3])
+        await client.bus.publish_bytes(inbox.subject, pack_frame(replace(forged, items=[item])))
+    await client.bus.publish_bytes(
+        inbox.subject, pack_frame(replace(forged, instance_id="other", items=[StreamItem(stream_id, 0, [9])]))
+    )
+    assert await asked == expected
+
+
+def test_every_bad_message_is_refused_counted_and_survived(mock_mesh: MeshProcesses) -> None:
+    *_, frontend_process = mock_mesh.start(*ROLES)
+    prompts = random_prompts(12)
+    expected = one_engine(mock_mesh.home, prompts)
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill")
+            by_role = {role: client.book.of_role(role)[0] for role in ROLES}
+            for record in by_role.values():
+                await every_call_refuses_garbage(client, record)
+            await published_garbage_is_counted(client, by_role)
+            await wrong_requests_are_refused(client, by_role)
+            await over_max_payload(client, by_role)
+            await frames_in_disorder_move_a_stream_and_lose_no_token(client, by_role, expected[0], prompts[0])
+            answers = await asyncio.gather(
+                *(client.generate(p, len(e), model=MODEL) for p, e in zip(prompts, expected, strict=True))
+            )
+            assert list(answers) == expected
+            await no_page_is_lost(client)
+
+    asyncio.run(run())
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    assert httpx.post(f"{frontend_process.url}/v1/completions", json=body).status_code == 200
+    assert not Path(EVIL).exists()
+    for worker in mock_mesh.workers:
+        assert worker.popen.poll() is None
+        assert "Traceback" not in worker.logged(), worker.logged()
+
+
+async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord]) -> None:
+    """Our own side refuses to send what the server would not take; the server cuts off whoever sends it all the same."""
+    huge = CancelStreams(reply_to="r" * (client.bus.client.max_payload + 1), stream_ids=[])
+    with pytest.raises(MessageTooLarge):
+        await client.bus.publish(f"{by_role['decode'].subject}.cancel", huge)
+    assert ("sent", "MessageTooLarge") in client.bus.refusals._counts
+    reader, writer = await asyncio.open_connection(*client.bus.url.removeprefix("nats://").split(":"))
+    await reader.readline()  # its INFO
+    size = client.bus.client.max_payload + 1
+    writer.write(b'CONNECT {"verbose":false}\r\nPUB %b.cancel %d\r\n' % (by_role["decode"].subject.encode(), size))
+    assert b"Maximum Payload" in await asyncio.wait_for(reader.read(), 5)
+    writer.close()

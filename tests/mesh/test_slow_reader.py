@@ -1,0 +1,90 @@
+"""A client that stops reading: what waits for it is bounded, it is cut off in time, and nobody else notices."""
+
+import asyncio
+import json
+import re
+import resource
+import socket
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from tests.mesh.harness import MeshProcesses, open_client
+from tests.mesh.mocks import MODEL, no_page_is_lost
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+
+READERS: Final = 3
+CUT_OFF_S: Final = 3.0
+MOST_GROWTH: Final = 48 * 2**20  # bytes of the frontend
+FAST: Final = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
+BODY: Final[dict[str, Any]] = {"model": MODEL, "prompt": "a", "ignore_eos": True, "stream": True}
+
+
+def deaf(url: str, **fields: Any) -> socket.socket:
+    """A request whose client has read the headers and goes on to read nothing."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    content = json.dumps({**BODY, **fields}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    )
+    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    return connection
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def cut_off(url: str) -> float:
+    found = re.search(r'http_connections_closed_total\{reason="unread"\} (\S+)', httpx.get(f"{url}/metrics").text)
+    assert found
+    return float(found[1])
+
+
+def test_readers_that_stop_cost_bounded_memory_and_are_cut_off_while_others_stream(mock_mesh: MeshProcesses) -> None:
+    *_, frontend = mock_mesh.start(
+        "bootstrap",
+        "prefill",
+        "decode",
+        "frontend",
+        MESH_FRONTEND_CLIENT_TIMEOUT_S=str(CUT_OFF_S),
+        MESH_ENGINE__MOCK__SPEEDUP="1",
+        MESH_ENGINE__MOCK__STEP_S="0.002",
+        **FAST,
+    )
+    url = frontend.url
+
+    async def run() -> None:
+        async with (
+            open_client(mock_mesh, MODEL) as client,
+            httpx.AsyncClient(base_url=url, timeout=60) as http,
+            AsyncExitStack() as stack,
+        ):
+            await client.until_usable("prefill")
+            async with asyncio.timeout(20):
+                while not (await http.get("/v1/models")).json()["data"]:
+                    await asyncio.sleep(0.1)
+            before = resident_bytes(frontend.popen.pid)
+            for _ in range(READERS):
+                stack.enter_context(await asyncio.to_thread(deaf, url, max_tokens=4000, n=2, logprobs=5))
+            began, most, lengths = time.monotonic(), 0, []
+            while await asyncio.to_thread(cut_off, url) < READERS:
+                answer = await http.post("/v1/completions", json={**BODY, "max_tokens": 50})
+                assert answer.text.endswith("data: [DONE]\n\n")
+                lengths.append(answer.elapsed.total_seconds())
+                most = max(most, resident_bytes(frontend.popen.pid) - before)
+                assert time.monotonic() - began < 60, "they are not cut off"
+            assert most < MOST_GROWTH
+            assert max(lengths) < 15, "others stream meanwhile: a bound for a busy machine"
+            await no_page_is_lost(client)
+
+    asyncio.run(run())
