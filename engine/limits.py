@@ -27,11 +27,10 @@ class Limits:
             raise Rejected(
                 "this model makes embeddings" if self.embeds else "this model makes no embeddings", param="model"
             )
-        room = self.max_context - (not self.embeds)
-        if len(tokens) > room:
+        if len(tokens) > self.max_context - (not self.embeds):
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens; this worker takes {room}"
-                + ("" if self.embeds else ", and one more to generate"),
+                f"the prompt has {len(tokens)} tokens; {'' if self.embeds else 'with at least one more to generate, '}"
+                f"this worker takes {self.max_context}",
                 prompt_tokens=len(tokens),
                 max_context=self.max_context,
             )

@@ -21,6 +21,7 @@ from components.openai.logprobs import ChatLogprobs, PromptLogprobs
 from components.openai.structured import ConstrainedFields
 from components.openai.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice, ToolChoiceField
 from components.output.calls import Call
+from components.text.ending import Ending
 
 MAX_MESSAGES: Final = 4096
 MAX_PARTS: Final = 1024  # of one message
@@ -178,9 +179,7 @@ class ChatRequest(ConstrainedFields):
             self.parallel_tool_calls is not False,
             self.reasoning_effort,
             self.chat_template_kwargs or {},
-            not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt,
-            bool(self.continue_final_message),
-            bool(self.add_special_tokens),
+            ending_of(self.add_generation_prompt, self.continue_final_message, self.add_special_tokens),
         )
 
 
@@ -262,6 +261,11 @@ class CallMade(BaseModel):
     def of(cls, call: Call) -> Self:
         """This one."""
         return cls(id=call.id, function=cls.Called(name=call.name, arguments=call.arguments))
+
+
+def ending_of(add: bool | None, go_on: bool | None, special: bool | None) -> Ending:
+    """By the fields of these names: `add_generation_prompt`, `continue_final_message`, `add_special_tokens`."""
+    return Ending(not go_on if add is None else add, bool(go_on), bool(special))
 
 
 def check_ending(*, add: bool | None, go_on: bool | None) -> None:

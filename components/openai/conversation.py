@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from components.openai.tools import Tool, ToolChoice
+from components.text.ending import Ending
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -21,9 +22,7 @@ class Conversation:
     parallel: bool = True  # whether one answer may call several times
     effort: Effort | None = None  # of the reasoning; None: as the model does it
     variables: Mapping[str, JsonValue] = field(default_factory=dict)  # that the client sets in the template
-    open_turn: bool = True  # the prompt ends where the assistant's turn begins
-    continues_last: bool = False  # it ends within the last message, which is to go on
-    add_special_tokens: bool = False  # beside those that the template writes, what the model wants around a text
+    ending: Ending = Ending()  # noqa: RUF009  # a tuple
 
 
 def name_answers(messages: Sequence[dict[str, Any]]) -> None:

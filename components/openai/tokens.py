@@ -5,9 +5,11 @@ from typing import Annotated, Final
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
 from components.errors import Rejected
-from components.openai.chat import Message, check_ending
+from components.openai.chat import Message, check_ending, check_messages, check_tools, ending_of
 from components.openai.completions import token_ids
+from components.openai.conversation import Conversation, name_answers
 from components.openai.fields import Strict
+from components.openai.tools import MAX_TOOLS, Tool
 
 MAX_TOKENS: Final = 1 << 20  # to detokenize
 
@@ -27,16 +29,27 @@ class TokenizeRequest(Strict):
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=16)] | None = None
     return_token_strs: bool | None = None
 
     def check(self) -> None:
         """Raises: Rejected, unless it asks for one thing."""
         if (self.prompt is None) == (self.messages is None):
             raise Rejected("Send either 'prompt' or 'messages'.", param="prompt")
-        for name in ("add_generation_prompt", "continue_final_message"):
+        for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):
             if self.messages is None and getattr(self, name) is not None:
                 raise Rejected(f"'{name}' is only allowed with 'messages'.", param=name)
         check_ending(add=self.add_generation_prompt, go_on=self.continue_final_message)
+        check_messages(self.messages or ())
+        check_tools(self.tools or (), None)
+
+    def conversation(self) -> Conversation:
+        """What `messages` and what belongs to them say."""
+        messages = [message.for_template() for message in self.messages or ()]
+        name_answers(messages)
+        ending = ending_of(self.add_generation_prompt, self.continue_final_message, self.add_special_tokens)
+        return Conversation(messages, self.tools or (), variables=self.chat_template_kwargs or {}, ending=ending)
 
 
 class Tokenized(BaseModel):

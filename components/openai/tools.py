@@ -64,6 +64,9 @@ class Tool(Strict):
         return {"type": "function", "function": told}
 
 
+MODES: Final[tuple[Literal["none", "auto", "required"], ...]] = ("none", "auto", "required")
+
+
 class ToolChoice(NamedTuple):
     """Which tools the model calls; `name` with "named" alone."""
 
@@ -74,8 +77,9 @@ class ToolChoice(NamedTuple):
 def _choice(value: JsonValue) -> ToolChoice | None:
     if value is None:
         return None
-    if value in {"none", "auto", "required"} if isinstance(value, str) else False:
-        return ToolChoice(value)  # type: ignore[arg-type]
+    for mode in MODES:
+        if value == mode:
+            return ToolChoice(mode)
     named = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(value, dict) or not isinstance(named, dict) or not isinstance(name, str):

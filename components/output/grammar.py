@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 from llguidance import regex_to_lark
 
 from components.output.reader import Schema
+from components.structured.grammar import ASCII, WHITESPACE
 
 MAX_CALLS: Final = 32  # in one answer that is held to calls: a small model would go on for ever
 TEXT: Final = r"/(?s:.*)/"
-WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,40}"
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
@@ -28,9 +28,7 @@ class CallStyle:
     separator: str
     before: str = ""
     after: str = ""
-    marker: str = (
-        ""  # what the first call begins with, in which nothing else does; "": any text that begins otherwise is none
-    )
+    marker: str = ""  # what the first call begins with, and no answer does; "": no answer begins with a bracket
 
 
 class CallableTool(NamedTuple):
@@ -154,11 +152,10 @@ def answer_rule(kind: str, text: str) -> str:
     """The body of a rule for what a constraint of this kind says."""
     if kind == "json_schema":
         schema = json.loads(text)
-        # JSON may be laid out over lines, but a model that only makes room shall come to an end
         style = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
         return f"%json {json.dumps({**schema, **style} if isinstance(schema, dict) else schema, ensure_ascii=False)}"
     if kind == "regex":
-        return f"/{regex_to_lark(text)}/"
+        return f"/{regex_to_lark(text, ASCII)}/"
     return f"%lark {{\n{text}\n}}"
 
 

@@ -147,9 +147,8 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
 
 def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
     """The arguments of the call that has begun; where they are no JSON, everything up to one of `ends`, as it is."""
-    if not (yield from r.value(r.argue)):
-        yield from r.until(ends, r.argue)
-    r.end_call()
+    if (yield from r.value(r.argue)) or (yield from r.until(ends, r.argue)):
+        r.end_call()
 
 
 def _rest(r: Reader) -> Steps[None]:

@@ -32,8 +32,8 @@ class OutputParser:
 
     @property
     def called(self) -> bool:
-        """Whether there is a call."""
-        return self._calls is not None and self._calls.num_calls > 0
+        """Whether there are calls, none of which is cut off."""
+        return self._calls is not None and self._calls.num_calls > 0 and not self._calls.calling
 
     def feed(self, text: str) -> Parsed:
         """Take more text."""

@@ -25,13 +25,8 @@ _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')  # of a JSON string
 _WORD: Final = re.compile(r"[-+.0-9A-Za-z]*")  # a number, true, false or null
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _HEX: Final = "0123456789abcdefABCDEF"
-_RAW: Final = {
-    "\n": "\\n",
-    "\r": "\\r",
-    "\t": "\\t",
-    "\b": "\\b",
-    "\f": "\\f",
-}  # models forget to escape these in strings
+# what models forget to escape in strings
+_RAW: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 class Found(NamedTuple):
@@ -55,6 +50,7 @@ class Reader:
         self.tools = tools
         self.done = False  # nothing that follows will be read
         self.num_calls = 0
+        self.calling = False  # the last of them is not whole yet
         self._new_id = new_id
         self._single = single
         self._buffer = ""
@@ -190,6 +186,7 @@ class Reader:
         self._mark = None
         self._calls.append(CallDelta(self.num_calls, call_id or self._new_id(), name, ""))
         self.num_calls += 1
+        self.calling = True
 
     def argue(self, text: str) -> None:
         """More of the last call's arguments."""
@@ -197,6 +194,7 @@ class Reader:
 
     def end_call(self) -> None:
         """The last call is whole."""
+        self.calling = False
         if self._single:
             raise Enough
 

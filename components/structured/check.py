@@ -19,6 +19,7 @@ LONGEST_REASON: Final = 300
 NOT_KEPT: Final = re.compile(r"^[a-z_]\w*\[[^\]\n]*\b(temperature)\s*=", re.MULTILINE)
 JSON_BEGINS: Final = re.compile(r"%json\s*(?={)")
 DECODER: Final = json.JSONDecoder()
+REGEX_FAULT: Final = re.compile(r"regex parse error:.*?\nerror: ([^\n]+)", re.DOTALL)
 TOLD: Final = (  # what llguidance says, as far as it needs other words here; the first that fits
     ("coerce_one_of", "'oneOf' is supported only for schemas that exclude one another; use 'anyOf'"),
     ("NoExtension", "there is nothing that satisfies it"),
@@ -97,6 +98,8 @@ def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
 
 
 def _told(reason: str) -> str:
-    """Cut to the first lines: behind them stands the grammar again."""
-    shown = reason.removesuffix("\n<non-verbose/>").strip()[:LONGEST_REASON]
+    """In one line: behind it stands the grammar again."""
+    if (wrong := REGEX_FAULT.search(reason)) is not None:
+        return f"invalid regex: {wrong[1]}"
+    shown = reason.partition("\n")[0][:LONGEST_REASON]
     return next((text.format(shown) for sign, text in TOLD if sign in reason), shown)

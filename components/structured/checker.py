@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 PROCESSES: Final = 2  # the second starts when the first is busy: one bomb holds up nobody
 MAX_WAITING: Final = 128
-PATIENCE: Final = 10  # times the budget, by the clock: then it is the machine that is slow
+PATIENCE: Final = 30  # times the budget, by the clock: then it is the machine that is slow
 START_S: Final = 30.0
 MAX_KNOWN: Final = 1024
 MAX_KNOWN_BYTES: Final = 32 << 20

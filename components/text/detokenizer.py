@@ -12,21 +12,20 @@ GIVE_UP_AFTER: Final = 64  # tokens held: this is no text, and each look costs a
 
 
 class Detokenizer:
-    """The text of one generation.
+    """The text of one generation. Special tokens are skipped.
 
     Args:
         tokenizer: shared, only read.
         prefix: the prompt's last tokens, when the generation continues a text rather than begins one; some decoders
             drop the space before a first word.
-        skip_special: whether special tokens are no text.
     """
 
-    __slots__ = ("_early", "_held", "_shown", "_skip_special", "_stream", "_tokenizer")
+    __slots__ = ("_early", "_held", "_shown", "_skip", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int] = (), *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int] = (), *, skip: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._stream = DecodeStream(ids=list(prefix), skip_special_tokens=skip_special)
+        self._skip = skip  # special tokens
+        self._stream = DecodeStream(ids=list(prefix), skip_special_tokens=skip)
         self._shown = list(prefix)  # tokens of the last text shown: the context that the held ones are decoded in
         self._held: list[int] = []  # tokens since then: the last of them ends within a character
         self._early = 0  # characters of the held tokens' text that are shown already
@@ -71,13 +70,12 @@ class Detokenizer:
         text = self._held_text()[self._early :]
         # without context: broken bytes before a text can change how it decodes, and show something twice
         self._shown, self._held, self._early = [], [], 0
-        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text
 
     def _held_text(self) -> str:
-        skip = self._skip_special
-        before = self._tokenizer.decode(self._shown, skip_special_tokens=skip)
-        return self._tokenizer.decode(self._shown + self._held, skip_special_tokens=skip).removeprefix(before)
+        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._shown + self._held, skip_special_tokens=self._skip).removeprefix(before)
 
 
 class SelectiveDetokenizer(Detokenizer):
@@ -86,7 +84,7 @@ class SelectiveDetokenizer(Detokenizer):
     __slots__ = ("_skipped",)
 
     def __init__(self, tokenizer: Tokenizer, skipped: Set[int]) -> None:
-        super().__init__(tokenizer, skip_special=False)
+        super().__init__(tokenizer, skip=False)
         self._skipped = skipped
 
     def feed(self, token_ids: Sequence[int]) -> str:

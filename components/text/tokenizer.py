@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from components.errors import Rejected
 from components.output.formats import FormatOptions, OutputFormats
 from components.text.detokenizer import Detokenizer, SelectiveDetokenizer
+from components.text.ending import NEXT_TURN, Ending
 from components.text.long_prompts import LongPrompts
 from components.text.template_names import variables_of
 from components.text.token_bytes import TokenBytes
@@ -90,19 +91,12 @@ class TextModel:
         """Whether the chat template asks for this variable."""
         return variable in variables_of(self._chat_template or "")
 
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
-        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = NOTHING,
-        *,
-        open_turn: bool = True,
-        continue_last: bool = False,
+        ending: Ending = NEXT_TURN,
     ) -> str:
         """The prompt text of a conversation.
 
@@ -110,8 +104,7 @@ class TextModel:
             messages: its turns; calls of tools have their arguments as objects.
             tools: those offered, as JSON schemas.
             variables: that the template knows.
-            open_turn: for the assistant's next turn.
-            continue_last: the text ends with the last message's, which is to go on.
+            ending: of the text.
         Raises: Rejected, with the template's own reason, when it does not take these messages.
         """
         if self._chat_template is None:
@@ -123,7 +116,7 @@ class TextModel:
         elif self._calls_as_text:
             messages = [_with_text_arguments(message) for message in messages]
         try:
-            return self._render(messages, tools, variables, open_turn=open_turn, continue_last=continue_last)
+            return self._render(messages, tools, variables, ending)
         except TEMPLATE_ERRORS as exc:
             # a template is foreign code, and a message it does not expect breaks it in any of these ways
             raise Rejected(f"The model's chat template refuses these messages: {exc}", param="messages") from exc
@@ -133,16 +126,14 @@ class TextModel:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
-        *,
-        open_turn: bool = True,
-        continue_last: bool = False,
+        ending: Ending = NEXT_TURN,
     ) -> str:
         rendered, _ = render_jinja_template(
             [list(messages)],
             tools=list(tools) or None,
             chat_template=self._tool_template if tools else self._chat_template,
-            add_generation_prompt=open_turn,
-            continue_final_message=continue_last,
+            add_generation_prompt=ending.open_turn,
+            continue_final_message=ending.continue_last,
             **{**variables, **self._special_tokens},
         )
         text: str = rendered[0]
@@ -166,25 +157,15 @@ class TextModel:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = NOTHING,
-        *,
-        open_turn: bool = True,
-        continue_last: bool = False,
-        add_special_tokens: bool = False,
+        ending: Ending = NEXT_TURN,
     ) -> list[int]:
-        """Token ids of a conversation; a long one is rendered and tokenised off the event loop. See `render`.
-
-        Special tokens are what the template writes, unless those that the model wants around a text are asked for too.
-        Raises: Rejected.
-        """
-
-        def encode() -> list[int]:
-            text = self.render(messages, tools, variables, open_turn=open_turn, continue_last=continue_last)
-            return self._encode(text, add_special_tokens=add_special_tokens)
-
+        """Token ids of a conversation; a long one is rendered and tokenised off the event loop. Raises: Rejected."""
         chars = sum(MESSAGE_CHARS + len(str(m.get("content", ""))) for m in messages)
         if tools or any("tool_calls" in message for message in messages):
             chars += len(str(tools)) + sum(len(str(m.get("tool_calls", ""))) for m in messages)
-        return encode() if chars <= INLINE_CHARS else await self._long_prompts.run(chars, encode)
+        if chars <= INLINE_CHARS:
+            return self._encode_chat(messages, tools, variables, ending)
+        return await self._long_prompts.run(chars, lambda: self._encode_chat(messages, tools, variables, ending))
 
     async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model wants around it."""
@@ -194,28 +175,28 @@ class TextModel:
             len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
         )
 
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of token ids."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
-
-    def detokenizer(
-        self, prompt: Sequence[int] = (), shown: Set[int] = frozenset(), *, skip_special: bool = True
-    ) -> Detokenizer:
-        """A fresh incremental detokenizer; give it the prompt whose text the generation continues.
-
-        With `shown`, special tokens not to skip, there is no such prompt.
-        """
-        if shown and skip_special:
-            return SelectiveDetokenizer(self._tokenizer, self.special_ids - shown)
-        return Detokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:], skip_special=skip_special)
+    def decode(self, token_ids: Sequence[int], *, skip: bool = True) -> str:
+        """The text of token ids; by default special tokens are skipped."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them; "" for what is none of the tokenizer's."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def special_ids_of(self, names: Collection[str]) -> frozenset[int]:
+    def detokenizer(
+        self, prompt: Sequence[int] = (), shown: Set[int] = frozenset(), *, skip: bool = True
+    ) -> Detokenizer:
+        """A fresh incremental detokenizer; give it the prompt whose text the generation continues.
+
+        With `shown`, special tokens not to skip, there is no such prompt. Without `skip` none is skipped.
+        """
+        if shown and skip:
+            return SelectiveDetokenizer(self._tokenizer, self.specials - shown)
+        return Detokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:], skip=skip)
+
+    def special_ids(self, names: Collection[str]) -> frozenset[int]:
         """Ids of those of these tokens that are special ones."""
-        return frozenset(i for name in names if (i := self._tokenizer.token_to_id(name)) in self.special_ids)
+        return frozenset(i for name in names if (i := self._tokenizer.token_to_id(name)) in self.specials)
 
     def marker_ids(self, names: Collection[str]) -> dict[str, int]:
         """Ids of those of these tokens that llguidance takes for special: added ones like `<this>` are so too."""
@@ -227,6 +208,21 @@ class TextModel:
         """Whether that is what a prompt ends with, spaces aside."""
         tail: str = self._tokenizer.decode(list(token_ids[-TAIL_TOKENS:]), skip_special_tokens=False)
         return tail.rstrip().endswith(text)
+
+    @cached_property
+    def specials(self) -> frozenset[int]:
+        """Ids of all special tokens: those that are no text."""
+        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def _encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        ending: Ending,
+    ) -> list[int]:
+        text = self.render(messages, tools, variables, ending)
+        return self._encode(text, add_special_tokens=ending.add_special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # the batch call alone lets go of the GIL, and leaves out the character offsets

@@ -67,10 +67,7 @@ class MockRunner:
             request = chunk.request
             tokens = [*request.tokens, self._drawn[request]] if chunk.ahead else request.tokens
             origin = self._origins.get(request.adapter, 0)
-            checksum = self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin)
-            checksums.append(checksum)
-            if chunk.samples and self._pooling is not None:
-                request.vector = made_up_vector(checksum, self._pooling.about)
+            checksums.append(self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin))
             if chunk.length == 1:
                 decodes += 1
                 context_tokens += chunk.end
@@ -83,11 +80,18 @@ class MockRunner:
     def draw(self, chunks: Sequence[Chunk], checksums: Sequence[int]) -> list[int | None]:
         """A token for each chunk that `samples`, from the checksum of all before it."""
         if self._pooling is not None:
-            return [None] * len(chunks)
+            return self._pool(chunks, checksums, self._pooling)
         token_ids = [self._draw(*pair) if pair[0].samples else None for pair in zip(chunks, checksums, strict=True)]
         pairs = zip(chunks, token_ids, strict=True)
         self._drawn = {chunk.request: token_id for chunk, token_id in pairs if token_id is not None}
         return token_ids
+
+    def _pool(self, chunks: Sequence[Chunk], checksums: Sequence[int], pooling: Pooling) -> list[int | None]:
+        """Vectors for those that end, and tokens for none."""
+        for chunk, checksum in zip(chunks, checksums, strict=True):
+            if chunk.samples:
+                chunk.request.vector = made_up_vector(checksum, pooling.about)
+        return [None] * len(chunks)
 
     def leave(self, chunks: Sequence[Chunk], checksums: Sequence[int], token_ids: Sequence[int | None]) -> None:
         """Leave log-probabilities with the requests that ask for them."""
@@ -95,7 +99,7 @@ class MockRunner:
             alternatives = chunk.request.sampling.logprobs
             if token_id is not None and alternatives is not None:
                 chunk.request.row.logprobs = made_up(checksum, token_id, alternatives, self._alphabet)
-            if chunk.request.row.prompt_logprobs is not None and chunk.request.reads_prompt:
+            if chunk.request.reads_prompt and self._pooling is None:
                 leave_prompt_logprobs(chunk, self._alphabet)
 
     def copy_page(self, source: int, target: int) -> None:

@@ -20,9 +20,9 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
     allowed the text ends, however short. A mask that allows nothing is taken to allow the end.
     """
     filled = np.zeros((len(rows), -(-vocab // WORD_BITS)), dtype=np.int32)
-    for words, row in zip(filled, rows, strict=True):
+    for signed, row in zip(filled, rows, strict=True):
         assert row.mask is not None
-        row.mask.fill(words)
+        row.mask.fill(signed)
     allowed = filled.view(np.uint32)
     if vocab % WORD_BITS:
         allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # there is no token behind the last one

@@ -250,7 +250,7 @@ def _allow_origins(app: FastAPI, origins: str | None) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[origin.strip().rstrip("/") for origin in origins.split(",")],
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED,
             max_age=3600,

@@ -42,14 +42,7 @@ async def encode_conversation(text: TextModel, conversation: Conversation) -> li
     reasons = formats.reasoning is not None
     variables = template_variables(conversation.effort, conversation.variables, text.mentions, reasons=reasons)
     tools = [tool.for_template() for tool in conversation.tools]
-    return await text.encode_chat(
-        conversation.messages,
-        tools,
-        variables,
-        open_turn=conversation.open_turn,
-        continue_last=conversation.continues_last,
-        add_special_tokens=conversation.add_special_tokens,
-    )
+    return await text.encode_chat(conversation.messages, tools, variables, conversation.ending)
 
 
 def plan_answer(
@@ -81,7 +74,7 @@ def plan_answer(
         tools,
         {tool.function.name: tool.function.parameters or {} for tool in conversation.tools},
         single,
-        text.special_ids_of(tokens),
+        text.special_ids(tokens),
     )
     grammar = Grammar(text.marker_ids(tokens))
     if tools is not None:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.errors import KeyLimited
 from components.openai.errors import ApiError, from_mesh, from_status
-from services.frontend.admission import key_of
+from services.frontend.admission import key_of, token_of
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account
@@ -46,6 +46,12 @@ def caller_of(scope: Scope) -> Caller:
     """Who asks; NOBODY, where no gate stands before the application."""
     caller: Caller = scope.get(CALLER, NOBODY)
     return caller
+
+
+def owner_of(scope: Scope) -> bytes:
+    """To whom what is kept for a request belongs: a key's name, which outlives the key; without API keys, what it brings as one."""
+    account = caller_of(scope).account
+    return token_of(scope["headers"]) if account is None else account.name.encode()
 
 
 class Gate:

@@ -79,12 +79,12 @@ class Choice:
         self._ends: frozenset[int] = frozenset()  # tokens whose text is not shown when the answer ends with them
         if not spec.shows_end:
             stop_ids = unpack_tokens(spec.prompt.sampling.stop_token_ids)
-            self._ends = text.special_ids.union(stop_ids) if spec.shows_special else frozenset(stop_ids)
+            self._ends = text.specials.union(stop_ids) if spec.shows_special else frozenset(stop_ids)
         self._text = text
         self._length = len(spec.echo)  # of the text so far, what a stop string may take away included
         shown = frozenset[int]() if spec.output is None else spec.output.shown
         self._detokenizer = text.detokenizer(
-            spec.prompt.token_ids if spec.continues else (), shown, skip_special=not spec.shows_special
+            spec.prompt.token_ids if spec.continues else (), shown, skip=not spec.shows_special
         )
         self._stops = StopStrings(spec.stops, included=spec.shows_end) if spec.stops else None
 

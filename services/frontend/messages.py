@@ -19,7 +19,7 @@ from components.anthropic.messages import (
 from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
-from components.output.blocks import Block, Blocks
+from components.output.blocks import Blocks
 from components.text.tokenizer import TextModel
 from services.frontend.endpoints import Answer, Conversing, EventStream
 from services.frontend.generation import Generation, Piece
@@ -57,7 +57,7 @@ class MessagesDialect(Conversing):
         """The message, whole."""
         [choice] = choices
         blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all
-        reason, sequence = why_it_stopped(blocks, generation)
+        reason, sequence = why_it_stopped(generation)
         changes = {
             "content": [content_of(block) for block in blocks],
             "stop_reason": reason,
@@ -97,7 +97,7 @@ class MessageStream:
 
     async def end(self) -> bytes:
         """The end of the last block and of the message."""
-        reason, sequence = why_it_stopped(self._events.blocks.all, self._generation)
+        reason, sequence = why_it_stopped(self._generation)
         return self._events.end(reason, sequence, MessageUsage.of(self._generation.usage()))
 
     def fail(self, error: ApiError) -> bytes:
@@ -111,12 +111,12 @@ def refusal(error: ApiError, request_id: str, params: Mapping[str, str] = PARAMS
     return status_of(error), body_of(in_other_words(error, params), request_id)
 
 
-def why_it_stopped(blocks: Sequence[Block], generation: Generation) -> tuple[StopReason, str | None]:
+def why_it_stopped(generation: Generation) -> tuple[StopReason, str | None]:
     """The reason, and the stop sequence if it was one."""
     choice = generation.choices[0]
     if choice.finish == "length":
         return "max_tokens", None
-    if any(block.kind == "call" for block in blocks):
+    if choice.finish == "tool_calls":
         return "tool_use", None
     return ("end_turn", None) if choice.stop_string is None else ("stop_sequence", choice.stop_string)
 

@@ -12,7 +12,7 @@ from components.errors import Cancelled, MeshError, Rejected, UnknownResponse
 from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, from_mesh, in_other_words, internal
 from components.openai.fields import parse_body
-from components.openai.items import InputItem, OutputItem
+from components.openai.items import InputItem, OutputItem, Status
 from components.openai.logprobs import ChatLogprobs, ShownToken, TokenLogprob
 from components.openai.response_events import ResponseEvents, item_of
 from components.openai.responses import (
@@ -25,15 +25,13 @@ from components.openai.responses import (
     ResponsesUsage,
 )
 from components.output.blocks import Block, Blocks
-from services.frontend.admission import token_of
 from services.frontend.endpoints import Answer, Conversing, EventStream
+from services.frontend.gate import owner_of
 from services.frontend.generation import Generation, Piece
 from services.frontend.stored import Remembered, StoredResponses, items_before
 from services.frontend.stream import Reply
 
 log = logging.getLogger(__name__)
-
-_NO_STORE: Final = "has a value that this server does not support: it keeps no responses"
 
 NO_STORE: Final = "has a value that this server does not support: it keeps no responses"
 
@@ -56,11 +54,11 @@ class ResponsesDialect(Conversing):
         """As a chat, behind what the response before it holds."""
         self.request = request = parse_body(ResponsesRequest, body)
         request.check()
-        key = token_of(scope["headers"])
+        key = owner_of(scope)
         earlier = await self._earlier(key)
         self.chat = request.chat(earlier)
         if self._stored is None and request.stored:
-            raise _cannot("background" if request.background else "store", _NO_STORE)
+            raise _cannot("background" if request.background else "store", NO_STORE)
         if self._stored is not None and request.store is not False:
             self._remembered = Remembered.of(request.input, earlier, key)
         return self.chat
@@ -70,7 +68,7 @@ class ResponsesDialect(Conversing):
         if previous is None:
             return []
         if self._stored is None:
-            raise _cannot("previous_response_id", _NO_STORE)
+            raise _cannot("previous_response_id", NO_STORE)
         try:
             record = await self._stored.get(previous, key)
         except UnknownResponse:
@@ -119,7 +117,7 @@ class ResponsesDialect(Conversing):
         status = status_of(generation)
         told = [] if choice.tokens is None else ChatLogprobs.of(choice.tokens).content
         items = [item_of(block, self.request_id, "completed", told) for block in blocks[:-1]]
-        items.append(item_of(blocks[-1], self.request_id, status, told))
+        items.append(item_of(blocks[-1], self.request_id, end_of(blocks, generation), told))
         response = await self.kept(self.over(status, items, generation))
         return response.model_dump_json().encode()
 
@@ -195,7 +193,8 @@ class ResponseStream:
     async def end(self) -> bytes:
         """The end of the last item, and the whole response."""
         status = status_of(self._generation)
-        data = self._events.end(status, ChatLogprobs.of(self._tokens).content)
+        last = end_of(self._events.blocks.all, self._generation)
+        data = self._events.end(last, ChatLogprobs.of(self._tokens).content)
         response = await self._dialect.kept(self._dialect.over(status, self._events.items, self._generation))
         return data + self._events.last(status, response)
 
@@ -209,6 +208,13 @@ class ResponseStream:
 def status_of(generation: Generation) -> Literal["completed", "incomplete"]:
     """Whether the answer came to its own end."""
     return "incomplete" if generation.choices[0].finish == "length" else "completed"
+
+
+def end_of(blocks: Sequence[Block], generation: Generation) -> Status:
+    """What the last of the answer's items is: a call may be cut off, though the answer came to an end."""
+    finish = generation.choices[0].finish
+    cut = bool(blocks) and blocks[-1].kind == "call" and finish != "tool_calls"
+    return "incomplete" if cut or finish == "length" else "completed"
 
 
 def _cannot(param: str, why: str) -> Rejected:

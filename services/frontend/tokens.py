@@ -2,6 +2,7 @@
 
 from components.openai.completions import check_vocabulary
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from services.frontend.conversation import encode_conversation
 from services.frontend.one_piece import Call
 from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model
@@ -14,13 +15,7 @@ async def tokenize(call: Call, request: TokenizeRequest) -> bytes:
     if request.prompt is not None:
         tokens = await text.encode_text(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     else:
-        going_on = bool(request.continue_final_message)
-        tokens = await text.encode_chat(
-            [message.for_template() for message in request.messages or ()],
-            open_turn=not going_on if request.add_generation_prompt is None else request.add_generation_prompt,
-            continue_last=going_on,
-            add_special_tokens=bool(request.add_special_tokens),
-        )
+        tokens = await encode_conversation(text, request.conversation())
     names = text.names(tokens) if request.return_token_strs else None
     answer = Tokenized(count=len(tokens), max_model_len=model.max_context, tokens=tokens, token_strs=names)
     return answer.model_dump_json().encode()
@@ -30,7 +25,7 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> bytes:
     """The text of token ids. Raises: MeshError."""
     _model(call, request.model)
     check_vocabulary(request.tokens, call.frontend.text.vocab_size, "tokens")
-    text = call.frontend.text.decode(request.tokens, skip_special=False)
+    text = call.frontend.text.decode(request.tokens, skip=False)
     return Detokenized(prompt=text).model_dump_json().encode()
 
 

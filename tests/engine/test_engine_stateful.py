@@ -22,7 +22,17 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, Reserved, SamplingParams
 from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
-from tests.engine.tiny_engine import Seen, check_pages, make_engine, prefilled, prompt, read_page, run, write_page
+from tests.engine.tiny_engine import (
+    GENERATING,
+    Seen,
+    check_pages,
+    make_engine,
+    prefilled,
+    prompt,
+    read_page,
+    run,
+    write_page,
+)
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -87,7 +97,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
         @rule(
             which=st.integers(0, len(PROMPTS) - 1),
             how=st.integers(0, len(SAMPLINGS) - 1),
-            phase=st.sampled_from(Phase),
+            phase=st.sampled_from(GENERATING),
             priority=st.integers(0, 1),
         )
         def submit(self, which: int, how: int, phase: Phase, priority: int) -> None:

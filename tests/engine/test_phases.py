@@ -8,6 +8,7 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase, Reserved, SamplingParams, StepOutput
 from tests.engine.tiny_engine import (
     EOS,
+    GENERATING,
     Seen,
     alone,
     check_pages,
@@ -196,7 +197,7 @@ def test_a_delivered_token_out_of_the_vocabulary_is_refused_and_may_be_recompute
     assert run_until_idle(d).tokens["r"] == alone(tiny, prompt(20), greedy(4))
 
 
-@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("phase", GENERATING)
 def test_a_waiting_request_is_cancelled_without_a_trace(engine: EngineCore, phase: Phase) -> None:
     engine.submit(EngineRequest("r", prompt(20), greedy(12), phase))
     engine.cancel("r")

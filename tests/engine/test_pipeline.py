@@ -19,7 +19,18 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, SamplingParams
 from engine.runner import TorchRunner, TorchStep
 from engine.scheduler.scheduler import Chunk
-from tests.engine.tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle, small
+from tests.engine.tiny_engine import (
+    GENERATING,
+    Seen,
+    alone,
+    check_pages,
+    greedy,
+    make_engine,
+    prompt,
+    run,
+    run_until_idle,
+    small,
+)
 
 EOS = 5
 PAGE = 16
@@ -413,7 +424,7 @@ def test_a_mask_is_not_asked_again_after_the_end(tiny: LoadedModel) -> None:
 
 
 Action = st.one_of(
-    st.tuples(st.just("submit"), st.integers(1, 70), st.sampled_from(Phase)),
+    st.tuples(st.just("submit"), st.integers(1, 70), st.sampled_from(GENERATING)),
     st.tuples(st.just("step"), st.integers(1, 5), st.none()),
     st.tuples(st.sampled_from(["deliver", "recompute", "cancel", "release"]), st.integers(0, 30), st.none()),
 )

@@ -29,6 +29,7 @@ from engine.ports import (
 from engine.scheduler.request import RequestState
 
 VOCAB = 128
+GENERATING = (Phase.FULL, Phase.PREFILL, Phase.DECODE)  # all but that of models that make embeddings
 EOS = 5
 
 

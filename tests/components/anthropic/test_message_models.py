@@ -37,13 +37,13 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)  # the machine may be busy
+@settings(deadline=None, max_examples=80)  # the machine may be busy
 @given(VALUES, st.sampled_from(sorted(MessagesRequest.model_fields)))
 def test_no_value_of_a_messages_field_does_more_than_be_refused(value: Any, field: str) -> None:
     check(MessagesRequest, {**MESSAGE, field: value})
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(VALUES, st.sampled_from(sorted(ResponsesRequest.model_fields)))
 def test_no_value_of_a_responses_field_does_more_than_be_refused(value: Any, field: str) -> None:
     check(ResponsesRequest, {**RESPONSE, field: value})

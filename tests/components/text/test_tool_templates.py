@@ -161,10 +161,10 @@ def test_special_tokens_that_a_format_is_made_of_are_shown() -> None:
     tokenizer.add_tokens(["<think>"])
     text = TextModel(tokenizer, TEMPLATE)
     ids = tokenizer.encode("é[TOOL_CALLS]f[OTHER]<think><|im_end|>", add_special_tokens=False).ids
-    assert text.special_ids_of(["[TOOL_CALLS]", "<think>", "[NONE]"]) == {tokenizer.token_to_id("[TOOL_CALLS]")}
+    assert text.special_ids(["[TOOL_CALLS]", "<think>", "[NONE]"]) == {tokenizer.token_to_id("[TOOL_CALLS]")}
     assert set(text.marker_ids(["[TOOL_CALLS]", "<think>", "[NONE]"])) == {"[TOOL_CALLS]", "<think>"}
     assert text.detokenizer().feed(ids) == "éf<think>"
-    shown = text.detokenizer((), text.special_ids_of(["[TOOL_CALLS]"]))
+    shown = text.detokenizer((), text.special_ids(["[TOOL_CALLS]"]))
     assert "".join(shown.feed([token]) for token in ids) + shown.flush() == "é[TOOL_CALLS]f<think>"
     assert text.ends_with(tokenizer.encode("a<think>\n\n").ids, "<think>")
 

@@ -10,7 +10,7 @@ from components.routing.block_hash import block_hashes, seed_hash
 from engine.core import EngineCore
 from engine.ports import BlockRemoved, BlockStored, EngineRequest, Phase, StepOutput
 from tests.engine.mock_engine import make_mock
-from tests.engine.tiny_engine import greedy, prompt, run
+from tests.engine.tiny_engine import GENERATING, greedy, prompt, run
 
 PROMPTS = [prompt(n, start=s) + prompt(m, start=9) for n, s, m in [(16, 0, 0), (40, 0, 5), (40, 0, 30), (70, 1, 0)]]
 
@@ -78,7 +78,7 @@ def test_nothing_is_told_where_nobody_listens(tmp_path: Path) -> None:
 
 
 Action = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, 3), st.sampled_from(Phase)),
+    st.tuples(st.just("submit"), st.integers(0, 3), st.sampled_from(GENERATING)),
     st.tuples(st.just("step"), st.integers(1, 6), st.none()),
     st.tuples(st.just("deliver"), st.integers(0, 30), st.none()),
     st.tuples(st.just("recompute"), st.integers(0, 30), st.none()),

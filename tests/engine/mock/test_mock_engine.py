@@ -17,6 +17,7 @@ from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
 from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (
+    GENERATING,
     Seen,
     check_pages,
     greedy,
@@ -218,7 +219,7 @@ def test_names(tmp_path: Path) -> None:
 
 def test_cancelled_and_released_requests_leave_no_page_behind(mock: EngineCore) -> None:
     seen = Seen()
-    for i, phase in enumerate([*Phase] * 4):
+    for i, phase in enumerate([*GENERATING] * 4):
         mock.submit(EngineRequest(f"r{i}", prompt(30, start=i), endless(50), phase))
     for i in range(12):
         seen.take(mock.step())

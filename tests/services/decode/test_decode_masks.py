@@ -30,8 +30,8 @@ class Masks:
 
 
 @pytest.fixture
-async def masks(decode: Decode) -> Masks:
-    made = Masks()
+async def masks(decode: Decode) -> Any:
+    made: Any = Masks()
     decode.service._masks = made
     return made
 

@@ -166,7 +166,7 @@ async def test_a_token_that_ends_the_answer_is_no_text_unless_asked_for(
 
 
 async def test_special_tokens_are_text_when_asked_for(http: httpx.AsyncClient, mesh: FakeMesh, text: TextModel) -> None:
-    special = text._tokenizer.id_to_token(min(text.special_ids))
+    special = text._tokenizer.id_to_token(min(text.specials))
     mesh.answer = f"a{special}b"
     assert (await http.post(COMPLETION, json=TEXT)).json()["choices"][0]["text"] == "ab"
     body = {**TEXT, "skip_special_tokens": False, "spaces_between_special_tokens": False}

@@ -235,7 +235,7 @@ async def test_a_call_that_is_cut_off_says_so(stream: bool) -> None:
         )
         (stopped,) = await ask(client, stream=stream, stop="two")
     assert (calls_of(cut), cut["finish_reason"]) == ([("g", '{"a": "one two')], "length")
-    assert (calls_of(stopped), stopped["finish_reason"]) == ([("g", '{"a": "one ')], "tool_calls")
+    assert (calls_of(stopped), stopped["finish_reason"]) == ([("g", '{"a": "one ')], "stop")
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 1000])

@@ -26,7 +26,8 @@ class Masks:
 
 
 async def test_others_are_computed_while_a_mask_is_compiled(prefill: Prefill) -> None:
-    masks = prefill.service._masks = Masks()
+    masks: Any = Masks()
+    prefill.service._masks = masks
     waiting = asyncio.create_task(prefill.ask(sampling=CONSTRAINED))
     await turns()
     await prefill.ask("other")
@@ -40,7 +41,8 @@ async def test_others_are_computed_while_a_mask_is_compiled(prefill: Prefill) ->
 @pytest.mark.parametrize("masks", [None, "refuse"])
 async def test_a_prompt_without_its_mask_leaves_nothing_behind(prefill: Prefill, masks: str | None) -> None:
     if masks is not None:
-        made = prefill.service._masks = Masks()
+        made: Any = Masks()
+        prefill.service._masks = made
         made.ready.set_exception(Rejected("a constraint that cannot be kept"))
     with pytest.raises(Rejected):
         await prefill.ask(sampling=CONSTRAINED)

@@ -1,0 +1,70 @@
+import asyncio
+import socket
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from components.errors import BackendUnavailable, MessageTooLarge
+from components.messaging.bus import connect_bus
+from components.messaging.records import Bounds, open_records
+
+pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
+BOUNDS = Bounds(records=3, bytes=1_000_000, age_s=60)
+
+
+@pytest.fixture
+def bare_nats(tmp_path: Path) -> Iterator[str]:
+    """A NATS without JetStream."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = Path(sysconfig.get_path("scripts")) / "nats-server"
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([server, "-a", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
+    try:
+        yield f"nats://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_a_record_is_everybodys_until_it_is_deleted(nats_url: str, namespace: str) -> None:
+    async with connect_bus(nats_url, "one") as one, connect_bus(nats_url, "two") as two:
+        here, there = await open_records(one, namespace, BOUNDS), await open_records(two, namespace, BOUNDS)
+        assert await there.get("a") is None
+        await here.put("a", b"first")
+        await here.put("a", b"second")
+        assert await there.get("a") == b"second"
+        await there.delete("a")
+        assert await here.get("a") is None
+        await there.delete("a")
+
+
+async def test_the_oldest_goes_first(nats_url: str, namespace: str) -> None:
+    async with connect_bus(nats_url, "one") as bus:
+        records = await open_records(bus, namespace, BOUNDS)
+        for key in "abcd":
+            await records.put(key, key.encode())
+        assert [await records.get(key) for key in "abcd"] == [None, b"b", b"c", b"d"]
+        records = await open_records(bus, namespace, Bounds(records=3, bytes=1_000_000, age_s=0.1))
+        async with asyncio.timeout(5):
+            while await records.get("d") is not None:
+                await asyncio.sleep(0.02)
+        with pytest.raises(MessageTooLarge):
+            await records.put("e", bytes(bus.client.max_payload))
+
+
+async def test_two_names_share_nothing(nats_url: str, namespace: str) -> None:
+    async with connect_bus(nats_url, "one") as bus:
+        one, two = await open_records(bus, f"{namespace}.x", BOUNDS), await open_records(bus, f"{namespace}.y", BOUNDS)
+        await one.put("a", b"x")
+        assert await two.get("a") is None
+
+
+async def test_a_nats_without_jetstream_keeps_nothing(bare_nats: str) -> None:
+    async with connect_bus(bare_nats, "one") as bus:
+        with pytest.raises(BackendUnavailable, match="no JetStream"):
+            await open_records(bus, "any", BOUNDS)
