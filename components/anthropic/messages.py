@@ -230,7 +230,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: TokenCount
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None

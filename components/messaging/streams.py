@@ -166,7 +166,10 @@ class InStream:
             reader.set_result(None)
 
     async def next(self) -> list[StreamItem]:
-        """Everything that has arrived, at least one item. Raises: what ended the stream, once all items are read."""
+        """Everything that has arrived, at least one item. Raises: what ended the stream, once all items are read.
+
+        For one reader.
+        """
         while not self._items:
             if self._error is not None:
                 raise self._error

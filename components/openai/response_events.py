@@ -41,7 +41,7 @@ def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[To
     if block.kind == "reasoning":
         return OutputReasoning(id=own, status=status, content=[OutputThought(text=block.text)] if block.text else [])
     part = OutputPart(text=block.text, logprobs=[token.model_dump() for token in logprobs])
-    return OutputMessage(id=own, status=status, content=[part] if block.text else [])
+    return OutputMessage(id=own, status=status, content=[part] if block.text or status != "in_progress" else [])
 
 
 class ResponseEvents:

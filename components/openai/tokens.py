@@ -5,7 +5,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
 from components.errors import Rejected
-from components.openai.chat import Message, check_ending, check_messages, check_tools, ending_of
+from components.openai.chat import MAX_MESSAGES, Message, check_ending, check_messages, check_tools, ending_of
 from components.openai.completions import token_ids
 from components.openai.conversation import Conversation, name_answers
 from components.openai.fields import Strict
@@ -23,7 +23,7 @@ class TokenizeRequest(Strict):
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # None: the only one there is
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = (
         None  # by default with a prompt, and not with messages: their template writes them
     )

@@ -1,9 +1,9 @@
 """Tools in a request: those offered, which of them to call, and calls of earlier turns."""
 
-import json
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, JsonValue, PlainValidator
+from pydantic_core import from_json
 
 from components.openai.fields import Strict, invalid
 
@@ -109,8 +109,8 @@ class CalledTool(Strict):
         """As chat templates know it: arguments as an object, or as the text that they are if they are none."""
         arguments: Any = self.function.arguments
         try:
-            read = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
+            read = from_json(arguments or "{}")  # as strict as with bodies: no half surrogates, no thousand levels
+        except ValueError:
             read = None
         if isinstance(read, dict):
             arguments = read

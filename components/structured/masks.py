@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
-from components.errors import Rejected
+from components.errors import MeshError, Rejected
 from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
 from components.structured.metrics import ConstraintMetrics
@@ -85,10 +85,12 @@ class MaskMaker:
     async def _tokens(self) -> LLTokenizer:
         if self._vocabulary is None:
             self._vocabulary = asyncio.ensure_future(self._on_thread(self._load))
+        loading = self._vocabulary
         try:
-            return await asyncio.shield(self._vocabulary)
-        except (OSError, ValueError) as exc:
-            self._vocabulary = None
+            return await asyncio.shield(loading)
+        except (OSError, ValueError, MeshError) as exc:
+            if self._vocabulary is loading:
+                self._vocabulary = None  # the next one tries again
             raise Rejected(f"this model's tokenizer is of no use for constraints: {exc}") from exc
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

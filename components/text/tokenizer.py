@@ -26,7 +26,15 @@ MESSAGE_CHARS: Final = 32  # what a template writes around a message, and its ti
 CONTEXT_TOKENS: Final = 6  # of the prompt, enough for a decoder to see what its continuation follows
 TAIL_TOKENS: Final = 16  # of the prompt, enough to hold a marker and line ends behind it
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+TEMPLATE_ERRORS: Final = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 A_CALL: Final[Sequence[Mapping[str, Any]]] = (
     {"role": "user", "content": "a"},
     {

@@ -22,6 +22,7 @@ from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 3
 FIELDS: Final = 9  # of an item
+MAX_STREAM_ID: Final = 2**63 - 1  # as a column of a frame holds it
 PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings a token alone has behind its tokens
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from components.discovery.registry import Registration
-from components.errors import Cancelled, MeshError, Overloaded, PeerLost, Rejected, UnknownModel
+from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, Rejected, UnknownModel
 from components.messaging.deadline import remaining_s
 from components.messaging.service import Endpoint
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedCancelled, EmbedRequest, Vectors
@@ -66,9 +66,8 @@ class EmbeddingService:
             async with asyncio.timeout(left_s):
                 await self._engine.post(lambda engine: _submit_all(engine, prompts))
                 return Vectors(request_id=request.request_id, vectors=[await future for future in futures])
-        except TimeoutError:
-            remaining_s(request.deadline_unix_ms)
-            raise
+        except TimeoutError as exc:
+            raise DeadlineExceeded("the request's deadline passed") from exc
         finally:
             self._forget(request.request_id)
 

@@ -30,7 +30,7 @@ from components.routing.router import Chosen, Route
 from components.structured.masks import MaskMaker
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
+from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.rooms import KvComing, RoomFailed, RoomOk
@@ -121,6 +121,8 @@ class DecodeService:
             raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
         sampling = sampling_params(request.sampling)
         check_branches(sampling)
+        if not 0 <= request.stream_id <= MAX_STREAM_ID - sampling.n:
+            raise Rejected(f"stream id {request.stream_id} is out of range", param="stream_id")
         active = ActiveRequest(
             engine_id=engine_id,
             request=request,

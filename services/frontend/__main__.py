@@ -114,6 +114,8 @@ async def main(settings: FrontendSettings) -> None:
                 registration.is_held,
                 lambda: {"models": [model.name for model in mesh.models()]},
             ) as page,
+            # within it requests are finished: who cancels one that goes on in the background still finds it
+            serve_calls(bus, "frontend", subject, calls, {"instance_id": me}),
             serve_http(
                 create_app(
                     mesh,
@@ -134,10 +136,7 @@ async def main(settings: FrontendSettings) -> None:
             ) as url,
         ):
             record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)
-            async with (
-                serve_calls(bus, "frontend", subject, calls, {"instance_id": me, "url": url}),
-                registry.advertise(registration, record),
-            ):
+            async with registry.advertise(registration, record):
                 settle()
                 warn_of_strangers(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)

@@ -15,6 +15,7 @@ from services.frontend.one_piece import Call
 from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
 
+OTHERS_AFTER: Final = 4  # short texts, tokenised on the event loop: then it is others' turn
 INLINE_VALUES: Final = 4096  # numbers that are written as JSON on the event loop, in 2 ms
 
 
@@ -32,9 +33,8 @@ async def embed(call: Call, request: EmbeddingRequest) -> bytes:
     num_tokens = sum(map(len, inputs))
     texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, request.cache_salt or "", request.priority or 0)
     caller = caller_of(call.scope)
-    if caller.account is not None:
-        caller.account.take_prompt(num_tokens)
-    place = frontend.admission.enter(caller.share(call.scope), texts.priority, num_tokens)
+    place = frontend.admission.enter(caller.share(call.scope), texts.priority, num_tokens, len(inputs))
+    caller.pay(num_tokens, place, frontend.metrics)
     running = frontend.metrics.running.labels(model.name)
     running.inc()
     try:
@@ -91,4 +91,6 @@ async def _encoded(text: TextModel, request: EmbeddingRequest, model: ServedMode
                 param="input",
             )
         inputs.append(ids)
+        if i % OTHERS_AFTER == OTHERS_AFTER - 1:
+            await asyncio.sleep(0)
     return inputs

@@ -170,9 +170,9 @@ class Exchange(Response):
         """All prompts of a request go on together. Raises: QueueFull, KeyLimited."""
         prompts = [spec.prompt for spec in specs]
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
-        if (account := self._caller.account) is not None:
-            account.take_prompt(tokens)
-        return self._frontend.admission.enter(self._caller.share(scope), prompts[0].priority, tokens, choices)
+        place = self._frontend.admission.enter(self._caller.share(scope), prompts[0].priority, tokens, choices)
+        self._caller.pay(tokens, place, self._frontend.metrics)
+        return place
 
     async def _stream(self, reply: Reply, generation: Generation, pieces: AsyncGenerator[Piece, None]) -> None:
         self._events = events = self._dialect.events(generation)

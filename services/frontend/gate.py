@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.errors import KeyLimited
 from components.openai.errors import ApiError, from_mesh, from_status
-from services.frontend.admission import key_of, token_of
+from services.frontend.admission import Place, key_of, token_of
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account
@@ -38,6 +38,20 @@ class Caller:
         """Whom the request counts for when there is not room for all."""
         return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
 
+    def pay(self, prompt_tokens: int, place: Place, metrics: FrontendMetrics) -> None:
+        """For what has found a place, which is left again where the key may not: what is refused costs nothing.
+
+        Raises: KeyLimited.
+        """
+        if self.account is None:
+            return
+        try:
+            self.account.take_prompt(prompt_tokens)
+        except KeyLimited:
+            place.leave()
+            metrics.limited.labels(self.account.name).inc()
+            raise
+
 
 NOBODY: Final = Caller()
 
@@ -49,7 +63,7 @@ def caller_of(scope: Scope) -> Caller:
 
 
 def owner_of(scope: Scope) -> bytes:
-    """To whom what is kept for a request belongs: a key's name, which outlives the key; without API keys, what it brings as one."""
+    """To whom what is kept for a request belongs: a key's name, which outlives the key; else whatever it brings as a key."""
     account = caller_of(scope).account
     return token_of(scope["headers"]) if account is None else account.name.encode()
 

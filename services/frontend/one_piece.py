@@ -21,6 +21,7 @@ from services.frontend import tracing
 from services.frontend.body import read_json_body
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.exchange import Frontend
+from services.frontend.gate import caller_of
 from services.frontend.metrics import NO_MODEL
 
 R = TypeVar("R", bound=BaseModel)
@@ -31,10 +32,10 @@ log = logging.getLogger(__name__)
 class Call:
     """One request as the work on it sees it."""
 
-    def __init__(self, frontend: Frontend, request: Request, span: Span) -> None:
+    def __init__(self, frontend: Frontend, request: Request, span: Span, request_id: str) -> None:
         self.frontend = frontend
         self.scope = request.scope
-        self.id = uuid4().hex  # the client's X-Request-Id is never a key
+        self.id = request_id
         self.model = NO_MODEL  # to be set once it is known to be one of ours
         self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         self.span = span
@@ -49,9 +50,10 @@ async def answered(
 ) -> Response:
     """What `work` makes of the request's body: JSON; or a refusal. `operation` names its span."""
     route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
-    with tracing.request_span(request.scope, operation, "") as span:
-        call = Call(frontend, request, span)
-        span.set_attribute("kvmesh.request_id", call.id)
+    label = caller_of(request.scope).label
+    request_id = uuid4().hex  # the client's own is never a key
+    with tracing.request_span(request.scope, operation, request_id, label) as span:
+        call = Call(frontend, request, span, request_id)
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
                 read = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
@@ -67,7 +69,7 @@ async def answered(
         except Exception as exc:
             log.exception("request failed", extra={"request_id": call.id})
             response = _refused(call, internal(call.id), exc)
-        response.headers["x-request-id"] = call.id
+        response.headers["x-request-id"] = label or call.id
     frontend.metrics.requests.labels(call.model, route, str(response.status_code)).inc()
     return response
 

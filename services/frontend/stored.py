@@ -58,11 +58,13 @@ class Underway:
         self._task = task
         self._before = task.cancelling()
         self._cancelled = False
+        self._stoppable = True
 
     def cancel(self) -> None:
-        """Stop it."""
-        self._cancelled = True
-        self._task.cancel()
+        """Stop it, unless it has been told to, or only writes down how it ended."""
+        if self._stoppable and not self._cancelled:
+            self._cancelled = True
+            self._task.cancel()
 
     @contextmanager
     def cancellable(self) -> Iterator[None]:
@@ -73,6 +75,8 @@ class Underway:
             if self._cancelled and self._task.uncancel() <= self._before:
                 raise Cancelled("the response was cancelled") from exc
             raise
+        finally:
+            self._stoppable = False
 
 
 class StoredResponses:

@@ -420,6 +420,13 @@ async def test_a_request_that_comes_twice_is_answered_once(decode: Decode) -> No
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("stream_id", [-1, 2**63 - 1, 2**63])
+async def test_a_stream_that_no_frame_can_carry_is_refused(decode: Decode, stream_id: int) -> None:
+    with pytest.raises(Rejected, match="out of range"):
+        await decode.ask(stream_id)
+    decode.assert_nothing_is_kept()
+
+
 async def test_an_adapter_that_is_not_here_is_refused_at_once(decode: Decode) -> None:
     decode.engine.engine.adapters = {"legal": "w1"}
     with pytest.raises(UnknownModel, match="no adapter 'medical' of 'm'"):
