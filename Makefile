@@ -12,7 +12,7 @@ constraints ?= deploy/constraints-cpu.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test soak fuzz check setup clean
+.PHONY: help up test soak fuzz clients check setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -29,6 +29,9 @@ soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
 	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)
+
+clients: $(SETUP)  ## clients that users bring, installed under build/, against a running mesh
+	@$(BIN)/python -m pytest -m clients -s tests/clients $(ARGS)
 
 check: $(SETUP)  ## format, lint, strict types, direction of imports
 	@$(BIN)/ruff format --check .

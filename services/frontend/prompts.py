@@ -45,9 +45,9 @@ def token_budget(prompt_tokens: int, wanted: int | None, model: ServedModel, par
         raise Rejected(f"'{param}' holds no tokens.", param=param, code="invalid_value")
     left = model.max_context - prompt_tokens
     if left < 1:
-        raise PromptTooLong(
+        raise PromptTooLong(  # clients know it by "prompt is too long", among them langchain's ContextOverflowError
             f"This model's maximum context length is {model.max_context} tokens. However, your prompt has "
-            f"{prompt_tokens} tokens, which leaves none to generate. Please shorten it.",
+            f"{prompt_tokens} tokens, which leaves none to generate: the prompt is too long.",
             param=param,
         )
     if wanted is not None and wanted > left:

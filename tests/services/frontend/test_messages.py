@@ -314,6 +314,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": CONTEXT}, f"maximum context length is {CONTEXT}"),
+    ({"messages": [{"role": "user", "content": "word " * CONTEXT}]}, "prompt is too long"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages"),
