@@ -430,7 +430,7 @@ Action = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(actions=st.lists(Action, max_size=60), chance=st.randoms(use_true_random=False))
 def test_no_page_that_a_step_in_flight_writes_is_ever_another_s(
     actions: list[tuple[str, int, Phase | None]], chance: random.Random

@@ -152,7 +152,7 @@ def test_a_real_model_s_stream_that_moves_stays_what_was_asked_for(real_mesh: Me
     async def run() -> None:
         async with AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
             began = [asyncio.Event() for _ in range(3)]  # some of them go to each decode
-            shorter = {**LONG, "minItems": 10, "maxItems": 10}
+            shorter = {**LONG, "minItems": 6, "maxItems": 6}
             streams = [
                 asyncio.create_task(
                     streamed(

@@ -258,7 +258,7 @@ LETTERS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 CUTS = st.lists(st.integers(0, 200), max_size=8)
 
 
-@settings(deadline=None, max_examples=400)  # the machine may be busy
+@settings(deadline=None, max_examples=200)  # the machine may be busy
 @given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(st.sampled_from(PIECES) | LETTERS, max_size=16), CUTS)
 def test_no_text_breaks_a_format_or_depends_on_how_it_is_cut(name: str, pieces: list[str], cuts: list[int]) -> None:
     text = "".join(pieces)

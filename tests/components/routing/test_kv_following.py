@@ -171,7 +171,7 @@ class FollowingMachine(RuleBasedStateMachine):
 
 
 TestFollowing = FollowingMachine.TestCase
-TestFollowing.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestFollowing.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 
 def test_a_block_that_comes_and_goes_between_two_batches_is_not_mentioned() -> None:

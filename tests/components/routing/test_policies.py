@@ -201,7 +201,7 @@ def test_two_choices_are_two_instances_and_all_pairs_come() -> None:
 
 
 @given(members_lists, asks, cached_maps, st.sampled_from([0.0, 0.3, 5.0]))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_kv_aware_chooses_nobody_above_its_bound(
     members: list[Member], ask: Ask, cached: dict[str, int], temperature: float
 ) -> None:
