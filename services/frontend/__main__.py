@@ -90,7 +90,7 @@ async def main(settings: FrontendSettings) -> None:
             {"instance_id": me}
         )
         stored = await open_stored(bus, settings, subject)
-        calls = [explaining(mesh, text, model), *([] if stored is None else [stored.endpoint()])]
+        calls = [explaining(mesh.choice, text, model), *([] if stored is None else [stored.endpoint()])]
         files = (settings.tls_cert, settings.tls_key)
         tls = Tls(*map(str, files)) if all(files) else None
         late_s = settings.client_timeout_s

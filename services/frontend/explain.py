@@ -5,11 +5,11 @@ from components.messaging.service import Endpoint
 from components.text.tokenizer import TextModel
 from components.wire.routes import ExplainRoute, RouteExplained
 from components.wire.sampling import Sampling
+from services.frontend.decode_choice import DecodeChoice
 from services.frontend.ports import Prompt
-from services.frontend.router import MeshClient
 
 
-def explaining(mesh: MeshClient, text: TextModel, model: str) -> Endpoint:
+def explaining(choice: DecodeChoice, text: TextModel, model: str) -> Endpoint:
     """The call for it; nothing is sent to anyone."""
 
     async def explain_route(request: ExplainRoute) -> RouteExplained:
@@ -24,6 +24,6 @@ def explaining(mesh: MeshClient, text: TextModel, model: str) -> Endpoint:
             deadline_unix_ms=now_ms(),
             session=request.session,
         )
-        return mesh.explain(prompt)
+        return choice.explain(prompt)
 
     return Endpoint("explain_route", ExplainRoute, explain_route)

@@ -16,7 +16,7 @@ from unittest import mock
 from weakref import WeakSet
 
 from components.messaging import deadline, fleet, heartbeats, kv_publisher, kv_subscriber
-from services.frontend import exchange, router
+from services.frontend import decode_choice, exchange
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(fleet, "time", clock),
         mock.patch.object(kv_publisher, "time", clock),
         mock.patch.object(kv_subscriber, "time", clock),
-        mock.patch.object(router, "time", clock),
+        mock.patch.object(decode_choice, "time", clock),
         mock.patch.object(exchange, "time", clock),
     ):
         yield

@@ -22,7 +22,7 @@ from tests.clients.scripts.asked import (
 )
 
 client = anthropic.Anthropic(base_url=asked.URL, api_key="none", max_retries=0)
-# the package has had no argument for the temperature since 2.0
+# 2.12 of the package has no argument for the temperature
 COMMON: dict[str, Any] = {"model": MODEL, "max_tokens": MAX_TOKENS, "extra_body": {"temperature": 0}}
 TOOLS: dict[str, Any] = {
     "tools": [{"name": "get_weather", "description": "Weather of a city", "input_schema": WEATHER}]

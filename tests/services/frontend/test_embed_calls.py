@@ -16,8 +16,9 @@ from components.messaging.streams import StreamInbox
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.tokens import unpack_tokens
+from services.frontend.embed_calls import TOKENS_A_CALL
 from services.frontend.ports import Texts
-from services.frontend.router import TOKENS_A_CALL, MeshClient
+from services.frontend.router import MeshClient
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 

@@ -27,8 +27,9 @@ from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
 from engine.sampling.branches import branch_seed
+from services.frontend.decode_choice import MOVES
 from services.frontend.ports import Prompt, TokenDelta
-from services.frontend.router import MOVES, MeshClient
+from services.frontend.router import MeshClient
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 

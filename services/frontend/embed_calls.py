@@ -1,0 +1,111 @@
+"""Texts to vectors, through the decode instances."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from components.errors import MalformedMessage
+from components.messaging.bus import Bus
+from components.messaging.deadline import remaining_s
+from components.messaging.streams import InStream, StreamInbox
+from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
+from components.wire.instances import InstanceRecord
+from components.wire.sampling import Sampling
+from components.wire.tokens import pack_tokens
+from services.frontend.decode_choice import MOVING, DecodeChoice
+from services.frontend.ports import Prompt, Texts
+
+TOKENS_A_CALL: Final = (
+    8192  # of texts that go together, more only in one: large enough to batch, small enough to spread
+)
+
+
+class EmbedCalls:
+    """See `services.frontend.ports.Mesh.embed`."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        inbox: StreamInbox,
+        choice: DecodeChoice,
+        model: str,
+        tell_later: Callable[[str, object], None],
+    ) -> None:
+        """`tell_later`: publish on a subject, by whoever is being cancelled."""
+        self._bus = bus
+        self._inbox = inbox
+        self._choice = choice
+        self._model = model
+        self._tell_later = tell_later
+
+    async def embed(self, texts: Texts) -> list[bytes]:
+        """The vector of each text. They go in calls of some texts each, maybe to several instances, and a call whose instance
+        is lost goes to another one.
+        """
+        calls = [
+            replace(texts, request_id=f"{texts.request_id}-{number}", token_ids=texts.token_ids[first:last])
+            for number, (first, last) in enumerate(_shares(texts.token_ids))
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._embed(call)) for call in calls]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [vector for task in tasks for vector in task.result()]
+
+    async def _embed(self, texts: Texts) -> list[bytes]:
+        """By one call. The prompt made of all its texts is for the choice of an instance alone."""
+        together = [token for tokens in texts.token_ids for token in tokens]
+        nothing = Sampling(max_tokens=1)
+        prompt = Prompt(texts.request_id, texts.model, together, nothing, texts.cache_salt, texts.deadline_unix_ms)
+        tried: list[str] = []
+        while True:
+            record, route = await self._choice.choose(prompt, tried)
+            stream = self._inbox.open(record.instance_id, record.epoch)  # for its failure: nothing comes on it
+            try:
+                vectors = await self._call_embed(
+                    replace(texts, request_id=f"{texts.request_id}-{len(tried)}"), record, stream
+                )
+                route.succeeded()
+            except MOVING as exc:
+                self._choice.note_move(prompt, route, exc, tried)
+            else:
+                return vectors
+            finally:
+                route.over()
+                self._inbox.close(stream)
+
+    async def _call_embed(self, texts: Texts, record: InstanceRecord, stream: InStream) -> list[bytes]:
+        request = EmbedRequest(
+            request_id=texts.request_id,
+            epoch=record.epoch,
+            model=self._model,
+            texts=[pack_tokens(tokens) for tokens in texts.token_ids],
+            deadline_unix_ms=texts.deadline_unix_ms,
+            cache_salt=texts.cache_salt,
+            priority=texts.priority,
+        )
+        timeout_s = remaining_s(texts.deadline_unix_ms)
+        answered = False
+        try:
+            call = self._bus.call(f"{record.subject}.embed", request, Vectors, timeout_s=timeout_s)
+            vectors = (await stream.failure.unless(call)).vectors
+            answered = True
+        finally:
+            if not answered:
+                self._tell_later(f"{record.subject}.cancel_embed", CancelEmbed(request_id=texts.request_id))
+        if len(vectors) != len(texts.token_ids):
+            raise MalformedMessage(f"{len(vectors)} vectors of {len(texts.token_ids)} texts")
+        return vectors
+
+
+def _shares(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """From which to which text each call goes: as many as it may have, and as make up some work."""
+    first = tokens = 0
+    for i, text in enumerate(texts):
+        if i > first and (i - first == MAX_TEXTS or tokens + len(text) > TOKENS_A_CALL):
+            yield first, i
+            first, tokens = i, 0
+        tokens += len(text)
+    yield first, len(texts)
