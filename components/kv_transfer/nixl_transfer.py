@@ -1,7 +1,7 @@
-"""The NIXL backend: one agent, and one thread that owns it and lends it to the event loop for short writes.
+"""The NIXL backend: one agent, and one thread that owns it and lends it to the event loop to write whole pages.
 
 Posting a write copies its bytes in the calling thread (UCX within one machine does), and completions must be polled: neither
-megabytes nor polls belong on the event loop. Without a progress thread NIXL opens UCX for any thread, one at a time
+many megabytes at once nor polls belong on the event loop. Without a progress thread NIXL opens UCX for any thread, one at a time
 (UCS_THREAD_MODE_SERIALIZED). Errors arrive from NIXL as exceptions or as a state; both become TransferFailed.
 """
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 POLL_WRITES_S: Final = 0.0002
 POLL_NOTIFICATIONS_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
-SHORT_BYTES: Final = 6 << 20  # the event loop may post so much itself: half a millisecond, as a wait for Python's lock
+SHORT_BYTES: Final = 8 << 20  # the event loop posts so much at a time: about a millisecond, two waits for Python's lock
 DESCRIPTOR_BYTES: Final = 32 << 10  # what could be copied in the time that posting one more descriptor takes
 
 
@@ -57,7 +57,7 @@ class NixlTransfer:
         self._region = region
         self._page_bytes = region.layout.page_bytes
         on_cpu = region.device == "cpu"  # CUDA keeps a context for each thread
-        self._short_pages = SHORT_BYTES // max(self._page_bytes, DESCRIPTOR_BYTES) if on_cpu else 0
+        self._short_pages = max(1, SHORT_BYTES // max(self._page_bytes, DESCRIPTOR_BYTES)) if on_cpu else 0
         self._name = agent_name
         self._backend = backend
         self._loop = asyncio.get_running_loop()
@@ -97,13 +97,20 @@ class NixlTransfer:
         await self._thread.ask(lambda: self._disconnect(agent, known))
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        """Copy pages; returns when they have landed."""
-        await self._write(
+        """Copy pages; returns when they have landed. The event loop copies some at a time, with turns for others in between."""
+        step = self._short_pages or len(source)
+        await self._write_some(agent, source[:step], target[:step])
+        for first in range(step, len(source), step):
+            await asyncio.sleep(0)
+            await self._write_some(agent, source[first : first + step], target[first : first + step])
+        return len(source) * self._page_bytes
+
+    def _write_some(self, agent: str, source: Sequence[int], target: Sequence[int]) -> asyncio.Future[None]:
+        return self._write(
             lambda peer: self._agent.make_prepped_xfer("WRITE", self._pages, list(source), peer.pages, list(target)),
             agent,
-            short=len(source) <= self._short_pages,
+            short=self._short_pages > 0,
         )
-        return len(source) * self._page_bytes
 
     async def write_pieces(self, agent: str, pieces: Pieces) -> int:
         """Copy pieces; returns when they have landed."""

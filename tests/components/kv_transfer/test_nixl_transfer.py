@@ -182,7 +182,7 @@ async def test_neighbours_on_both_sides_merge_into_one_descriptor(
     assert posts.descriptors == [1, 2, 3]
 
 
-async def test_a_short_write_is_posted_on_the_event_loop_and_a_long_one_on_the_thread(
+async def test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces(
     transfer: NixlTransfer, shared_peer: Peer, posts: Posts
 ) -> None:
     agent = shared_peer.endpoint.agent
@@ -192,19 +192,35 @@ async def test_a_short_write_is_posted_on_the_event_loop_and_a_long_one_on_the_t
     assert (
         num_short * DESCRIPTOR_BYTES <= SHORT_BYTES < (num_short + 1) * DESCRIPTOR_BYTES
     )  # LAYOUT's pages are smaller
-    for count in (1, num_short):
+    for num_posts, count in ((1, 1), (1, num_short), (3, 2 * num_short + 1)):
         source = [page % NUM_PAGES for page in range(count)]
         for _ in range(TRIES):
+            del posts.threads[:]
             await transfer.write_pages(agent, source, source)
-            if posts.threads[-1] == threading.get_ident():
+            assert len(posts.threads) == num_posts
+            if set(posts.threads) == {threading.get_ident()}:
                 break
             await asyncio.sleep(0.05)  # the thread was at it
         else:
             pytest.fail(f"{count} pages were never posted on the event loop")
-    source = [page % NUM_PAGES for page in range(num_short + 1)]
-    await transfer.write_pages(agent, source, source)
     await transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(16), [0], [0]))
-    assert threading.get_ident() not in posts.threads[-2:]
+    assert posts.threads[-1] != threading.get_ident()
+
+
+async def test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it(
+    transfer: NixlTransfer, shared_peer: Peer, posts: Posts
+) -> None:
+    agent = shared_peer.endpoint.agent
+    shared_peer.say("expect never-sent")
+    await transfer.connect(shared_peer.endpoint)
+    source = [page % NUM_PAGES for page in range(3 * transfer._short_pages)]
+    writing = asyncio.ensure_future(transfer.write_pages(agent, source, source))
+    while not posts.threads:
+        await asyncio.sleep(0)
+    await transfer.disconnect(agent)
+    with pytest.raises(TransferFailed, match="no connection"):
+        await writing
+    assert len(posts.threads) < 3
 
 
 async def test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop(
