@@ -1,7 +1,7 @@
 """The NIXL backend: one agent, and one thread that owns it and lends it to the event loop to write whole pages.
 
 Posting a write copies its bytes in the calling thread (UCX within one machine does), and completions must be polled: neither
-many megabytes at once nor polls belong on the event loop. Without a progress thread NIXL opens UCX for any thread, one at a time
+many megabytes nor polls belong on the event loop. Without a progress thread NIXL opens UCX for any thread, one at a time
 (UCS_THREAD_MODE_SERIALIZED). Errors arrive from NIXL as exceptions or as a state; both become TransferFailed.
 """
 
