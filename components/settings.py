@@ -53,7 +53,7 @@ class MeshSettings(BaseSettings):
     ] = 10.0
     bootstrap_timeout_s: Annotated[
         PositiveFloat,
-        Field(description="longest wait of a bootstrap room for decode's pages, seconds; then both sides give up"),
+        Field(description="longest wait of a transfer for decode's pages, seconds; then both sides give up"),
     ] = 60.0
     transfer_timeout_s: Annotated[
         PositiveFloat, Field(description="from decode's offer of its pages to the last byte of KV, seconds")

@@ -100,8 +100,7 @@ class Sender:
             async with time_limit(self._bootstrap_timeout_s, "decode did not offer its pages in"):
                 offer, peer, stamp = await self._offer
             self.lifecycle.advance(S.TRANSFERRING)
-            left_s = None if offer.deadline_unix_ms is None else remaining_s(offer.deadline_unix_ms)
-            async with time_limit(left_s, "the transfer did not end in"):
+            async with time_limit(remaining_s(offer.deadline_unix_ms), "the transfer did not end in"):
                 await self._send(offer, peer, stamp)
             self.lifecycle.advance(S.DONE)
         except BaseException:

@@ -5,7 +5,7 @@ from components.wire.codec import message
 from components.wire.sampling import Sampling
 
 
-@message("prefill.v3")
+@message("prefill.v4")
 class PrefillRequest:
     """decode → prefill, on `<prefill subject>.prefill`; answered by PrefillAccepted or Refused."""
 
@@ -13,6 +13,8 @@ class PrefillRequest:
     epoch: str  # of the prefill instance addressed
     decode_id: str
     decode_epoch: str
+    room: str  # where decode's pages will be offered
+    stamp: int  # uint63, random: the aux slot carries it when everything has landed
     token_ids: bytes  # int32[T], the whole prompt
     deadline_unix_ms: int  # for everything
     sampling: Sampling  # as decode got it: the first token is drawn here
@@ -24,12 +26,11 @@ class PrefillRequest:
     verify_kv: bool = False  # a checksum for each page sent goes into the aux slot
 
 
-@message("prefill-accepted.v1")
+@message("prefill-accepted.v2")
 class PrefillAccepted:
-    """prefill → decode: the prompt is being computed; put your pages into this room."""
+    """prefill → decode: the prompt is being computed; open the room when you have pages for it."""
 
-    room: str  # `<bootstrap instance>/<number>`
-    stamp: int  # uint63 that the aux buffer will carry when everything has landed
+    request_id: str
     number: int = 0  # heartbeats with `accepted` from here on count this prompt; 0: they do not say
 
 

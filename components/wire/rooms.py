@@ -1,60 +1,43 @@
-"""prefill, decode ↔ bootstrap: a bootstrap room pairs one prefill and one decode for one KV transfer.
+"""decode, prefill ↔ bootstrap: a bootstrap room pairs one prefill and one decode for one KV transfer.
 
-All go to the replica that opened the room (`<bootstrap subject>.<verb>`): a room lives in that process's memory.
+Decode names the room when it asks prefill to compute, and opens it at a replica of the bootstrap service once it has pages for
+the KV. All that follows goes to that replica (`<bootstrap subject>.<verb>`): a room lives in that process's memory.
 """
 
 from components.kv_transfer.layout import KvLayout
 from components.wire.codec import message
 
 
-@message("room-open.v1")
+@message("room-open.v2")
 class OpenRoom:
-    """prefill → bootstrap `.open`; answered by RoomOpened."""
+    """decode → bootstrap `.open`: the destination. Handed to prefill as PagesOffered; answered by RoomOk."""
 
+    room: str  # random: no two are alike
     request_id: str
     prefill_id: str
     prefill_epoch: str
     decode_id: str
     decode_epoch: str
-    deadline_unix_ms: int  # for everything
-    offer_deadline_unix_ms: int | None = None  # for decode's pages
-    layout: KvLayout | None = None  # of prefill's pages
-
-
-@message("room-opened.v1")
-class RoomOpened:
-    """bootstrap → prefill."""
-
-    room: str
-    stamp: int  # uint63, random
-
-
-@message("room-offer.v1")
-class OfferPages:
-    """decode → bootstrap `.offer`: the destination. Delivered to prefill as PagesOffered; answered by RoomOk."""
-
-    room: str
-    decode_id: str
-    decode_epoch: str
     pages: list[int]  # of the whole prompt, in order; decode's, of its page size, which prefill's may differ from
     num_cached_pages: int  # leading ones of these that decode already holds: nothing is sent for them
     aux_slot: int
-    deadline_unix_ms: int | None = None  # for the last byte; None: the room's
+    deadline_unix_ms: int  # for the last byte
     layout: KvLayout | None = None  # of decode's pages
 
 
-@message("room-pages.v1")
+@message("room-pages.v2")
 class PagesOffered:
-    """bootstrap → prefill, on `<prefill subject>.pages`."""
+    """bootstrap → prefill, on `<prefill subject>.pages`; nobody waits for an answer."""
 
     request_id: str
     room: str
+    bootstrap_id: str  # whose room it is
     decode_id: str
     decode_epoch: str
     pages: list[int]
     num_cached_pages: int
     aux_slot: int
-    deadline_unix_ms: int | None = None
+    deadline_unix_ms: int
 
 
 @message("kv-coming.v1")
@@ -64,27 +47,32 @@ class KvComing:
     room: str
 
 
-@message("room-close.v1")
-class CloseRoom:
-    """prefill → bootstrap `.close`: everything was delivered, or never will be: then `error` and `cause` are set."""
+@message("room-close.v2")
+class CloseRooms:
+    """prefill → bootstrap `.close`: these transfers are over, however they ended. Several at once: nobody waits for it."""
 
-    room: str
-    error: str | None = None  # class name of `components.errors`
-    cause: str = ""
+    rooms: list[str]
+
+
+@message("rooms-closed.v1")
+class RoomsClosed:
+    """bootstrap → prefill: how many of them were still open."""
+
+    count: int
 
 
 @message("room-failed.v1")
 class RoomFailed:
-    """bootstrap → the other side, on `<subject>.room_failed`: this transfer will not complete."""
+    """bootstrap or prefill → the other side, on `<subject>.room_failed`: this transfer will not complete."""
 
     request_id: str
     room: str
-    error: str
+    error: str  # class name of `components.errors`
     cause: str
 
 
 @message("room-ok.v1")
 class RoomOk:
-    """bootstrap → caller: done."""
+    """Done."""
 
     room: str

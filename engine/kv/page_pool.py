@@ -1,5 +1,6 @@
 """The page pool: who holds which page, what is reusable, what is free. Ids only; the bytes live in `storage`."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from components.errors import PageLeak
@@ -14,7 +15,9 @@ class PagePool:
         self.num_pages = num_pages
         self._prefix = prefix
         self._free = FreeRuns(num_pages)
-        self._cached: dict[int, None] = {}  # in the order in which they were let go: the first is evicted first
+        # In the order in which they were let go: the first is evicted first. A plain dict looks for its first key behind all
+        # those that were deleted before it.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._holders = [0] * num_pages
 
     @property
@@ -92,7 +95,6 @@ class PagePool:
             raise PageLeak(f"cached pages without a name: {unnamed}; free pages with one: {named}")
 
     def _evict(self) -> None:
-        page = next(iter(self._cached))
-        del self._cached[page]
+        page, _ = self._cached.popitem(last=False)
         self._prefix.forget(page)
         self._free.give(page)

@@ -6,18 +6,16 @@ import logging
 from prometheus_client import CollectorRegistry, Gauge
 
 from components.discovery.registry import Registration, Registry
-from components.errors import BackendUnavailable, MeshError, PeerLost, PrefillLost
+from components.errors import MeshError
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms
 from components.messaging.service import Endpoint
 from components.process import subject_of
 from components.wire.instances import InstanceRecord
-from components.wire.rooms import CloseRoom, OfferPages, OpenRoom, PagesOffered, RoomOk, RoomOpened
+from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomOk, RoomsClosed
 from services.bootstrap.rooms import Note, RoomBook
 
 log = logging.getLogger(__name__)
-
-DELIVER_TIMEOUT_S = 5.0
 
 
 class BootstrapService:
@@ -28,6 +26,7 @@ class BootstrapService:
     ) -> None:
         self._bus = bus
         self._namespace = namespace
+        self._registry = registry
         self._rooms = RoomBook(registration.instance_id)
         self._told: asyncio.Queue[Note] = asyncio.Queue()
         Gauge("open_rooms", "Bootstrap rooms open in this replica.", registry=metrics).set_function(
@@ -39,28 +38,24 @@ class BootstrapService:
         """The calls of a room's life."""
         return [
             Endpoint("open", OpenRoom, self.open, span="bootstrap.open"),
-            Endpoint("offer", OfferPages, self.offer, span="bootstrap.offer"),
-            Endpoint("close", CloseRoom, self.close),
+            Endpoint("close", CloseRooms, self.close),
         ]
 
-    async def open(self, request: OpenRoom) -> RoomOpened:
-        """A new room."""
-        return self._rooms.open(request)
-
-    async def offer(self, request: OfferPages) -> RoomOk:
-        """Hand decode's pages to prefill. Raises: PrefillLost, when it is not there to take them."""
-        for note in self._rooms.offer(request):
-            try:
-                await self._bus.call(self._subject(note), note.message, RoomOk, timeout_s=DELIVER_TIMEOUT_S)
-            except (PeerLost, BackendUnavailable) as exc:
-                await self.close(CloseRoom(room=request.room, error=PrefillLost.__name__, cause=exc.message))
-                raise PrefillLost(f"prefill {note.instance_id} did not take the pages: {exc.message}") from exc
+    async def open(self, request: OpenRoom) -> RoomOk:
+        """A new room, and decode's pages handed to prefill. Raises: MalformedMessage, IncompatibleLayout."""
+        prefill = self._registry.book.find(request.prefill_id, request.prefill_epoch)
+        layout = None if prefill is None or prefill.kv is None else prefill.kv.layout
+        offered = self._rooms.open(request, layout)
+        try:
+            await self._bus.publish(self._subject(offered), offered.message)
+        except MeshError:
+            self._rooms.close(request.room)
+            raise
         return RoomOk(room=request.room)
 
-    async def close(self, request: CloseRoom) -> RoomOk:
-        """The end of a room; decode hears of a failure."""
-        await self._tell(self._rooms.close(request))
-        return RoomOk(room=request.room)
+    async def close(self, request: CloseRooms) -> RoomsClosed:
+        """The end of rooms."""
+        return RoomsClosed(count=sum(map(self._rooms.close, request.rooms)))
 
     async def clean(self, every_s: float) -> None:
         """Fail expired rooms, for ever."""

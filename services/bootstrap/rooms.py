@@ -2,62 +2,38 @@
 
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from secrets import randbits
 from typing import Final, Literal
 
-from components.errors import (
-    BY_NAME,
-    DeadlineExceeded,
-    IncompatibleLayout,
-    MalformedMessage,
-    PeerLost,
-    PrefillLost,
-    TransferFailed,
-)
+from components.errors import DeadlineExceeded, IncompatibleLayout, MalformedMessage, PeerLost, PrefillLost
 from components.kv_transfer.layout import KvLayout, check_compatible
 from components.lifecycle import Lifecycle
-from components.wire.rooms import CloseRoom, OfferPages, OpenRoom, PagesOffered, RoomFailed, RoomOpened
+from components.wire.rooms import OpenRoom, PagesOffered, RoomFailed
 
 
 class RoomState(StrEnum):
     """Life of a bootstrap room. Over means forgotten: a room is short-lived and its end is told, not kept."""
 
-    OPEN = auto()  # prefill is known, decode's pages are not
-    OFFERED = auto()  # decode's pages went to prefill
-    CLOSED = auto()
-    FAILED = auto()
+    OPEN = auto()  # decode's pages went to prefill
+    CLOSED = auto()  # prefill says that the transfer is over
+    FAILED = auto()  # it is too late, or one of both is gone
 
 
 S = RoomState
-NEXT: Final = {
-    S.OPEN: {S.OFFERED, S.CLOSED, S.FAILED},
-    S.OFFERED: {S.CLOSED, S.FAILED},
-}
+NEXT: Final = {S.OPEN: {S.CLOSED, S.FAILED}}
+
+Party = tuple[str, str]  # instance id, epoch
 
 
 @dataclass(slots=True)
 class Room:
-    """One pairing. A party is (instance id, epoch)."""
+    """One pairing."""
 
     name: str
-    opening: OpenRoom
-    deadline_unix_ms: int  # of its state
+    request_id: str  # whose transfer it is for
+    prefill: Party  # who sends
+    decode: Party  # who receives
+    deadline_unix_ms: int
     lifecycle: Lifecycle[RoomState]
-
-    @property
-    def request_id(self) -> str:
-        """Whose transfer it is for."""
-        return self.opening.request_id
-
-    @property
-    def prefill(self) -> tuple[str, str]:
-        """The party that sends."""
-        return self.opening.prefill_id, self.opening.prefill_epoch
-
-    @property
-    def decode(self) -> tuple[str, str]:
-        """The party that receives."""
-        return self.opening.decode_id, self.opening.decode_epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +46,7 @@ class Note:
 
 
 class RoomBook:
-    """All rooms that this replica opened."""
+    """All rooms that were opened at this replica."""
 
     def __init__(self, replica_id: str) -> None:
         self._replica_id = replica_id
@@ -79,38 +55,29 @@ class RoomBook:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def open(self, request: OpenRoom) -> RoomOpened:
-        """A new room for this pair."""
-        name = f"{self._replica_id}/{randbits(63):x}"
-        self._rooms[name] = Room(
-            name=name,
-            opening=request,
-            deadline_unix_ms=_earlier(request.offer_deadline_unix_ms, request.deadline_unix_ms),
-            lifecycle=Lifecycle(f"room {name}", NEXT, S.OPEN),
-        )
-        return RoomOpened(room=name, stamp=randbits(62) + 1)
+    def open(self, request: OpenRoom, prefill: KvLayout | None = None) -> Note:
+        """A room for this pair, and decode's pages on their way to prefill.
 
-    def offer(self, request: OfferPages) -> list[Note]:
-        """Decode's pages, on their way to prefill.
-
-        Raises: TransferFailed, for a room that is over or not decode's; IncompatibleLayout.
+        `prefill` is the layout of prefill's pages, where it is known. Raises: MalformedMessage, IncompatibleLayout.
         """
-        room = self._rooms.get(request.room)
-        if room is None:
-            raise TransferFailed(f"room {request.room} is not open here: expired, failed, or this replica restarted")
-        if room.decode != (request.decode_id, request.decode_epoch):
-            raise TransferFailed(f"room {request.room} belongs to another decode instance")
-        if room.lifecycle.state is not S.OPEN:
-            raise MalformedMessage(f"room {request.room} has an offer already")
+        if request.room in self._rooms:
+            raise MalformedMessage(f"room {request.room} is open already")
         if not 0 <= request.num_cached_pages <= len(request.pages):
             raise MalformedMessage(f"{request.num_cached_pages} cached pages of {len(request.pages)}")
-        if room.opening.layout is not None and request.layout is not None:
-            check_pair(room.opening.layout, request.layout)
-        room.lifecycle.advance(S.OFFERED)
-        room.deadline_unix_ms = _earlier(request.deadline_unix_ms, room.opening.deadline_unix_ms)
+        if prefill is not None and request.layout is not None:
+            check_pair(prefill, request.layout)
+        self._rooms[request.room] = Room(
+            name=request.room,
+            request_id=request.request_id,
+            prefill=(request.prefill_id, request.prefill_epoch),
+            decode=(request.decode_id, request.decode_epoch),
+            deadline_unix_ms=request.deadline_unix_ms,
+            lifecycle=Lifecycle(f"room {request.room}", NEXT, S.OPEN),
+        )
         offered = PagesOffered(
-            request_id=room.request_id,
-            room=room.name,
+            request_id=request.request_id,
+            room=request.room,
+            bootstrap_id=self._replica_id,
             decode_id=request.decode_id,
             decode_epoch=request.decode_epoch,
             pages=request.pages,
@@ -118,18 +85,15 @@ class RoomBook:
             aux_slot=request.aux_slot,
             deadline_unix_ms=request.deadline_unix_ms,
         )
-        return [Note("prefill", room.prefill[0], offered)]
+        return Note("prefill", request.prefill_id, offered)
 
-    def close(self, request: CloseRoom) -> list[Note]:
-        """Prefill is through with the room; a failure is told to decode. A room long gone is fine."""
-        room = self._rooms.get(request.room)
+    def close(self, name: str) -> bool:
+        """Prefill is through with the room. False: it was gone already, which is fine."""
+        room = self._rooms.get(name)
         if room is None:
-            return []
-        if request.error is None:
-            self._end(room, S.CLOSED)
-            return []
-        error = request.error if request.error in BY_NAME else TransferFailed.__name__
-        return self._fail(room, error, request.cause, tell_decode=True)
+            return False
+        self._end(room, S.CLOSED)
+        return True
 
     def instance_gone(self, instance_id: str, epoch: str) -> list[Note]:
         """etcd says so: the other side of each of its rooms hears at once."""
@@ -145,8 +109,7 @@ class RoomBook:
         """Rooms past their deadline fail on both sides."""
         notes = []
         for room in [r for r in self._rooms.values() if r.deadline_unix_ms <= now_unix_ms]:
-            late = "decode did not offer its pages" if room.lifecycle.state is S.OPEN else "the transfer did not end"
-            cause = f"{late} in time"
+            cause = "the transfer did not end in time"
             notes += self._fail(room, DeadlineExceeded.__name__, cause, tell_prefill=True, tell_decode=True)
         return notes
 
@@ -172,7 +135,3 @@ def check_pair(prefill: KvLayout, decode: KvLayout) -> None:
         raise IncompatibleLayout(
             f"a room for two that do not fit, prefill here and decode there: {exc.message}"
         ) from exc
-
-
-def _earlier(deadline: int | None, last: int) -> int:
-    return last if deadline is None else min(deadline, last)

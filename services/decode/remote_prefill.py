@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from secrets import randbits
 from typing import Any, TypeVar
 
 from opentelemetry.trace import SpanKind
@@ -25,7 +27,7 @@ from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
 from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import KvComing, OfferPages, RoomFailed, RoomOk
+from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.tokens import num_tokens
 from engine.ports import Reserved
 
@@ -48,7 +50,8 @@ class Fetch:
     receiver: Receiver
     reserved: asyncio.Future[Reserved]
     offered: Callable[[], None]
-    room: str | None = None
+    room: str  # where our pages will be offered
+    stamp: int  # what the aux slot carries when everything has landed
     asking: asyncio.Task[PrefillAccepted] | None = None  # the call to prefill; nobody cancels it
     waits_for_prefill: bool = True  # and not for our own pages, or for bootstrap
 
@@ -75,6 +78,7 @@ class RemotePrefill:
         self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
         self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
+        self._turn = count()
 
     @property
     def has_room(self) -> bool:
@@ -90,7 +94,9 @@ class RemotePrefill:
     def begin(self, engine_id: str, prefill: InstanceRecord, route: Route, offered: Callable[[], None]) -> Fetch:
         """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
         receiver = Receiver(self._transfer, engine_id, self._checksums)
-        fetch = Fetch(engine_id, prefill, route, receiver, asyncio.get_running_loop().create_future(), offered)
+        reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        room, stamp = f"{randbits(63):x}", randbits(62) + 1
+        fetch = Fetch(engine_id, prefill, route, receiver, reserved, offered, room, stamp)
         self._fetches[engine_id] = fetch
         return fetch
 
@@ -107,9 +113,9 @@ class RemotePrefill:
                 fetch.receiver.failure.tell(PrefillLost(f"prefill {record.instance_id}: {why}"))
 
     def room_failed(self, failed: RoomFailed) -> None:
-        """The bootstrap service knows that a transfer will not complete."""
+        """Prefill or the bootstrap service know that a transfer will not complete."""
         fetch = self._fetches.get(failed.request_id)
-        if fetch is not None and fetch.room in (None, failed.room):
+        if fetch is not None and fetch.room == failed.room:
             kind = BY_NAME.get(failed.error, PrefillLost)
             fetch.receiver.failure.tell(kind(f"prefill {fetch.prefill.instance_id}: {failed.cause}"))
 
@@ -123,10 +129,10 @@ class RemotePrefill:
         Raises: MeshError, when this prompt must be computed here; the pages may still be written to until `settle`.
         """
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
-        accepted, reserved = await self._within(left_s, "room with pages for", fetch, self._prepare(fetch, request))
+        reserved = await self._within(left_s, "beginning of a transfer from", fetch, self._prepare(fetch, request))
         left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
         sent = self._sent(fetch, request, reserved)
-        return await self._within(left_s, "KV from", fetch, self._receive(fetch, accepted, reserved, sent, left_s))
+        return await self._within(left_s, "KV from", fetch, self._receive(fetch, reserved, sent, left_s))
 
     async def settle(self, fetch: Fetch) -> None:
         """Return when nothing can write into the pages of a fetch any more, whatever became of it."""
@@ -145,15 +151,14 @@ class RemotePrefill:
         except TimeoutError as exc:
             raise DeadlineExceeded(f"no {what} prefill {fetch.prefill.instance_id} in {seconds:.3g} s") from exc
 
-    async def _prepare(self, fetch: Fetch, request: GenerateRequest) -> tuple[PrefillAccepted, Reserved]:
-        """A room, and pages of ours."""
+    async def _prepare(self, fetch: Fetch, request: GenerateRequest) -> Reserved:
+        """Prefill's word that it computes, and pages of ours."""
         asked_ns = time.time_ns()
-        accepted = await self._ask(fetch, request)
-        fetch.room = accepted.room
+        await self._ask(fetch, request)
         fetch.waits_for_prefill = False
         reserved = await fetch.reserved
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
-        return accepted, reserved
+        return reserved
 
     def _sent(self, fetch: Fetch, request: GenerateRequest, reserved: Reserved) -> Sent:
         ours, theirs = self._transfer.endpoint, fetch.prefill.kv
@@ -161,22 +166,22 @@ class RemotePrefill:
         tokens = range(reserved.num_cached_pages * ours.layout.page_size, num_tokens(request.token_ids))
         return Sent(reserved.pages, tokens, theirs.layout.page_size)
 
-    async def _receive(
-        self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, sent: Sent, timeout_s: float
-    ) -> AuxRecord:
-        await self._offer(fetch, accepted, reserved, now_ms() + int(timeout_s * 1000))
+    async def _receive(self, fetch: Fetch, reserved: Reserved, sent: Sent, timeout_s: float) -> AuxRecord:
+        await self._offer(fetch, reserved, now_ms() + int(timeout_s * 1000))
         fetch.waits_for_prefill = True
         with tracer.start_as_current_span("decode.receive") as span:
             span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
-            return await fetch.receiver.landed(accepted.stamp, len(reserved.pages), sent)
+            return await fetch.receiver.landed(fetch.stamp, len(reserved.pages), sent)
 
-    async def _ask(self, fetch: Fetch, request: GenerateRequest) -> PrefillAccepted:
+    async def _ask(self, fetch: Fetch, request: GenerateRequest) -> None:
         life_s = self._bootstrap_timeout_s + self._timeout_s
         asking = PrefillRequest(
             request_id=fetch.engine_id,
             epoch=fetch.prefill.epoch,
             decode_id=self._registration.instance_id,
             decode_epoch=self._registration.epoch,
+            room=fetch.room,
+            stamp=fetch.stamp,
             token_ids=request.token_ids,
             deadline_unix_ms=min(request.deadline_unix_ms, now_ms() + int(life_s * 1000)),
             sampling=request.sampling,
@@ -193,15 +198,14 @@ class RemotePrefill:
             fetch.asking = asyncio.create_task(call, name=f"ask {fetch.engine_id}")
             accepted = await asyncio.shield(fetch.asking)
         fetch.route.accepted(accepted.number)
-        return accepted
 
-    async def _offer(self, fetch: Fetch, accepted: PrefillAccepted, reserved: Reserved, deadline_unix_ms: int) -> None:
-        replica_id = accepted.room.partition("/")[0]
-        replica = self._registry.book.find(replica_id)
-        if replica is None:
-            raise NoBootstrapInstance(f"bootstrap instance {replica_id} is gone, and its rooms with it")
-        offer = OfferPages(
-            room=accepted.room,
+    async def _offer(self, fetch: Fetch, reserved: Reserved, deadline_unix_ms: int) -> None:
+        """Open the room, at one replica or another. Raises: NoBootstrapInstance."""
+        opening = OpenRoom(
+            room=fetch.room,
+            request_id=fetch.engine_id,
+            prefill_id=fetch.prefill.instance_id,
+            prefill_epoch=fetch.prefill.epoch,
             decode_id=self._registration.instance_id,
             decode_epoch=self._registration.epoch,
             pages=reserved.pages,
@@ -210,10 +214,22 @@ class RemotePrefill:
             deadline_unix_ms=deadline_unix_ms,
             layout=self._transfer.endpoint.layout,
         )
-        fetch.receiver.offer(accepted.room)  # exposed from the moment the offer may leave
+        replicas = self._registry.book.of_role("bootstrap")
+        if not replicas:
+            raise NoBootstrapInstance("no bootstrap instance is registered")
+        fetch.receiver.offer(fetch.room)  # exposed from the moment the offer may leave
         fetch.offered()
-        with tracer.start_as_current_span("decode.offer", kind=SpanKind.CLIENT):
-            await self._bus.call(f"{replica.subject}.offer", offer, RoomOk, timeout_s=CALL_TIMEOUT_S)
+        turn = next(self._turn)
+        with tracer.start_as_current_span("decode.open_room", kind=SpanKind.CLIENT):
+            for step in range(len(replicas)):
+                subject = f"{replicas[(turn + step) % len(replicas)].subject}.open"
+                try:
+                    await self._bus.call(subject, opening, RoomOk, timeout_s=CALL_TIMEOUT_S)
+                except (PeerLost, DeadlineExceeded) as exc:  # should it have told prefill, the next one tells the same
+                    last = exc
+                else:
+                    return
+        raise NoBootstrapInstance(f"no bootstrap instance opened a room: {last.message}")
 
     async def _call_off(self, fetch: Fetch) -> None:
         """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline.

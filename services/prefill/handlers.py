@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
+from typing import Any, Final
 
 from opentelemetry import trace
 
@@ -16,7 +16,6 @@ from components.errors import (
     BY_NAME,
     Cancelled,
     MeshError,
-    NoBootstrapInstance,
     Overloaded,
     PeerLost,
     Rejected,
@@ -28,7 +27,7 @@ from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.kv_transfer.sender import Sender
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.bus import Bus
-from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.deadline import remaining_s
 from components.messaging.heartbeats import heartbeat_of
 from components.messaging.service import Endpoint
 from components.routing.local_prefill import PromptLoad, PromptRate
@@ -38,7 +37,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import CloseRoom, KvComing, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomOpened
+from components.wire.rooms import CloseRooms, KvComing, PagesOffered, RoomFailed, RoomOk
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
@@ -48,7 +47,7 @@ from services.prefill.jobs import NEXT, PrefillJob, PrefillState
 
 log = logging.getLogger(__name__)
 
-ROOM_TIMEOUT_S = 5.0
+CLOSE_EVERY_S: Final = 0.02
 
 
 class PrefillService:
@@ -77,10 +76,10 @@ class PrefillService:
         self._jobs: dict[str, PrefillJob] = {}
         self._none = asyncio.Event()  # no jobs
         self._none.set()
-        self._forgetting: set[asyncio.Task[None]] = set()  # peers that are gone
+        self._kept: set[asyncio.Task[None]] = set()  # words to others, and peers to forget
+        self._closing: dict[str, list[str]] = {}  # rooms that are over, by bootstrap instance
         self._tally = Tally(NEXT)
         self._rate = PromptRate()
-        self._turn = count()
         self._accepted = 0  # prompts
         self.draining = False
         engine.on_output(self._stepped)
@@ -104,21 +103,22 @@ class PrefillService:
         ]
 
     async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
-        """Start computing, open a room, answer with it. Raises: what makes decode go elsewhere."""
+        """Start computing. Raises: what makes decode go elsewhere."""
         self._registration.check_epoch(request.epoch)
         remaining_s(request.deadline_unix_ms)
         if self.draining:
             raise Overloaded("this prefill instance is leaving")
         self._check_pair(request)
+        if request.sampling.constraint is not None and self._masks is None:
+            raise Rejected("this instance has no masks for constraints")
         if request.request_id in self._jobs:
             raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
         span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
-        with trace.use_span(span, end_on_exit=False):
-            try:
-                return await self._accept(request, span)
-            except BaseException:
-                span.end()
-                raise
+        try:
+            return self._accept(request, span)
+        except BaseException:
+            span.end()
+            raise
 
     def _check_pair(self, request: PrefillRequest) -> None:
         """Raises: IncompatibleLayout, naming both values: what we compute would be of no use there."""
@@ -129,9 +129,18 @@ class PrefillService:
             check_same_adapter(request.adapter, ours, request.adapter_identity)
 
     async def pages(self, offer: PagesOffered) -> RoomOk:
-        """Decode's pages for one of our rooms. Raises: TransferFailed, when the room is over here."""
+        """Decode's pages for a room. Raises: TransferFailed, when nothing will be written there; decode hears of it."""
+        try:
+            self._offered(offer)
+        except TransferFailed as exc:
+            self._close_later(offer)
+            await self._tell_decode(offer.decode_id, offer.request_id, offer.room, exc)
+            raise
+        return RoomOk(room=offer.room)
+
+    def _offered(self, offer: PagesOffered) -> None:
         job = self._jobs.get(offer.request_id)
-        if job is None or job.room is None or job.room.room != offer.room:
+        if job is None or job.request.room != offer.room:
             raise TransferFailed(f"room {offer.room} is over on this prefill instance")
         record = self._registry.book.find(offer.decode_id, offer.decode_epoch)
         if record is None or record.kv is None:
@@ -144,21 +153,19 @@ class PrefillService:
         if not 0 <= offer.aux_slot < record.kv.aux_slots:
             raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
         job.offered(offer, record.kv)
-        return RoomOk(room=offer.room)
 
     async def quiesce(self, request: Quiesce) -> Quiet:
         """Stop a transfer; the answer means that nothing of it is in flight and nothing will be posted."""
         job = self._jobs.get(request.request_id)
         if job is not None:
             job.failure.tell(Cancelled(request.cause))
-            if job.task is not None:  # else its room is being opened still, and it will end before it writes
-                await asyncio.wait((job.task,))
+            await asyncio.wait((job.task,))
         return Quiet(request_id=request.request_id)
 
     async def room_failed(self, failed: RoomFailed) -> RoomOk:
         """The bootstrap service knows that this transfer will not complete."""
         job = self._jobs.get(failed.request_id)
-        if job is not None and job.room is not None and job.room.room == failed.room:
+        if job is not None and job.request.room == failed.room:
             job.failure.tell(BY_NAME.get(failed.error, TransferFailed)(failed.cause))
         return RoomOk(room=failed.room)
 
@@ -177,15 +184,18 @@ class PrefillService:
         )
 
     async def drained(self) -> None:
-        """Wait for the jobs in flight, also for those whose room is being opened: they would write when we have left."""
+        """Wait for the jobs in flight."""
         await self._none.wait()
+        self._close_rooms()
+        if self._kept:
+            await asyncio.wait(self._kept)
 
     def stop_all(self, cause: str) -> None:
         """Give up every job: decode computes those prompts itself."""
         for job in self._jobs.values():
             job.failure.tell(PeerLost(cause))
 
-    async def _accept(self, request: PrefillRequest, span: trace.Span) -> PrefillAccepted:
+    def _accept(self, request: PrefillRequest, span: trace.Span) -> PrefillAccepted:
         prompt = EngineRequest(
             request_id=request.request_id,
             token_ids=unpack_tokens(request.token_ids),
@@ -218,24 +228,19 @@ class PrefillService:
         )
         self._jobs[request.request_id] = job
         self._accepted += 1
-        number = self._accepted
         self._none.clear()
-        try:
-            if request.sampling.constraint is not None:
-                prompt = replace(prompt, mask=await self._mask_of(request, prompt.token_ids))
-            submitted = self._engine.post(lambda engine: engine.submit(prompt))
-            submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
-            bootstrap, job.room = await self._open_room(request)
-        except BaseException:
-            self._forget(job)
-            raise
-        job.task = asyncio.create_task(self._run(job, bootstrap), name=f"prefill {request.request_id}")
-        return PrefillAccepted(room=job.room.room, stamp=job.room.stamp, number=number)
+        if request.sampling.constraint is None:
+            self._submit(job, prompt)
+        job.task = asyncio.create_task(self._run(job, prompt), name=f"prefill {request.request_id}")
+        return PrefillAccepted(request_id=request.request_id, number=self._accepted)
+
+    def _submit(self, job: PrefillJob, prompt: EngineRequest) -> None:
+        submitted = self._engine.post(lambda engine: engine.submit(prompt))
+        submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
 
     async def _mask_of(self, request: PrefillRequest, token_ids: Sequence[int]) -> TokenMask | None:
         """What the first token may be. Raises: Rejected."""
-        if self._masks is None:
-            raise Rejected("this instance has no masks for constraints")
+        assert self._masks is not None, "such a prompt was not accepted"
         with tracer.start_as_current_span("prefill.compile"):
             return await self._masks.mask_of(request.sampling, token_ids)
 
@@ -251,56 +256,49 @@ class PrefillService:
             with suppress(MeshError):
                 await self._bus.publish(f"{decode.subject}.kv_coming", KvComing(room=offer.room))
 
-    async def _open_room(self, request: PrefillRequest) -> tuple[InstanceRecord, RoomOpened]:
-        replicas = self._registry.book.of_role("bootstrap")
-        if not replicas:
-            raise NoBootstrapInstance("no bootstrap instance is registered")
-        opening = OpenRoom(
-            request_id=request.request_id,
-            prefill_id=self._registration.instance_id,
-            prefill_epoch=self._registration.epoch,
-            decode_id=request.decode_id,
-            decode_epoch=request.decode_epoch,
-            deadline_unix_ms=request.deadline_unix_ms,
-            offer_deadline_unix_ms=self._offer_deadline(),
-            layout=self._transfer.endpoint.layout,
-        )
-        turn = next(self._turn)
-        last: MeshError | None = None
-        for step in range(len(replicas)):  # a replica that just died still stands in etcd: the next one answers
-            replica = replicas[(turn + step) % len(replicas)]
-            try:
-                with tracer.start_as_current_span("prefill.open_room", kind=trace.SpanKind.CLIENT):
-                    return replica, await self._bus.call(
-                        f"{replica.subject}.open", opening, RoomOpened, timeout_s=ROOM_TIMEOUT_S
-                    )
-            except MeshError as exc:
-                last = exc
-        raise NoBootstrapInstance(f"no bootstrap instance opened a room: {last}")
+    async def _run(self, job: PrefillJob, prompt: EngineRequest) -> None:
+        request = job.request
 
-    def _offer_deadline(self) -> int | None:
-        wait_s = self._bootstrap_timeout_s
-        return None if wait_s is None else now_ms() + int(wait_s * 1000)
-
-    async def _run(self, job: PrefillJob, bootstrap: InstanceRecord) -> None:
-        assert job.room is not None
-        room = job.room.room
-
-        async def close_room(outcome: MeshError | None) -> None:
-            error = None if outcome is None else type(outcome).__name__
-            closing = CloseRoom(room=room, error=error, cause="" if outcome is None else outcome.message)
-            try:
-                await self._bus.publish(f"{bootstrap.subject}.close", closing)
-            except MeshError as exc:
-                log.warning("room not closed", extra={"room": room, "cause": exc.message})
+        async def work() -> None:
+            if request.sampling.constraint is not None:
+                self._submit(job, replace(prompt, mask=await self._mask_of(request, prompt.token_ids)))
+            await job.sender.run()
 
         try:
-            if await job.run(close_room):
+            outcome = await job.run(work())
+            if job.offer is not None:
+                self._close_later(job.offer)
+            if outcome is None:
                 self._metrics.transferred(job.sender.num_bytes, job.sender.duration_s)
             else:
                 self._metrics.transfer_failed()
+                await self._tell_decode(request.decode_id, request.request_id, request.room, outcome)
         finally:
             self._forget(job)
+
+    async def _tell_decode(self, decode_id: str, request_id: str, room: str, error: MeshError) -> None:
+        """Why its pages will not be written."""
+        decode = self._registry.book.find(decode_id)
+        if decode is None:
+            return
+        failed = RoomFailed(request_id=request_id, room=room, error=type(error).__name__, cause=error.message)
+        try:
+            await self._bus.publish(f"{decode.subject}.room_failed", failed)
+        except MeshError as exc:
+            log.warning("decode not told", extra={"room": room, "cause": exc.message})
+
+    def _close_later(self, offer: PagesOffered) -> None:
+        """Nobody waits for a room to close: those of some milliseconds go together."""
+        if not self._closing:
+            asyncio.get_running_loop().call_later(CLOSE_EVERY_S, self._close_rooms)
+        self._closing.setdefault(offer.bootstrap_id, []).append(offer.room)
+
+    def _close_rooms(self) -> None:
+        closing, self._closing = self._closing, {}
+        for bootstrap_id, rooms in closing.items():
+            bootstrap = self._registry.book.find(bootstrap_id)
+            if bootstrap is not None:
+                self._keep(self._bus.publish(f"{bootstrap.subject}.close", CloseRooms(rooms=rooms)))
 
     def _forget(self, job: PrefillJob) -> None:
         """Nothing of this job is in flight: its pages go back, what was computed stays in the prefix cache."""
@@ -325,7 +323,7 @@ class PrefillService:
     async def _lease_lost(self) -> None:
         # Once etcd has dropped us and nobody listens under our name, decode reuses its pages: nothing may be written then.
         self.stop_all("the lease of this prefill instance was lost")
-        while tasks := [job.task for job in self._jobs.values() if job.task is not None]:  # others will not write
+        while tasks := [job.task for job in self._jobs.values()]:
             await asyncio.wait(tasks)
 
     def _instance_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
@@ -335,10 +333,13 @@ class PrefillService:
             if (job.request.decode_id, job.request.decode_epoch) == (was.instance_id, was.epoch):
                 job.failure.tell(PeerLost(f"decode instance {was.instance_id} is gone"))
         if was.kv is not None and (now is None or now.kv is None or now.kv.agent != was.kv.agent):
-            task = asyncio.create_task(self._transfer.disconnect(was.kv.agent))
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
-            task.add_done_callback(_log_failure)
+            self._keep(self._transfer.disconnect(was.kv.agent))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
+        task.add_done_callback(_log_failure)
 
 
 def _pass_on_failure(done: asyncio.Future[None], job: PrefillJob) -> None:
@@ -349,4 +350,4 @@ def _pass_on_failure(done: asyncio.Future[None], job: PrefillJob) -> None:
 
 def _log_failure(done: asyncio.Future[None]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
-        log.warning("peer not forgotten", extra={"cause": str(error)})
+        log.warning("neither told nor forgotten", extra={"cause": str(error)})

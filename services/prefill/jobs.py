@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Final
+from typing import Any, Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
@@ -19,7 +19,7 @@ from components.messaging.deadline import remaining_s
 from components.telemetry.spans import record_span
 from components.wire.instances import KvEndpoint
 from components.wire.prefill import PrefillRequest
-from components.wire.rooms import PagesOffered, RoomOpened
+from components.wire.rooms import PagesOffered
 from engine.ports import Computed
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class PrefillJob:
     span: Span  # prefill.request: from acceptance to the last byte
     submitted_ns: int
     step_s: Callable[[], float]  # duration of the engine's last step
-    room: RoomOpened | None = None  # the prompt is computing already while the room is being opened
-    task: asyncio.Task[None] | None = None
+    offer: PagesOffered | None = None
+    task: asyncio.Task[None] = field(init=False)  # what works on it
     failure: Failure = field(default_factory=Failure)
     num_computed: int = 0  # prompt tokens, those that were cached included
     _started_ns: int = 0
@@ -70,12 +70,12 @@ class PrefillJob:
 
     def offered(self, offer: PagesOffered, peer: KvEndpoint) -> None:
         """Decode's pages are known; the same offer again changes nothing."""
-        assert self.room is not None, "the room comes before what is in it"
         if self.lifecycle.state is not S.BOOTSTRAPPING:
             return
+        self.offer = offer
         parent = trace.set_span_in_context(self.span)
         record_span("prefill.bootstrap", self.submitted_ns, parent=parent)
-        self.sender.offered(offer, peer, self.room.stamp)
+        self.sender.offered(offer, peer, self.request.stamp)
         self.lifecycle.advance(S.INFLIGHT if self._computed_ns else S.COMPUTING if self._started_ns else S.WAITING)
 
     def computed(self, event: Computed) -> None:
@@ -104,28 +104,30 @@ class PrefillJob:
         )
         self.sender.completed(event.pages, event.first_token, event.num_cached_tokens, event.logprobs)
 
-    async def run(self, close_room: Callable[[MeshError | None], Awaitable[None]]) -> bool:
-        """Send until done; the room hears how it ended. Returns, when no write is in flight, whether all was sent."""
-        outcome: MeshError | None = None
+    async def run(self, work: Coroutine[Any, Any, None]) -> MeshError | None:
+        """Send until done, which `work` does. Returns, when no write is in flight, why not all was sent; None: all was."""
         with trace.use_span(self.span, end_on_exit=True):
-            try:
-                async with asyncio.timeout(remaining_s(self.request.deadline_unix_ms)):
-                    await self.failure.unless(self.sender.run())
-            except TimeoutError:
-                outcome = DeadlineExceeded("the transfer did not end before the request's deadline")
-            except MeshError as exc:
-                outcome = exc
-            except Exception as exc:  # the edge of one request
-                log.exception("transfer failed", extra={"request": self.request.request_id})
-                outcome = InvariantBroken(f"transfer failed: {type(exc).__name__}")
+            outcome = await self._outcome(work)
             if outcome is not None:
                 self.span.set_status(trace.Status(trace.StatusCode.ERROR, outcome.message))
                 log.warning("transfer failed", extra={"request": self.request.request_id, "cause": outcome.message})
-            await close_room(outcome)
-            if outcome is None:
+            else:
                 record_span("prefill.inflight", self._computed_ns)
                 self.lifecycle.advance(S.DONE)
-            return outcome is None
+            return outcome
+
+    async def _outcome(self, work: Coroutine[Any, Any, None]) -> MeshError | None:
+        try:
+            async with asyncio.timeout(remaining_s(self.request.deadline_unix_ms)):
+                await self.failure.unless(work)
+        except TimeoutError:
+            return DeadlineExceeded("the transfer did not end before the request's deadline")
+        except MeshError as exc:
+            return exc
+        except Exception as exc:  # the edge of one request
+            log.exception("transfer failed", extra={"request": self.request.request_id})
+            return InvariantBroken(f"transfer failed: {type(exc).__name__}")
+        return None
 
     def over(self) -> None:
         """Nothing of it is in flight any more, however it ended."""

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from components.wire.sampling import Sampling
 from engine.mock import build
-from services.bootstrap import rooms
+from services.decode import remote_prefill
 from services.decode.remote_prefill import RemotePrefill
 from services.frontend import exchange
 from tests.faults.clients import Client
@@ -84,7 +84,7 @@ class MeshRun:
         fabric = Fabric(self.chaos, Random(self.random.random()))
         self._cluster = Cluster(nats, etcd, fabric, self._home, self._setup, self._remote_prefill)
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(rooms, "randbits", Random(self.random.random()).getrandbits))
+            stack.enter_context(mock.patch.object(remote_prefill, "randbits", Random(self.random.random()).getrandbits))
             stack.enter_context(mock.patch.object(exchange, "uuid4", partial(_uuid, Random(self.random.random()))))
             stack.enter_context(mock.patch.object(build, "model_dir", found_model))
             stack.enter_context(self.chaos.watching())

@@ -27,12 +27,12 @@ def test_a_seed_and_a_schedule_give_the_same_run_again(home: Path, seed: int) ->
 
 def test_a_page_that_was_never_sent_is_found(home: Path) -> None:
     """Prefill believes that decode has one page more than it has: nothing in the mesh could notice."""
-    lie = Fault(Do.ALTER, "message room-offer.v1", field="num_cached_pages", count=9)
+    lie = Fault(Do.ALTER, "message room-open.v2", field="num_cached_pages", count=9)
     assert any("is named" in problem for problem in run_faults(home, 1, [lie]).problems)
 
 
 def test_a_failure_prints_what_runs_it_again(home: Path) -> None:
-    lie = Fault(Do.ALTER, "message room-offer.v1", field="num_cached_pages", count=9)
+    lie = Fault(Do.ALTER, "message room-open.v2", field="num_cached_pages", count=9)
     with pytest.raises(AssertionError, match="replay: check") as failed:
         check(home, 1, [lie], setup=Setup(page_sizes=(16, 16), adapters="everywhere"))
     call = str(failed.value).splitlines()[0].removeprefix("replay: ")

@@ -51,7 +51,7 @@ def test_corrupted_kv_fails_its_request_alone_where_that_is_asked_for(home: Path
 @pytest.mark.parametrize("what", CORRUPTED)
 def test_without_verification_corrupted_kv_shows(home: Path, what: str) -> None:
     """Or the two tests above would prove nothing."""
-    assert any(run_faults(home, seed, CORRUPTED[what][0]).problems for seed in (2, 3, 4))
+    assert any(run_faults(home, seed, CORRUPTED[what][0]).problems for seed in range(2, 10))
 
 
 @pytest.mark.parametrize("http", [False, True])

@@ -25,7 +25,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.kv_events import FetchKvDump, KvEventBatch, pack_batch
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce
 from components.wire.refused import Refused
-from components.wire.rooms import OfferPages, PagesOffered
+from components.wire.rooms import OpenRoom, PagesOffered
 from components.wire.sampling import Sampling
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
@@ -158,7 +158,7 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
         await refuses(client, decode, "generate", replace(generate, **changes), error)
     prompt = PrefillRequest(
         request_id="bad", epoch=prefill.epoch, decode_id=decode.instance_id, decode_epoch=decode.epoch,
-        token_ids=b"\1\0\0\0" * 40, deadline_unix_ms=soon, sampling=sampling,
+        room="bad", stamp=1, token_ids=b"\1\0\0\0" * 40, deadline_unix_ms=soon, sampling=sampling,
     )  # fmt: skip
     for changes, error in (
         ({"epoch": "old"}, "StaleInstance"),
@@ -168,12 +168,12 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
         await refuses(client, prefill, "prefill", replace(prompt, **changes), error)
     await refuses(client, prefill, "kv_dump", FetchKvDump(epoch="old"), "StaleInstance")
     # pages that decode does not have, in a room that there is, and in rooms that there are not
-    accepted = await _accepted(client, prefill, prompt)
+    await client.bus.call(f"{prefill.subject}.prefill", prompt, PrefillAccepted, timeout_s=5)
     assert decode.kv is not None
     num_pages = -(-40 // decode.kv.layout.page_size)
     offer = PagesOffered(
-        request_id="bad", room=accepted, decode_id=decode.instance_id, decode_epoch=decode.epoch,
-        pages=list(range(num_pages)), num_cached_pages=0, aux_slot=0,
+        request_id="bad", room="bad", bootstrap_id=bootstrap.instance_id, decode_id=decode.instance_id,
+        decode_epoch=decode.epoch, pages=list(range(num_pages)), num_cached_pages=0, aux_slot=0, deadline_unix_ms=soon,
     )  # fmt: skip
     wrong: list[dict[str, Any]] = [
         {"pages": [decode.kv.num_pages] * num_pages},
@@ -186,28 +186,21 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
         {"aux_slot": -1},
         {"decode_epoch": "old"},
         {"decode_id": "nobody"},
-        {"room": "elsewhere/1"},
+        {"room": "elsewhere"},
         {"request_id": "nobody's"},
     ]
     for changes in wrong:
         await refuses(client, prefill, "pages", replace(offer, **changes), "TransferFailed")
-    nowhere = OfferPages(
-        room=f"{bootstrap.instance_id}/999999",
-        decode_id="d",
-        decode_epoch="e",
-        pages=[1],
-        num_cached_pages=0,
-        aux_slot=0,
-    )
-    await refuses(client, bootstrap, "offer", nowhere, "TransferFailed")
+    room = OpenRoom(
+        room="bad", request_id="bad", prefill_id=prefill.instance_id, prefill_epoch=prefill.epoch,
+        decode_id="nobody", decode_epoch="e", pages=[1], num_cached_pages=0, aux_slot=0, deadline_unix_ms=soon,
+    )  # fmt: skip
+    await refuses(client, bootstrap, "open", replace(room, num_cached_pages=2), MalformedMessage.__name__)
+    other = replace(decode.kv.layout, layers=decode.kv.layout.layers + 1)
+    await refuses(client, bootstrap, "open", replace(room, layout=other), "IncompatibleLayout")
     await client.bus.client.request(
         f"{prefill.subject}.quiesce", pack(Quiesce(request_id="bad", cause="test")), timeout=5
     )
-
-
-async def _accepted(client: Client, prefill: InstanceRecord, prompt: PrefillRequest) -> str:
-    """The room of a prompt that prefill computes for a decode that has not asked for it."""
-    return (await client.bus.call(f"{prefill.subject}.prefill", prompt, PrefillAccepted, timeout_s=5)).room
 
 
 async def frames_in_disorder_move_a_stream_and_lose_no_token(

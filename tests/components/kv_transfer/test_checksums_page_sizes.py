@@ -17,6 +17,7 @@ from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.receiver import Receiver
 from components.kv_transfer.sender import Sender
+from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
 from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
 from tests.components.kv_transfer.pools import LAYOUT, Pool, block_table, brute_force, copied, pool
@@ -148,11 +149,13 @@ async def transferred(
     offer = PagesOffered(
         request_id="r",
         room=ROOM,
+        bootstrap_id="b",
         decode_id="d",
         decode_epoch="e",
         pages=pages,
         num_cached_pages=cached,
         aux_slot=receiver.slot,
+        deadline_unix_ms=now_ms() + 60_000,
     )
     sender.offered(offer, decode.endpoint, STAMP)
     sending = asyncio.create_task(sender.run())

@@ -10,6 +10,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.sender import Sender
+from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
 from tests.components.kv_transfer.nixl_peer import NUM_PAGES, Pages, of_size
 from tests.components.kv_transfer.test_nixl_transfer import Peer, start_peer  # noqa: F401
@@ -72,11 +73,13 @@ def _offer(room: str, pages: list[int], slot: int) -> PagesOffered:
     return PagesOffered(
         request_id="r",
         room=room,
+        bootstrap_id="b",
         decode_id="d",
         decode_epoch="e",
         pages=pages,
         num_cached_pages=0,
         aux_slot=slot,
+        deadline_unix_ms=now_ms() + 60_000,
     )
 
 

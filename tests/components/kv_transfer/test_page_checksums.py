@@ -12,6 +12,7 @@ from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.kv_transfer.sender import Sender, SendState
+from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.components.kv_transfer.nixl_peer import LAYOUT as LAYOUT_OF_PEER
@@ -63,11 +64,13 @@ class Pair:
         offer = PagesOffered(
             request_id="r",
             room=ROOM,
+            bootstrap_id="b",
             decode_id="d",
             decode_epoch="e",
             pages=THEIRS,
             num_cached_pages=num_cached,
             aux_slot=self.receiver.slot,
+            deadline_unix_ms=now_ms() + 60_000,
         )
         self.sender.offered(offer, replace(endpoint(), aux_slot_bytes=aux_slot_bytes), STAMP)
         self.sent = Sent(THEIRS, range(num_cached * LAYOUT.page_size, 18), LAYOUT.page_size)

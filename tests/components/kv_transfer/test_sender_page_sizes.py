@@ -8,6 +8,7 @@ import pytest
 
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.sender import Sender
+from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
 from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
 from tests.components.kv_transfer.pools import LAYOUT, NUM_TOKENS, block_table, brute_force, copied, pool
@@ -37,11 +38,13 @@ async def send(
     offer = PagesOffered(
         request_id="r",
         room=ROOM,
+        bootstrap_id="b",
         decode_id="d",
         decode_epoch="e",
         pages=pages,
         num_cached_pages=cached_pages,
         aux_slot=3,
+        deadline_unix_ms=now_ms() + 60_000,
     )
     sender.offered(offer, decode.endpoint, STAMP)
     table = block_table(here, seed=1, num_tokens=num_tokens)

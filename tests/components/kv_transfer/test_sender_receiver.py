@@ -27,11 +27,13 @@ def offer(num_cached_pages: int = 0, pages: list[int] | None = None, aux_slot: i
     return PagesOffered(
         request_id="r",
         room=ROOM,
+        bootstrap_id="b",
         decode_id="d",
         decode_epoch="e",
         pages=THEIRS if pages is None else pages,
         num_cached_pages=num_cached_pages,
         aux_slot=aux_slot,
+        deadline_unix_ms=now_ms() + 60_000,
     )
 
 

@@ -23,7 +23,7 @@ from components.errors import (
 from components.messaging.bus import HEADERS_BYTES, Bus, connect_bus
 from components.messaging.service import Endpoint, serve_calls
 from components.wire.generate import CancelStreams, GenerateRequest, StreamsCancelled
-from components.wire.rooms import CloseRoom, RoomOk
+from components.wire.rooms import KvComing, RoomOk
 from components.wire.sampling import Sampling
 from services.local.process import kill
 from services.local.servers import NATS, running
@@ -43,17 +43,17 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 async def served(bus: Bus, namespace: str, handler: Handler, **others: Handler) -> AsyncIterator[str]:
     """`handler` answers `close`; yields the subject."""
     subject = f"{namespace}.bootstrap.one"
-    endpoints = [Endpoint("close", CloseRoom, handler), *(Endpoint(n, CloseRoom, h) for n, h in others.items())]
+    endpoints = [Endpoint("close", KvComing, handler), *(Endpoint(n, KvComing, h) for n, h in others.items())]
     async with serve_calls(bus, "bootstrap", subject, endpoints, {"instance_id": "one"}):
         yield subject
 
 
-async def ok(request: CloseRoom) -> RoomOk:
+async def ok(request: KvComing) -> RoomOk:
     return RoomOk(room=request.room)
 
 
 async def ask(bus: Bus, subject: str, room: str = "r", timeout_s: float = 5.0) -> RoomOk:
-    return await bus.call(f"{subject}.close", CloseRoom(room=room), RoomOk, timeout_s=timeout_s)
+    return await bus.call(f"{subject}.close", KvComing(room=room), RoomOk, timeout_s=timeout_s)
 
 
 async def test_a_call_is_answered(bus: Bus, namespace: str) -> None:
@@ -63,7 +63,7 @@ async def test_a_call_is_answered(bus: Bus, namespace: str) -> None:
 
 
 async def test_a_refusal_arrives_as_the_error_it_was(bus: Bus, namespace: str) -> None:
-    async def full(_: CloseRoom) -> RoomOk:
+    async def full(_: KvComing) -> RoomOk:
         raise QueueFull("no room", retry_after_s=0.5, rooms=7)
 
     async with served(bus, namespace, full) as subject:
@@ -82,7 +82,7 @@ async def test_nobody_there_is_known_at_once(bus: Bus, namespace: str) -> None:
 async def test_a_call_gives_up_at_its_deadline(bus: Bus, namespace: str) -> None:
     release = asyncio.Event()
 
-    async def slow(request: CloseRoom) -> RoomOk:
+    async def slow(request: KvComing) -> RoomOk:
         await release.wait()
         return RoomOk(room=request.room)
 
@@ -95,7 +95,7 @@ async def test_a_call_gives_up_at_its_deadline(bus: Bus, namespace: str) -> None
 async def test_a_slow_handler_holds_up_nobody(bus: Bus, namespace: str) -> None:
     release = asyncio.Event()
 
-    async def slow(request: CloseRoom) -> RoomOk:
+    async def slow(request: KvComing) -> RoomOk:
         if request.room == "slow":
             await release.wait()
         return RoomOk(room=request.room)
@@ -139,13 +139,13 @@ async def test_a_malformed_request_is_answered_and_the_service_lives(bus: Bus, n
         for garbage in (b"", b"\xc1", b"\x80" * 100):
             answer = await bus.client.request(f"{subject}.close", garbage, timeout=5)
             assert b"MalformedMessage" in answer.data
-        with pytest.raises(MalformedMessage, match="where room-close"):
+        with pytest.raises(MalformedMessage, match="where kv-coming"):
             await bus.call(f"{subject}.close", RoomOk(room="r"), RoomOk, timeout_s=5)
         assert (await ask(bus, subject)).room == "r"
 
 
 async def test_an_answer_of_another_conversation_is_malformed(bus: Bus, namespace: str) -> None:
-    async def wrong(_: CloseRoom) -> StreamsCancelled:
+    async def wrong(_: KvComing) -> StreamsCancelled:
         return StreamsCancelled(count=1)
 
     async with served(bus, namespace, wrong) as subject:
@@ -154,7 +154,7 @@ async def test_an_answer_of_another_conversation_is_malformed(bus: Bus, namespac
 
 
 async def test_a_bug_in_a_handler_costs_one_call(bus: Bus, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def broken(request: CloseRoom) -> RoomOk:
+    async def broken(request: KvComing) -> RoomOk:
         if request.room == "bad":
             raise ZeroDivisionError("secret")
         return RoomOk(room=request.room)
@@ -170,30 +170,30 @@ async def test_a_bug_in_a_handler_costs_one_call(bus: Bus, namespace: str, caplo
 async def test_an_answer_that_cannot_be_sent_costs_one_call(
     bus: Bus, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def too_much(_: CloseRoom) -> RoomOk:
+    async def too_much(_: KvComing) -> RoomOk:
         return RoomOk(room="x" * (bus.client.max_payload + 1))
 
     async with served(bus, namespace, too_much, other=ok) as subject:
         with pytest.raises(DeadlineExceeded):
             await ask(bus, subject, timeout_s=0.2)
-        await bus.call(f"{subject}.other", CloseRoom(room="r"), RoomOk, timeout_s=5)
+        await bus.call(f"{subject}.other", KvComing(room="r"), RoomOk, timeout_s=5)
     assert "answer lost" in caplog.messages
 
 
 async def test_a_message_published_to_an_endpoint_is_handled_and_answered_by_nobody(bus: Bus, namespace: str) -> None:
     handled = asyncio.Event()
 
-    async def note(request: CloseRoom) -> RoomOk:
+    async def note(request: KvComing) -> RoomOk:
         handled.set()
         return RoomOk(room=request.room)
 
     async with served(bus, namespace, note) as subject:
-        await bus.publish(f"{subject}.close", CloseRoom(room="r"))
+        await bus.publish(f"{subject}.close", KvComing(room="r"))
         await asyncio.wait_for(handled.wait(), 5)
 
 
 async def test_a_service_lists_itself_and_counts_its_calls(bus: Bus, namespace: str) -> None:
-    async def refuse(_: CloseRoom) -> RoomOk:
+    async def refuse(_: KvComing) -> RoomOk:
         raise QueueFull("full")
 
     async def asked(verb: str) -> dict[str, Any]:
@@ -212,7 +212,7 @@ async def test_a_service_lists_itself_and_counts_its_calls(bus: Bus, namespace: 
         for _ in range(3):
             await ask(bus, subject)
         with pytest.raises(QueueFull):
-            await bus.call(f"{subject}.refuse", CloseRoom(room="r"), RoomOk, timeout_s=5)
+            await bus.call(f"{subject}.refuse", KvComing(room="r"), RoomOk, timeout_s=5)
         ping, info, stats = await asked("PING"), await asked("INFO"), await asked("STATS")
     assert ping["name"] == info["name"] == stats["name"] == "kvmesh-bootstrap"
     assert info["metadata"]["instance_id"] == "one"
@@ -224,7 +224,7 @@ async def test_a_service_lists_itself_and_counts_its_calls(bus: Bus, namespace: 
 async def test_leaving_finishes_calls_in_flight_and_refuses_new_ones_at_once(nats_url: str, namespace: str) -> None:
     entered, release = asyncio.Event(), asyncio.Event()
 
-    async def slow(request: CloseRoom) -> RoomOk:
+    async def slow(request: KvComing) -> RoomOk:
         entered.set()
         await release.wait()
         return RoomOk(room=request.room)
@@ -251,7 +251,7 @@ async def test_leaving_finishes_calls_in_flight_and_refuses_new_ones_at_once(nat
 async def test_the_trace_goes_on_behind_a_call(bus: Bus, namespace: str) -> None:
     inside: list[trace.SpanContext] = []
 
-    async def look(request: CloseRoom) -> RoomOk:
+    async def look(request: KvComing) -> RoomOk:
         inside.append(trace.get_current_span().get_span_context())
         return RoomOk(room=request.room)
 

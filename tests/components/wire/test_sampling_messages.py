@@ -58,6 +58,8 @@ def prefill(sampling: Sampling) -> PrefillRequest:
         epoch="e",
         decode_id="d",
         decode_epoch="f",
+        room="a",
+        stamp=1,
         token_ids=b"\1\0\0\0",
         deadline_unix_ms=5,
         sampling=sampling,

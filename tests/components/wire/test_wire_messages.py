@@ -2,7 +2,7 @@ import contextlib
 import importlib
 import pickle
 import pkgutil
-from dataclasses import fields
+from dataclasses import asdict, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,7 +20,7 @@ from components.wire.embedding_model import EmbeddingModel
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, load_record
 from components.wire.plan import RolePlan
-from components.wire.rooms import OfferPages, RoomOk
+from components.wire.rooms import PagesOffered, RoomOk
 from components.wire.routes import Candidate
 from components.wire.sampling import Constraint, Sampling
 
@@ -155,9 +155,20 @@ def test_an_unknown_field_is_ignored_so_that_a_newer_peer_may_add_one() -> None:
 
 @pytest.mark.parametrize("pages", ["1", [1.0], ["1"], [True], None, {"a": 1}])
 def test_a_field_of_the_wrong_type_is_named(pages: object) -> None:
-    body = {"room": "r", "decode_id": "d", "decode_epoch": "e", "pages": pages, "num_cached_pages": 0, "aux_slot": 0}
-    with pytest.raises(MalformedMessage, match=r"'room-offer\.v1': field 'pages"):
-        unpack(msgpack.packb(["room-offer.v1", body]), OfferPages)
+    offer = PagesOffered(
+        request_id="r",
+        room="r",
+        bootstrap_id="b",
+        decode_id="d",
+        decode_epoch="e",
+        pages=[1],
+        num_cached_pages=0,
+        aux_slot=0,
+        deadline_unix_ms=1,
+    )
+    body = {**asdict(offer), "pages": pages}
+    with pytest.raises(MalformedMessage, match=r"'room-pages\.v2': field 'pages"):
+        unpack(msgpack.packb(["room-pages.v2", body]), PagesOffered)
 
 
 def test_a_missing_field_is_named() -> None:

@@ -1,19 +1,20 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from components.aio import background
 from components.discovery.registry import Registration
-from components.errors import DeadlineExceeded, PrefillLost, TransferFailed
+from components.errors import BackendUnavailable, IncompatibleLayout
+from components.kv_transfer.layout import KvLayout
 from components.messaging.deadline import now_ms
-from components.messaging.service import Endpoint
-from components.wire.rooms import CloseRoom, OfferPages, OpenRoom, PagesOffered, RoomFailed, RoomOk
+from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
 from services.bootstrap.handlers import BootstrapService
 from tests.components.discovery.records import record
+from tests.components.kv_transfer.fake_transfer import LAYOUT, endpoint
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeRegistry, turns
 
@@ -34,26 +35,22 @@ class Replica:
         )
         self.service = service
 
-    async def open(self, life_ms: int = 60_000) -> str:
-        opened = await self.service.open(
+    async def open(self, room: str = "one", life_ms: int = 60_000, layout: KvLayout | None = None) -> RoomOk:
+        return await self.service.open(
             OpenRoom(
+                room=room,
                 request_id="r",
                 prefill_id="p",
                 prefill_epoch="1",
                 decode_id="d",
                 decode_epoch="1",
+                pages=[1],
+                num_cached_pages=0,
+                aux_slot=0,
                 deadline_unix_ms=now_ms() + life_ms,
+                layout=layout,
             )
         )
-        return opened.room
-
-    async def offer(self, room: str) -> RoomOk:
-        return await self.service.offer(
-            OfferPages(room=room, decode_id="d", decode_epoch="1", pages=[1], num_cached_pages=0, aux_slot=0)
-        )
-
-    def prefill(self, handler: Any) -> None:
-        self.bus.serve("ns.prefill.p", [Endpoint("pages", PagesOffered, handler)])
 
     @property
     def open_rooms(self) -> float | None:
@@ -72,50 +69,39 @@ async def replica() -> AsyncIterator[Replica]:
         yield made
 
 
-async def taken(offer: PagesOffered) -> RoomOk:
-    return RoomOk(room=offer.room)
-
-
-async def test_an_offer_is_answered_when_prefill_has_it(replica: Replica) -> None:
-    replica.prefill(taken)
-    room = await replica.open()
-    assert replica.open_rooms == 1
-    assert await replica.offer(room) == RoomOk(room=room)
-    await replica.service.close(CloseRoom(room=room))
+async def test_pages_are_handed_on_and_a_room_lasts_until_it_is_closed(replica: Replica) -> None:
+    assert await replica.open("one") == RoomOk(room="one")
+    await replica.open("two")
+    [(subject, offered), _] = [each for each in replica.bus.sent if isinstance(each[1], PagesOffered)]
+    assert (subject, offered.room, offered.bootstrap_id) == ("ns.prefill.p.pages", "one", "boot")
+    assert replica.open_rooms == 2
+    assert await replica.service.close(CloseRooms(rooms=["one", "two", "three"])) == RoomsClosed(count=2)
     assert replica.open_rooms == 0
     assert not replica.failures()
 
 
-async def test_an_offer_that_prefill_cannot_take_fails_the_room_and_says_so_to_decode(replica: Replica) -> None:
-    with pytest.raises(PrefillLost, match="did not take the pages: nobody listens"):
-        await replica.offer(await replica.open())
-    assert replica.failures() == [("ns.decode.d.room_failed", "PrefillLost")]
+async def test_pages_that_do_not_fit_prefills_as_etcd_has_them_are_refused(replica: Replica) -> None:
+    replica.registry.book.put("p", record("p", "1", role="prefill", kv=endpoint("prefill-p")))
+    with pytest.raises(IncompatibleLayout, match="page_size: 4 here, 6 there"):
+        await replica.open(layout=replace(LAYOUT, page_size=6))
+    assert replica.open_rooms == 0
+    assert not replica.bus.sent
+    await replica.open(layout=LAYOUT)
+    assert replica.open_rooms == 1
+
+
+async def test_pages_that_cannot_be_handed_on_open_no_room(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(*_: object) -> None:
+        raise BackendUnavailable("NATS is away")
+
+    monkeypatch.setattr(replica.bus, "publish", away)
+    with pytest.raises(BackendUnavailable):
+        await replica.open()
     assert replica.open_rooms == 0
 
 
-async def test_an_offer_that_prefill_refuses_fails_the_room(replica: Replica) -> None:
-    async def over(_: PagesOffered) -> RoomOk:
-        raise TransferFailed("over here")
-
-    replica.prefill(over)
-    with pytest.raises(PrefillLost, match="over here"):
-        await replica.offer(await replica.open())
-    assert replica.open_rooms == 0
-
-
-async def test_a_prefill_that_does_not_answer_leaves_the_room_to_its_deadline(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.bootstrap.handlers.DELIVER_TIMEOUT_S", 0.01)
-
-    async def silent(_: PagesOffered) -> RoomOk:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    replica.prefill(silent)
-    room = await replica.open(life_ms=300)
-    with pytest.raises(DeadlineExceeded):
-        await replica.offer(room)
+async def test_a_transfer_that_nobody_ends_fails_at_its_deadline(replica: Replica) -> None:
+    await replica.open(life_ms=30)
     async with asyncio.timeout(5):
         while replica.open_rooms:
             await asyncio.sleep(0.005)
@@ -130,7 +116,7 @@ async def test_a_side_that_leaves_etcd_or_comes_back_anew_is_told_to_the_other(r
     replica.registry.book.put("p", record("p", "2", role="prefill"))
     await turns()
     assert replica.failures() == [("ns.decode.d.room_failed", "PrefillLost")]
-    await replica.open()
+    await replica.open("two")
     replica.registry.book.remove("d")
     await turns()
     assert replica.failures()[1:] == [("ns.prefill.p.room_failed", "PeerLost")]

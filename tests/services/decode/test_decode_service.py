@@ -30,7 +30,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
 from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import KvComing, OfferPages, RoomFailed, RoomOk
+from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from engine.ports import Failed, FinishReason, Phase, Reserved, StepStats, TokenOutput
@@ -45,7 +45,7 @@ from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turn
 
 pytestmark = pytest.mark.anyio
 
-ROOM, STAMP, FRONT, ID = "boot/1", 77, "ns.frontend.f.tokens", "r.1"
+ROOM, STAMP, FRONT, ID = "4c", 77, "ns.frontend.f.tokens", "r.1"  # by what is drawn for them below
 PAGES = [3, 4, 5]
 
 
@@ -54,7 +54,7 @@ class Prefill:
 
     def __init__(self) -> None:
         self.asked: list[PrefillRequest] = []
-        self.offered: list[OfferPages] = []
+        self.offered: list[OpenRoom] = []
         self.called_off: list[Quiesce] = []
         self.refusal: MeshError | None = None
         self.offer_refusal: MeshError | None = None
@@ -68,7 +68,7 @@ class Prefill:
         await self.answers.wait()
         if self.refusal is not None:
             raise self.refusal
-        return PrefillAccepted(room=ROOM, stamp=STAMP)
+        return PrefillAccepted(request_id=request.request_id)
 
     async def quiesce(self, request: Quiesce) -> Quiet:
         self.called_off.append(request)
@@ -77,7 +77,7 @@ class Prefill:
             raise self.quiet_failures.pop(0)
         return Quiet(request_id=request.request_id)
 
-    async def offer(self, request: OfferPages) -> RoomOk:
+    async def open(self, request: OpenRoom) -> RoomOk:
         self.offered.append(request)
         await self.takes.wait()
         if self.offer_refusal is not None:
@@ -96,7 +96,7 @@ class Decode:
                 Endpoint("quiesce", Quiesce, self.prefill.quiesce),
             ],
         )
-        self.bus.serve("ns.bootstrap.boot", [Endpoint("offer", OfferPages, self.prefill.offer)])
+        self.bus.serve("ns.bootstrap.boot", [Endpoint("open", OpenRoom, self.prefill.open)])
         self.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=endpoint("prefill-p")))
         self.registry.book.put("boot", record("boot", "1", role="bootstrap"))
         self.prefills = Liveness(self.registry.book, "prefill")
@@ -204,7 +204,8 @@ class Decode:
 
 
 @pytest.fixture
-async def decode() -> AsyncIterator[Decode]:
+async def decode(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Decode]:
+    monkeypatch.setattr("services.decode.remote_prefill.randbits", lambda _: 76)
     bus = FakeBus()
     async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
         yield Decode(outbox, bus)
@@ -216,7 +217,10 @@ async def test_kv_is_fetched_the_first_token_comes_from_prefill_and_nothing_is_k
     assert not decode.prefill.offered
     await decode.reserve()
     [offer] = decode.prefill.offered
-    assert (offer.room, offer.decode_id, offer.decode_epoch) == (ROOM, "d", "mine")
+    assert (offer.room, offer.request_id, offer.decode_id, offer.decode_epoch) == (ROOM, ID, "d", "mine")
+    assert (offer.prefill_id, offer.prefill_epoch) == ("p", "1")
+    [asked] = decode.prefill.asked
+    assert (asked.room, asked.stamp) == (ROOM, STAMP)
     assert (offer.pages, offer.num_cached_pages) == (PAGES, 1)
     await decode.land()
     assert decode.tokens() == [42]
@@ -496,6 +500,23 @@ async def test_a_refused_offer_pins_the_pages_until_prefill_is_quiet(decode: Dec
     decode.assert_nothing_is_kept()
 
 
+async def test_a_replica_that_is_gone_is_passed_over_and_without_any_the_prompt_is_computed_here(
+    decode: Decode,
+) -> None:
+    for name in ("aaa", "zzz"):
+        decode.registry.book.put(name, record(name, "1", role="bootstrap"))
+    for stream_id in range(1, 4):
+        await decode.ask(stream_id)
+        decode.engine.step(reserved=[Reserved(f"r.{stream_id}", PAGES, 1)])
+        await turns()
+    assert [offer.request_id for offer in decode.prefill.offered] == ["r.1", "r.2", "r.3"]
+    del decode.bus.handlers["ns.bootstrap.boot.open"]
+    await decode.ask(4)
+    decode.engine.step(reserved=[Reserved("r.4", PAGES, 1)])
+    await turns()
+    assert decode.engine.did("recompute") == ["r.4"]
+
+
 @pytest.mark.parametrize(("stamp", "num_pages"), [(STAMP + 1, 3), (STAMP, 2)])
 async def test_kv_under_another_stamp_is_not_believed(decode: Decode, stamp: int, num_pages: int) -> None:
     decode.prefill.quiets.clear()
@@ -639,12 +660,12 @@ async def test_without_prefill_a_prompt_is_computed_here_where_failures_are_aske
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
 
 
-@pytest.mark.parametrize("missing", ["room", "pages"])
-async def test_without_room_or_pages_in_time_the_prompt_is_computed_here_and_prefill_called_off(
+@pytest.mark.parametrize("missing", ["answer", "pages"])
+async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_and_prefill_called_off(
     decode: Decode, missing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     decode.remote._bootstrap_timeout_s = 0.05
-    if missing == "room":
+    if missing == "answer":
         decode.prefill.answers.clear()
     await decode.ask()
     async with asyncio.timeout(5):
@@ -657,7 +678,7 @@ async def test_without_room_or_pages_in_time_the_prompt_is_computed_here_and_pre
     assert [q.request_id for q in decode.prefill.called_off] == [ID]
     assert decode.engine.did("release") == [ID]
     causes = [vars(r)["cause"] for r in caplog.records if r.message == "computing the prompt here"]
-    assert causes == ["no room with pages for prefill p in 0.05 s"]
+    assert causes == ["no beginning of a transfer from prefill p in 0.05 s"]
     await decode.finish()
     decode.assert_nothing_is_kept()
 
@@ -670,7 +691,6 @@ async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_
     assert not decode.engine.did("recompute")
     await decode.reserve()
     [offer] = decode.prefill.offered
-    assert offer.deadline_unix_ms is not None
     assert 0 < offer.deadline_unix_ms - now_ms() <= 100
     async with asyncio.timeout(5):
         while not decode.engine.did("recompute"):
@@ -718,7 +738,7 @@ async def test_where_pages_are_verified_prefill_is_asked_for_checksums_and_must_
 async def test_another_rooms_failure_says_nothing(decode: Decode) -> None:
     await decode.ask()
     await decode.reserve()
-    await decode.service.room_failed(RoomFailed(request_id=ID, room="boot/2", error="PrefillLost", cause="gone"))
+    await decode.service.room_failed(RoomFailed(request_id=ID, room="another", error="PrefillLost", cause="gone"))
     await decode.service.room_failed(RoomFailed(request_id="x", room=ROOM, error="PrefillLost", cause="gone"))
     await decode.land()
     assert decode.tokens() == [42]

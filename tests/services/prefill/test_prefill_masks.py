@@ -25,27 +25,42 @@ class Masks:
         return await asyncio.shield(self.ready)
 
 
-async def test_others_are_computed_while_a_mask_is_compiled(prefill: Prefill) -> None:
+async def test_others_are_computed_while_a_mask_is_compiled_and_decode_is_answered_before(prefill: Prefill) -> None:
     masks: Any = Masks()
     prefill.service._masks = masks
-    waiting = asyncio.create_task(prefill.ask(sampling=CONSTRAINED))
-    await turns()
+    await prefill.ask(sampling=CONSTRAINED)
     await prefill.ask("other")
+    await turns()
     assert prefill.engine.engine.submitted.keys() == {"other"}
     masks.ready.set_result("the mask")
-    await waiting
     await turns()
     assert prefill.engine.engine.submitted["r"].mask == "the mask"
 
 
-@pytest.mark.parametrize("masks", [None, "refuse"])
-async def test_a_prompt_without_its_mask_leaves_nothing_behind(prefill: Prefill, masks: str | None) -> None:
-    if masks is not None:
-        made: Any = Masks()
-        prefill.service._masks = made
-        made.ready.set_exception(Rejected("a constraint that cannot be kept"))
-    with pytest.raises(Rejected):
-        await prefill.ask(sampling=CONSTRAINED)
+async def test_a_prompt_that_is_called_off_while_its_mask_is_compiled_is_never_computed(prefill: Prefill) -> None:
+    masks: Any = Masks()
+    prefill.service._masks = masks
+    await prefill.ask(sampling=CONSTRAINED)
+    await turns()
+    await asyncio.wait_for(prefill.quiesce(), 1)
+    masks.ready.set_result("the mask")
     await turns()
     assert not prefill.engine.engine.submitted
+    prefill.assert_nothing_is_kept()
+
+
+async def test_a_prompt_whose_mask_cannot_be_made_leaves_nothing_behind_and_decode_hears(prefill: Prefill) -> None:
+    masks: Any = Masks()
+    prefill.service._masks = masks
+    masks.ready.set_exception(Rejected("a constraint that cannot be kept"))
+    await prefill.ask(sampling=CONSTRAINED)
+    await turns()
+    assert prefill.failures == ["Rejected"]
+    assert not prefill.engine.engine.submitted
+    prefill.assert_nothing_is_kept()
+
+
+async def test_an_instance_without_masks_refuses_such_a_prompt(prefill: Prefill) -> None:
+    with pytest.raises(Rejected):
+        await prefill.ask(sampling=CONSTRAINED)
     assert not prefill.service.num_jobs

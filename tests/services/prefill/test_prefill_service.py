@@ -10,7 +10,6 @@ from components.discovery.registry import Registration
 from components.errors import (
     DeadlineExceeded,
     IncompatibleLayout,
-    NoBootstrapInstance,
     Overloaded,
     PromptTooLong,
     Rejected,
@@ -20,11 +19,10 @@ from components.errors import (
 )
 from components.kv_transfer.aux import AuxBuffer
 from components.messaging.deadline import now_ms
-from components.messaging.service import Endpoint
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import CloseRoom, KvComing, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomOpened
+from components.wire.rooms import CloseRooms, KvComing, PagesOffered, RoomFailed, RoomOk
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from engine.ports import Computed, Failed, KvRegion, Phase
@@ -42,23 +40,7 @@ PAGES = [5, 6, 7]  # of the prompt below: 10 tokens, 4 a page
 OFFERED = [20, 10, 30]
 
 
-class Bootstrap:
-    """One replica; `gate`, when cleared, holds its answers."""
-
-    def __init__(self) -> None:
-        self.opened: list[OpenRoom] = []
-        self.closed: list[CloseRoom] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def open(self, request: OpenRoom) -> RoomOpened:
-        self.opened.append(request)
-        await self.gate.wait()
-        return RoomOpened(room=f"boot/{len(self.opened)}", stamp=7)
-
-    async def close(self, request: CloseRoom) -> RoomOk:
-        self.closed.append(request)
-        return RoomOk(room=request.room)
+ROOM = "room-1"
 
 
 class Prefill:
@@ -68,11 +50,6 @@ class Prefill:
         self.bus, self.engine, self.registry = FakeBus(), FakeEngineLoop(), FakeRegistry()
         self.decode = FakeTransfer()
         self.transfer = FakeTransfer(peer=self.decode)
-        self.bootstrap = Bootstrap()
-        self.bus.serve(
-            "ns.bootstrap.boot",
-            [Endpoint("open", OpenRoom, self.bootstrap.open), Endpoint("close", CloseRoom, self.bootstrap.close)],
-        )
         book = self.registry.book
         book.put("boot", record("boot", "1", role="bootstrap"))
         book.put("d", record("d", "1", kv=endpoint("decode-d")))
@@ -94,21 +71,25 @@ class Prefill:
             epoch="mine",
             decode_id="d",
             decode_epoch="1",
+            room=ROOM,
+            stamp=7,
             token_ids=pack_tokens(range(10)),
             deadline_unix_ms=now_ms() + life_ms,
             sampling=Sampling(max_tokens=5, temperature=0.0, seed=3),
         )
         return await self.service.prefill(replace(request, **changes))
 
-    async def offer(self, room: str = "boot/1", **changes: Any) -> RoomOk:
+    async def offer(self, room: str = ROOM, **changes: Any) -> RoomOk:
         offered = PagesOffered(
             request_id="r",
             room=room,
+            bootstrap_id="boot",
             decode_id="d",
             decode_epoch="1",
             pages=OFFERED,
             num_cached_pages=0,
             aux_slot=2,
+            deadline_unix_ms=now_ms() + 60_000,
         )
         return await self.service.pages(replace(offered, **changes))
 
@@ -134,9 +115,15 @@ class Prefill:
         assert self.transfer.in_flight == 0
 
     @property
-    def ends(self) -> list[str | None]:
-        """How the rooms were closed."""
-        return [c.error for c in self.bootstrap.closed]
+    def failures(self) -> list[str]:
+        """What decode was told."""
+        return [failed.error for failed in self.bus.of(RoomFailed)]
+
+    async def closed(self) -> list[str]:
+        """The rooms that bootstrap was told of, which may be a little later."""
+        self.service._close_rooms()
+        await turns()
+        return [room for closing in self.bus.of(CloseRooms) for room in closing.rooms]
 
 
 @pytest.fixture
@@ -149,9 +136,10 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 
 async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forgotten(prefill: Prefill) -> None:
-    landed = prefill.decode.expect("boot/1")
+    landed = prefill.decode.expect(ROOM)
     accepted = await prefill.ask(sampling=Sampling(max_tokens=5, stop_token_ids=pack_tokens([9])), cache_salt="s")
-    assert accepted == PrefillAccepted(room="boot/1", stamp=7, number=1)
+    assert accepted == PrefillAccepted(request_id="r", number=1)
+    await turns()
     submitted = prefill.engine.engine.submitted["r"]
     assert (submitted.phase, list(submitted.token_ids), submitted.cache_salt) == (Phase.PREFILL, list(range(10)), "s")
     assert submitted.sampling.stop_token_ids == (9,)
@@ -163,10 +151,26 @@ async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forg
     prefill.computed()
     await turns()
     assert prefill.transfer.writes[1:] == [([6, 7], [10, 30])]
-    assert prefill.bus.of(KvComing) == [KvComing(room="boot/1")]
+    assert prefill.bus.of(KvComing) == [KvComing(room=ROOM)]
     assert landed.done()
-    assert prefill.ends == [None]
+    assert prefill.decode.aux.read(2).stamp == 7
+    assert await prefill.closed() == [ROOM]
+    assert not prefill.failures
     prefill.assert_nothing_is_kept()
+
+
+async def test_rooms_that_are_over_are_closed_together(prefill: Prefill) -> None:
+    for number in range(3):
+        await prefill.ask(f"r{number}", room=f"room-{number}")
+        await prefill.offer(f"room-{number}", request_id=f"r{number}")
+    prefill.engine.step(computed=[Computed(f"r{number}", PAGES, 10, 0, 42) for number in range(3)])
+    async with asyncio.timeout(5):
+        while not prefill.bus.of(CloseRooms):
+            await asyncio.sleep(0.005)
+    assert prefill.bus.of(CloseRooms) == [CloseRooms(rooms=["room-0", "room-1", "room-2"])]
+    assert [subject for subject, message in prefill.bus.sent if isinstance(message, CloseRooms)] == [
+        "ns.bootstrap.boot.close"
+    ]
 
 
 async def test_a_prompt_goes_through_the_queues_one_after_the_other(prefill: Prefill) -> None:
@@ -206,26 +210,14 @@ async def test_computing_goes_on_while_decodes_pages_are_not_known(prefill: Pref
     assert prefill.queues() == {queue: 1}, "the same offer again changes nothing"
 
 
-async def test_the_engine_is_told_the_adapter_and_its_refusal_ends_the_room(prefill: Prefill) -> None:
+async def test_the_engine_is_told_the_adapter_and_decode_its_refusal(prefill: Prefill) -> None:
     await prefill.ask(adapter="legal")
+    await turns()
     assert prefill.engine.engine.submitted["r"].adapter == "legal"
     prefill.engine.engine.refusal = UnknownModel("there is no LoRA adapter 'medical'", param="model")
     await prefill.ask("other", adapter="medical")
     await turns()
-    assert prefill.ends == ["UnknownModel"]
-
-
-async def test_the_engine_computes_while_the_room_is_being_opened(prefill: Prefill) -> None:
-    prefill.bootstrap.gate.clear()
-    asking = asyncio.create_task(prefill.ask())
-    await turns()
-    assert prefill.engine.did("submit") == ["r"]
-    prefill.computed()
-    prefill.bootstrap.gate.set()
-    await asking
-    await prefill.offer()
-    await turns()
-    assert prefill.ends == [None]
+    assert prefill.failures == ["UnknownModel"]
 
 
 async def test_a_message_for_an_earlier_registration_is_stale(prefill: Prefill) -> None:
@@ -245,24 +237,23 @@ async def test_a_decode_whose_pages_or_weights_differ_is_refused_before_anything
     with pytest.raises(IncompatibleLayout, match=r"'legal' \(w1 here, w2 there\)"):
         await prefill.ask(adapter="legal", adapter_identity="w2")
     assert not prefill.engine.engine.did
-    assert not prefill.bootstrap.opened
     await prefill.ask(layout=LAYOUT, adapter="legal", adapter_identity="w1")
-    assert prefill.bootstrap.opened[0].layout == LAYOUT
+    await turns()
+    assert prefill.engine.did("submit") == ["r"]
 
 
 async def test_a_room_whose_pages_do_not_come_is_given_up_and_decode_hears(prefill: Prefill) -> None:
     prefill.service._bootstrap_timeout_s = 0.05
     await prefill.ask()
-    [opened] = prefill.bootstrap.opened
-    assert opened.offer_deadline_unix_ms is not None
-    assert opened.offer_deadline_unix_ms < opened.deadline_unix_ms
     prefill.computed()
     async with asyncio.timeout(5):
-        while not prefill.ends:
+        while not prefill.failures:
             await asyncio.sleep(0.005)
     await turns()
-    assert prefill.ends == ["DeadlineExceeded"]
-    assert prefill.bootstrap.closed[0].cause == "decode did not offer its pages in 0.05 s"
+    [(subject, failed)] = [each for each in prefill.bus.sent if isinstance(each[1], RoomFailed)]
+    assert (subject, failed.request_id, failed.room) == ("ns.decode.d.room_failed", "r", ROOM)
+    assert (failed.error, failed.cause) == ("DeadlineExceeded", "decode did not offer its pages in 0.05 s")
+    assert await prefill.closed() == [], "nobody had opened it"
     prefill.assert_nothing_is_kept()
 
 
@@ -275,7 +266,7 @@ async def test_pages_are_sent_with_checksums_where_decode_asks_for_them(prefill:
     prefill.registry.book.put("d", record("d", "1", kv=kv))
     await prefill.ask(verify_kv=True)
     await prefill.offer(num_cached_pages=1)
-    landed = prefill.decode.expect("boot/1")
+    landed = prefill.decode.expect(ROOM)
     prefill.computed()
     await asyncio.wait_for(landed, 5)
     sent = tuple(crc32(pages.memory[page].tobytes()) for page in PAGES[1:])
@@ -303,36 +294,14 @@ async def test_a_request_id_in_use_is_refused_and_does_not_touch_its_owner(prefi
     await prefill.offer()
     prefill.computed()
     await turns()
-    assert prefill.ends == [None]
-
-
-async def test_without_bootstrap_nothing_is_kept(prefill: Prefill) -> None:
-    prefill.registry.book.remove("boot")
-    with pytest.raises(NoBootstrapInstance, match="no bootstrap instance is registered"):
-        await prefill.ask()
-    await turns()
-    prefill.assert_nothing_is_kept()
-
-
-async def test_a_dead_replica_is_passed_over(prefill: Prefill) -> None:
-    for name in ("aaa", "zzz"):
-        prefill.registry.book.put(name, record(name, "1", role="bootstrap"))
-    for number in range(4):
-        assert (await prefill.ask(f"r{number}")).room.startswith("boot/")
-
-
-async def test_when_no_replica_answers_nothing_is_kept(prefill: Prefill) -> None:
-    prefill.bus.handlers.clear()
-    with pytest.raises(NoBootstrapInstance, match="nobody listens"):
-        await prefill.ask()
-    await turns()
-    prefill.assert_nothing_is_kept()
+    assert prefill.transfer.writes
+    assert not prefill.failures
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"room": "boot/other"},
+        {"room": "another"},
         {"request_id": "unknown"},
         {"decode_epoch": "2"},
         {"decode_id": "boot"},
@@ -346,7 +315,7 @@ async def test_when_no_replica_answers_nothing_is_kept(prefill: Prefill) -> None
         {"aux_slot": -1},
     ],
 )
-async def test_an_offer_that_does_not_fit_is_refused_and_nothing_is_written(
+async def test_an_offer_that_does_not_fit_is_refused_nothing_is_written_and_decode_hears(
     prefill: Prefill, changes: dict[str, Any]
 ) -> None:
     await prefill.ask()
@@ -355,9 +324,12 @@ async def test_an_offer_that_does_not_fit_is_refused_and_nothing_is_written(
         await prefill.offer(**changes)
     await turns()
     assert not prefill.transfer.writes
+    assert [failed.room for failed in prefill.bus.of(RoomFailed)] == [changes.get("room", ROOM)]
+    assert await prefill.closed() == [changes.get("room", ROOM)]
     await prefill.offer()
     await turns()
-    assert prefill.ends == [None]
+    assert prefill.transfer.writes
+    prefill.assert_nothing_is_kept()
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(2, 5), (8, 2), (16, 1)])
@@ -374,20 +346,17 @@ async def test_an_offer_counts_decodes_pages_which_may_be_of_another_size(
             await prefill.offer(**wrong)
     await prefill.offer(pages=pages)
     await turns()
-    assert prefill.ends == [None]
     [pieces] = prefill.transfer.pieces
     assert int(pieces.length.sum()) == 10 * LAYOUT.num_stripes * LAYOUT.row_bytes
     assert prefill.decode.aux.read(2).num_pages == num_pages
 
 
 @pytest.mark.parametrize("error", [PromptTooLong("too long"), ZeroDivisionError("bug")])
-async def test_what_the_engine_refuses_ends_the_room_so_that_decode_hears_of_it(
-    prefill: Prefill, error: Exception
-) -> None:
+async def test_what_the_engine_refuses_is_told_to_decode(prefill: Prefill, error: Exception) -> None:
     prefill.engine.engine.refusal = error
     await prefill.ask()
     await turns()
-    assert prefill.ends == ["PromptTooLong" if isinstance(error, PromptTooLong) else "TransferFailed"]
+    assert prefill.failures == ["PromptTooLong" if isinstance(error, PromptTooLong) else "TransferFailed"]
     prefill.assert_nothing_is_kept()
 
 
@@ -395,7 +364,7 @@ async def test_a_request_that_fails_in_the_engine_ends_its_room(prefill: Prefill
     await prefill.ask()
     prefill.engine.step(failed=[Failed("r", TransferFailed("no memory"))])
     await turns()
-    assert prefill.ends == ["TransferFailed"]
+    assert prefill.failures == ["TransferFailed"]
     prefill.assert_nothing_is_kept()
 
 
@@ -417,25 +386,20 @@ async def test_quiet_is_told_when_the_write_in_flight_has_ended_and_not_before(p
     prefill.transfer.gate.set()
     await asyncio.gather(*quiet)
     await turns()
-    assert prefill.ends == ["Cancelled"]
+    assert prefill.failures == ["Cancelled"]
     assert len(prefill.transfer.writes) == 1
     prefill.assert_nothing_is_kept()
 
 
-async def test_quiet_told_while_the_room_is_being_opened_keeps_the_request_from_writing(prefill: Prefill) -> None:
-    """It was answered, and then the transfer began: nothing stopped it until its deadline."""
-    prefill.bootstrap.gate.clear()
-    asking = asyncio.create_task(prefill.ask())
-    await turns()
+async def test_quiet_told_before_the_offer_keeps_the_request_from_writing(prefill: Prefill) -> None:
+    await prefill.ask()
     await asyncio.wait_for(prefill.quiesce(), 1)
-    prefill.bootstrap.gate.set()
-    await asking
     prefill.computed()
     await turns()
     with pytest.raises(TransferFailed, match="is over"):
         await prefill.offer()
     assert not prefill.transfer.writes
-    assert prefill.ends == ["Cancelled"]
+    assert prefill.failures == ["Cancelled", "TransferFailed"]
     prefill.assert_nothing_is_kept()
 
 
@@ -445,7 +409,7 @@ async def test_a_deadline_ends_a_transfer_whose_pages_never_come(prefill: Prefil
         while prefill.service.num_jobs:
             await asyncio.sleep(0.005)
     await turns()
-    assert prefill.ends == ["DeadlineExceeded"]
+    assert prefill.failures == ["DeadlineExceeded"]
     prefill.assert_nothing_is_kept()
 
 
@@ -465,13 +429,13 @@ async def test_a_deadline_during_a_write_waits_for_the_write(prefill: Prefill) -
 
 async def test_a_failed_room_stops_its_transfer_and_no_other(prefill: Prefill) -> None:
     await prefill.ask()
-    failed = RoomFailed(request_id="r", room="boot/9", error="PeerLost", cause="x")
+    failed = RoomFailed(request_id="r", room="another", error="PeerLost", cause="x")
     await prefill.service.room_failed(failed)
     await turns()
     assert prefill.service.num_jobs == 1
-    await prefill.service.room_failed(replace(failed, room="boot/1"))
+    await prefill.service.room_failed(replace(failed, room=ROOM))
     await turns()
-    assert prefill.ends == ["PeerLost"]
+    assert prefill.failures == ["PeerLost"]
     prefill.assert_nothing_is_kept()
 
 
@@ -481,17 +445,17 @@ async def test_a_decode_that_is_gone_ends_its_transfers_and_is_forgotten(prefill
     await prefill.ask("s", decode_id="other")
     prefill.registry.book.remove("d")
     await turns()
-    assert prefill.ends == ["PeerLost"]
+    assert not prefill.failures, "nobody is there to be told"
     assert prefill.transfer.forgotten == ["decode-d"]
     assert prefill.service.num_jobs == 1
-    assert not prefill.service._forgetting
+    assert not prefill.service._kept
 
 
 async def test_a_decode_that_registers_anew_keeps_its_connection_and_loses_its_transfers(prefill: Prefill) -> None:
     await prefill.ask()
     prefill.registry.book.put("d", record("d", "2", kv=endpoint("decode-d")))
     await turns()
-    assert prefill.ends == ["PeerLost"]
+    assert prefill.failures == ["PeerLost"]
     assert not prefill.transfer.forgotten
 
 
@@ -509,7 +473,7 @@ async def test_a_lost_lease_is_answered_for_only_when_no_write_is_in_flight(pref
         await prefill.ask("s")
     prefill.transfer.gate.set()
     await losing
-    assert prefill.ends == ["PeerLost"]
+    assert prefill.failures == ["PeerLost"]
     await turns()
     prefill.assert_nothing_is_kept()
 
@@ -522,7 +486,7 @@ async def test_a_bug_in_one_transfer_ends_that_transfer_and_tells_decode(
     await prefill.offer()
     prefill.computed()
     await turns()
-    assert prefill.ends == ["InvariantBroken"]
+    assert prefill.failures == ["InvariantBroken"]
     prefill.assert_nothing_is_kept()
     assert "ZeroDivisionError: bug" in caplog.text
 
@@ -532,35 +496,30 @@ async def test_giving_up_ends_every_transfer(prefill: Prefill) -> None:
         await prefill.ask(f"r{number}")
     prefill.service.stop_all("leaving")
     await asyncio.wait_for(prefill.service.drained(), 1)
-    assert prefill.ends == ["PeerLost"] * 3
+    assert prefill.failures == ["PeerLost"] * 3
     await turns()
     assert sorted(prefill.engine.did("release")) == ["r0", "r1", "r2"]
 
 
-async def test_a_leaving_instance_waits_for_a_room_that_is_being_opened(prefill: Prefill) -> None:
+async def test_a_leaving_instance_waits_for_pages_that_are_to_come_and_closes_their_rooms(prefill: Prefill) -> None:
     """It left etcd, decode took its pages back, and the job began to write into them."""
-    prefill.bootstrap.gate.clear()
-    asking = asyncio.create_task(prefill.ask())
-    await turns()
+    await prefill.ask()
     prefill.service.draining = True
     draining = asyncio.create_task(prefill.service.drained())
-    await turns()
-    assert not draining.done()
-    prefill.bootstrap.gate.set()
-    await asking
     await turns()
     assert not draining.done()
     await prefill.offer()
     prefill.computed()
     await asyncio.wait_for(draining, 1)
-    assert prefill.ends == [None]
+    assert prefill.transfer.writes
+    assert prefill.bus.of(CloseRooms) == [CloseRooms(rooms=[ROOM])]
 
 
 async def test_the_first_tokens_logprobs_go_beside_the_pages(prefill: Prefill) -> None:
     told = TokenLogprobs(-0.5, ((42, -0.5), (7, -1.25)))
     await prefill.ask(sampling=Sampling(max_tokens=5, logprobs=2, n=3))
     await prefill.offer()
-    landed = prefill.decode.expect("boot/1")
+    landed = prefill.decode.expect(ROOM)
     prefill.engine.step(computed=[Computed("r", PAGES, 10, 0, 42, logprobs=told)])
     await asyncio.wait_for(landed, 5)
     assert prefill.decode.aux.read(2).logprobs == told
