@@ -221,16 +221,22 @@ class PrefillService:
         number = self._accepted
         self._none.clear()
         try:
-            if request.sampling.constraint is not None:
-                prompt = replace(prompt, mask=await self._mask_of(request, prompt.token_ids))
-            submitted = self._engine.post(lambda engine: engine.submit(prompt))
-            submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
+            if request.sampling.constraint is None:
+                job.submitting = self._engine.post(lambda engine: engine.submit(prompt))
+            else:  # decode has its answer meanwhile: compiling may take longer than it waits for that
+                job.submitting = asyncio.create_task(self._submit_masked(job, prompt))
+            job.submitting.add_done_callback(lambda done: _pass_on_failure(done, job))
             bootstrap, job.room = await self._open_room(request)
         except BaseException:
             self._forget(job)
             raise
         job.task = asyncio.create_task(self._run(job, bootstrap), name=f"prefill {request.request_id}")
         return PrefillAccepted(room=job.room.room, stamp=job.room.stamp, number=number)
+
+    async def _submit_masked(self, job: PrefillJob, prompt: EngineRequest) -> None:
+        """Not at all, when the job is called off while its mask is compiled. Raises: MeshError."""
+        mask = await job.failure.unless(self._mask_of(job.request, prompt.token_ids))
+        await self._engine.post(lambda engine: engine.submit(replace(prompt, mask=mask)))
 
     async def _mask_of(self, request: PrefillRequest, token_ids: Sequence[int]) -> TokenMask | None:
         """What the first token may be. Raises: Rejected."""
@@ -306,6 +312,8 @@ class PrefillService:
         """Nothing of this job is in flight: its pages go back, what was computed stays in the prefix cache."""
         request_id = job.request.request_id
         job.over()
+        if job.submitting is not None:
+            job.submitting.cancel()
         self._jobs.pop(request_id, None)
         if not self._jobs:
             self._none.set()

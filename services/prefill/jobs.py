@@ -56,6 +56,7 @@ class PrefillJob:
     span: Span  # prefill.request: from acceptance to the last byte
     submitted_ns: int
     step_s: Callable[[], float]  # duration of the engine's last step
+    submitting: asyncio.Future[None] | None = None  # to the engine, which may wait for a mask
     room: RoomOpened | None = None  # the prompt is computing already while the room is being opened
     task: asyncio.Task[None] | None = None
     failure: Failure = field(default_factory=Failure)
