@@ -72,6 +72,10 @@ class QueueFull(Overloaded):
     """A bounded queue is full, or somebody has waited in it for too long."""
 
 
+class TooManyChecks(QueueFull):
+    """Of one caller, or of all, too many constraints are waiting to be checked."""
+
+
 class KeyLimited(Overloaded):
     """The API key has used what it may for now; `kind` is what of: requests or tokens."""
 

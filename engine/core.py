@@ -158,11 +158,14 @@ class EngineCore:
 
         Nothing, when the request is no longer reserved: it was cancelled, and its pages still wait for `release`. Nor
         when branch 0 alone was.
+
+        Raises: Rejected, when there is no such token, or the request's mask refuses it; the request is reserved still.
         """
         request = self._requests.reserved(request_id)
         if request is None:
             return []
         check_token_ids([first_token], self._limits.vocab_size, "first_token")
+        _check_allowed(request, first_token)
         request.phase = Phase.FULL
         request.num_computed = request.prompt_len
         self._memory.publish(request)
@@ -391,3 +394,13 @@ class EngineCore:
             prefix_hits=self._memory.prefix_hits,
             retractions=scheduler.retractions,
         )
+
+
+def _check_allowed(request: Request, first_token: int) -> None:
+    """Raises: Rejected, when it is none that the mask takes: whoever drew it went by another one, if by any."""
+    if request.mask is None or request.branch in request.unwanted:
+        return
+    tried = request.mask.fork()
+    tried.accept(first_token)
+    if (fault := tried.fault) is not None:
+        raise Rejected(f"first token {first_token} is none that the constraint allows: {fault}", param="first_token")

@@ -279,7 +279,10 @@ class Engine(Protocol):
         """Queue a request. Raises: PromptTooLong, if it could never fit; Rejected, naming the parameter and its bounds."""
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
-        """A reserved request's KV has landed: it joins the batch. Returns its first token, to be sent at once."""
+        """A reserved request's KV has landed: it joins the batch. Returns its first token, to be sent at once.
+
+        Raises: Rejected, when that token cannot be its first one: then it is reserved still, to be cancelled or recomputed.
+        """
 
     def recompute(self, request_id: str) -> None:
         """A DECODE request's KV will not come: compute the prompt here, in other pages than any exposed ones.

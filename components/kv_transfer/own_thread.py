@@ -31,25 +31,29 @@ class OwnThread:
         # No SimpleQueue: with a timeout, `get` of CPython's waits for ever if its thread loses the processor at a bad moment.
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=name)
+        self._stopped = False
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
     async def stop(self) -> None:
-        """End; what was handed over before is done first."""
+        """End; what was handed over before is done first, and nothing after it."""
+        self._stopped = True
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def post(self, work: Callable[[], object]) -> None:
-        """Do this on the thread; it must not raise."""
+        """Do this on the thread; it must not raise. Raises: TransferFailed, after `stop`."""
+        self._check_runs()
         self._work.put(work)
 
     def post_short(self, work: Callable[[], bool]) -> None:
         """Do this here and now, or on the thread if that is using the library; it must neither raise nor take long.
 
-        It returns whether there is something to poll for.
+        It returns whether there is something to poll for. Raises: TransferFailed, after `stop`.
         """
+        self._check_runs()
         if not self._using.acquire(blocking=False):
             self._work.put(work)
             return
@@ -65,6 +69,7 @@ class OwnThread:
 
     async def ask(self, work: Callable[[], T]) -> T:
         """The result of `work`. Raises: MeshError as it is, TransferFailed for anything else."""
+        self._check_runs()
         future: asyncio.Future[T] = self._loop.create_future()
         self._work.put(lambda: self._try(work, future))
         return await future
@@ -75,6 +80,11 @@ class OwnThread:
             _settle(future, result, error)
         else:
             self._loop.call_soon_threadsafe(_settle, future, result, error)
+
+    def _check_runs(self) -> None:
+        """Nobody would do the work or poll for its end, and the library may be gone."""
+        if self._stopped:
+            raise TransferFailed(f"{self._name}: this process is leaving")
 
     def _run(self) -> None:
         patience_s: float | None = None

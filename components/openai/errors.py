@@ -28,6 +28,7 @@ _BUSY: Final = "service_unavailable_error"
 _SERVER: Final = "server_error"
 _NO_INSTANCE: Final = "No instance can serve this model at the moment. Try again shortly."
 _TOO_MANY: Final = "Too many requests are waiting. Try again shortly."
+_TOO_MANY_CHECKS: Final = "Too many schemas, expressions or grammars are waiting to be checked. Try again shortly."
 _USED_UP: Final = "This API key has used what it may for now. Try again later."
 _LOST: Final = "The instance working on this request was lost. Try again."
 _OURS: Final = "The server had an error while processing the request."
@@ -46,6 +47,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.NoPrefillInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.NoBootstrapInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.QueueFull: Row(429, "tokens", "rate_limit_exceeded", _TOO_MANY),  # what the limit is on, as OpenAI has it
+    e.TooManyChecks: Row(429, "requests", "rate_limit_exceeded", _TOO_MANY_CHECKS),
     e.KeyLimited: Row(429, "tokens", "rate_limit_exceeded", _USED_UP),
     e.PeerLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.PrefillLost: Row(502, _SERVER, "instance_lost", _LOST),

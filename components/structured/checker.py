@@ -1,4 +1,7 @@
-"""Constraints of clients, checked before anything else is done for them: in other processes, within a budget, once each."""
+"""Constraints of clients, checked before anything else is done for them: in other processes, within a budget, once each.
+
+Callers take turns, and no caller has all the processes: whoever asks for much holds up nobody but himself.
+"""
 
 import asyncio
 import contextlib
@@ -9,12 +12,13 @@ from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 
-from components.errors import Overloaded, QueueFull
+from components.errors import Overloaded, TooManyChecks
 from components.structured.check import Unusable
 from components.structured.metrics import ConstraintMetrics
 from components.structured.sandbox import LENGTH
@@ -22,13 +26,41 @@ from components.wire.sampling import Constraint
 
 log = logging.getLogger(__name__)
 
-PROCESSES: Final = 2  # the second starts when the first is busy: one bomb holds up nobody
-MAX_WAITING: Final = 128
+PROCESSES: Final = 3  # each starts when those before it are busy
+OF_A_CALLER: Final = (
+    2  # at once: a bomb holds up not even its own caller's others, and one process is left for everybody else
+)
+MAX_WAITING: Final = 512  # those being checked included
+MAX_WAITING_OF_A_CALLER: Final = 128
+LEFT_S: Final = (
+    0.5  # that a check goes on which nobody waits for any more: as long as it takes to start another process
+)
 PATIENCE: Final = 30  # times the budget, by the clock: then it is the machine that is slow
 START_S: Final = 30.0
 MAX_KNOWN: Final = 1024
 MAX_KNOWN_BYTES: Final = 32 << 20
 TOO_COMPLEX: Final = "it is too complex: compiling it takes more time or memory than it may"
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """Of whom something waits or is being checked."""
+
+    turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OF_A_CALLER))
+    checks: dict[Constraint, "_Check"] = field(default_factory=dict)
+    num_tasks: int = 0  # those that were given up and have not ended included
+
+
+@dataclass(slots=True, eq=False)
+class _Check:
+    """One constraint, for all requests of one caller that wait for it."""
+
+    constraint: Constraint
+    caller: _Caller
+    task: asyncio.Task[Constraint | str] = field(init=False)
+    num_waiting: int = 0
+    has_process: bool = False
+    giving_up: asyncio.TimerHandle | None = None
 
 
 class ConstraintChecker:
@@ -41,59 +73,113 @@ class ConstraintChecker:
         self._metrics = metrics
         self._known: OrderedDict[Constraint, Constraint | str] = OrderedDict()
         self._known_bytes = 0
-        self._checking: dict[Constraint, asyncio.Task[Constraint | str]] = {}
+        self._callers: dict[bytes, _Caller] = {}
+        self._tasks: set[asyncio.Task[Constraint | str]] = set()
         self._idle = [_Sandbox(folder, budget_s) for _ in range(PROCESSES)]
+        # First in, first out; nobody is in this queue more than OF_A_CALLER times: so callers take turns.
         self._turn = asyncio.Semaphore(PROCESSES)
 
-    async def check(self, constraint: Constraint) -> Constraint:
-        """The constraint in the form in which the mesh carries it.
+    async def check(self, constraint: Constraint, caller: bytes = b"") -> Constraint:
+        """The constraint in the form in which the mesh carries it; whoever is cancelled waits no more.
 
-        Raises: Unusable, saying why it is refused; QueueFull; Overloaded, when the machine is too slow to tell.
+        Raises: Unusable, saying why it is refused; TooManyChecks; Overloaded, when the machine is too slow to tell.
         """
-        known = self._known.get(constraint)
+        known = self._recall(constraint)
         if known is None:
-            known = await asyncio.shield(self._task(constraint))  # others may wait for it too
-        else:
-            self._known.move_to_end(constraint)
-            self._metrics.count("cached")
+            known = await self._wait(self._check_of(constraint, caller))
         if isinstance(known, str):
             raise Unusable(known)
         return known
 
     async def aclose(self) -> None:
         """End the processes."""
-        for task in list(self._checking.values()):
+        for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Overloaded):
-                await task
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         for sandbox in self._idle:
             await sandbox.end()
 
-    def _task(self, constraint: Constraint) -> asyncio.Task[Constraint | str]:
-        task = self._checking.get(constraint)
-        if task is None:
-            if len(self._checking) >= MAX_WAITING:
-                raise QueueFull(f"{MAX_WAITING} constraints are waiting to be checked")
-            task = self._checking[constraint] = asyncio.create_task(self._check(constraint))
-            task.add_done_callback(lambda done: self._checked(constraint, done))
-        return task
+    def _recall(self, constraint: Constraint) -> Constraint | str | None:
+        known = self._known.get(constraint)
+        if known is not None:
+            self._known.move_to_end(constraint)
+            self._metrics.count("cached")
+        return known
 
-    async def _check(self, constraint: Constraint) -> Constraint | str:
+    def _check_of(self, constraint: Constraint, caller_id: bytes) -> _Check:
+        """Callers do not share: else one would have to wait until it is the other's turn."""
+        caller = self._callers.get(caller_id) or _Caller()
+        check = caller.checks.get(constraint)
+        if check is not None:
+            return check
+        if len(caller.checks) >= MAX_WAITING_OF_A_CALLER:
+            raise TooManyChecks(f"{MAX_WAITING_OF_A_CALLER} constraints of one caller are waiting to be checked")
+        if sum(len(other.checks) for other in self._callers.values()) >= MAX_WAITING:
+            raise TooManyChecks(f"{MAX_WAITING} constraints are waiting to be checked")
+        self._callers[caller_id] = caller
+        check = caller.checks[constraint] = _Check(constraint, caller)
+        check.task = asyncio.create_task(self._check(check))
+        caller.num_tasks += 1
+        self._tasks.add(check.task)
+        check.task.add_done_callback(lambda done: self._ended(check, caller_id, done))
+        return check
+
+    async def _wait(self, check: _Check) -> Constraint | str:
+        check.num_waiting += 1
+        if check.giving_up is not None:
+            check.giving_up.cancel()
+        try:
+            return await asyncio.shield(check.task)  # others may wait for it too
+        finally:
+            check.num_waiting -= 1
+            if not check.num_waiting and not check.task.done():
+                self._left_alone(check)
+
+    def _left_alone(self, check: _Check) -> None:
+        """All have left who waited for it."""
+        if check.has_process:
+            check.giving_up = asyncio.get_running_loop().call_later(LEFT_S, self._give_up, check)
+        else:
+            self._give_up(check)
+
+    def _give_up(self, check: _Check) -> None:
+        check.caller.checks.pop(check.constraint, None)  # whoever asks now begins anew
+        check.task.cancel()
+
+    async def _check(self, check: _Check) -> Constraint | str:
         started = time.perf_counter()
-        async with self._turn:
-            sandbox = self._idle.pop()  # the one that worked last: it is there already
+        async with check.caller.turn, self._turn:
+            known = self._recall(check.constraint)  # another caller's may have been the same
+            if known is not None:
+                return known
+            check.has_process = True
+            sandbox = self._idle.pop()
             try:
-                known = await sandbox.check(constraint)
+                known = await sandbox.check(check.constraint)
             finally:
-                self._idle.append(sandbox)
+                self._idle.insert(len(self._idle) if sandbox.is_there else 0, sandbox)  # the next one takes the last
+            self._learn(check.constraint, known)
         self._metrics.count("refused" if isinstance(known, str) else "compiled", time.perf_counter() - started)
         return known
 
-    def _checked(self, constraint: Constraint, task: asyncio.Task[Constraint | str]) -> None:
-        del self._checking[constraint]
-        if task.cancelled() or task.exception() is not None:
-            return  # the next one who asks tries again
-        self._known[constraint] = task.result()
+    def _ended(self, check: _Check, caller_id: bytes, task: asyncio.Task[Constraint | str]) -> None:
+        self._tasks.discard(task)
+        caller = check.caller
+        if caller.checks.get(check.constraint) is check:
+            del caller.checks[check.constraint]
+        caller.num_tasks -= 1
+        if not caller.num_tasks:
+            del self._callers[caller_id]
+        if check.giving_up is not None:
+            check.giving_up.cancel()
+        if not task.cancelled():
+            task.exception()  # told to those who wait, if anybody does; the next one who asks tries again
+
+    def _learn(self, constraint: Constraint, known: Constraint | str) -> None:
+        if constraint in self._known:
+            return
+        self._known[constraint] = known
         self._known_bytes += len(constraint.text)
         while len(self._known) > MAX_KNOWN or self._known_bytes > MAX_KNOWN_BYTES:
             self._known_bytes -= len(self._known.popitem(last=False)[0].text)
@@ -105,16 +191,22 @@ class _Sandbox:
     def __init__(self, folder: Path, budget_s: float) -> None:
         self._command = ["-m", "components.structured.sandbox", str(folder), str(budget_s)]
         self._patience_s = PATIENCE * budget_s
-        self._process: Process | None = None
+        self._process: asyncio.Task[Process] | None = None  # from the moment in which it is started
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a process, or soon will be."""
+        return self._process is not None
 
     async def check(self, constraint: Constraint) -> Constraint | str:
         """Raises: Overloaded."""
+        if self._process is None:
+            self._process = asyncio.create_task(self._start())
+        process = await asyncio.shield(self._process)  # it is wanted by others too, should this one be given up
         kept = False
         try:
-            if self._process is None:
-                self._process = await self._start()
             async with asyncio.timeout(self._patience_s):
-                reply = await _ask(self._process, [constraint.kind, constraint.text])
+                reply = await _ask(process, [constraint.kind, constraint.text])
             kept = True
         except TimeoutError as exc:
             raise Overloaded("checking a constraint took too long") from exc
@@ -127,12 +219,16 @@ class _Sandbox:
         return Constraint(kind=reply[0], text=reply[1]) if len(reply) == 2 else str(reply[0])
 
     async def _start(self) -> Process:
-        process = await asyncio.create_subprocess_exec(sys.executable, *self._command, stdin=PIPE, stdout=PIPE)
         try:
-            async with asyncio.timeout(START_S):
-                await _read(process)
+            process = await asyncio.create_subprocess_exec(sys.executable, *self._command, stdin=PIPE, stdout=PIPE)
+            try:
+                async with asyncio.timeout(START_S):
+                    await _read(process)
+            except BaseException:
+                await _end(process)
+                raise
         except BaseException as exc:
-            await _end(process)
+            self._process = None  # the next one tries again
             if isinstance(exc, TimeoutError | asyncio.IncompleteReadError):
                 raise Overloaded("the process that checks constraints did not start") from exc
             raise
@@ -140,9 +236,13 @@ class _Sandbox:
 
     async def end(self) -> None:
         """There is no process any more."""
-        process, self._process = self._process, None
-        if process is not None:
-            await _end(process)
+        started, self._process = self._process, None
+        if started is None:
+            return
+        started.cancel()  # unless it is there
+        await asyncio.wait((started,))
+        if not started.cancelled() and started.exception() is None:
+            await _end(started.result())
 
 
 async def _ask(process: Process, request: list[str]) -> list[Any]:

@@ -37,7 +37,7 @@ from components.wire.rooms import KvComing, RoomFailed, RoomOk
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
-from engine.ports import EngineRequest, Phase, StepOutput, TokenMask
+from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
 from engine.sampling.check import check_branches
 from engine.sampling.wire import sampling_params
 from services.decode.config import OnTransferFailure
@@ -304,13 +304,20 @@ class DecodeService:
             adapter=request.adapter,
         )
 
+        gone = [branch for branch in range(active.sampling.n) if branch not in active.streams]  # while its mask compiled
+
+        def submit(engine: Engine) -> None:
+            engine.submit(prompt)
+            for branch in gone:
+                engine.cancel(active.engine_id, branch)
+
         def submitted(done: asyncio.Future[None]) -> None:
             error = None if done.cancelled() else done.exception()
             if error is not None:
                 failed = error if isinstance(error, MeshError) else PeerLost(f"decode failed: {type(error).__name__}")
                 self._stop(active, failed)
 
-        self._engine.post(lambda engine: engine.submit(prompt)).add_done_callback(submitted)
+        self._engine.post(submit).add_done_callback(submitted)
 
     def _stop_branch(self, active: ActiveRequest, branch: int) -> None:
         """Nobody reads this branch any more."""

@@ -101,7 +101,7 @@ class Exchange(Response):
         running.inc()
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
-                specs = await self._prepare(request, model, limit)
+                specs = await self._prepare(scope, request, model, limit)
                 place = self._enter(scope, specs)
                 try:
                     await self._generate(reply, request, specs, place)
@@ -124,7 +124,9 @@ class Exchange(Response):
                 else:
                     await self._collect(reply, request, generation, pieces)
 
-    async def _prepare(self, request: GenerationFields, model: ServedModel, limit: int | None) -> list[PromptSpec]:
+    async def _prepare(
+        self, scope: Scope, request: GenerationFields, model: ServedModel, limit: int | None
+    ) -> list[PromptSpec]:
         frontend, dialect = self._frontend, self._dialect
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         with tracing.tracer.start_as_current_span("frontend.tokenize"):
@@ -132,7 +134,7 @@ class Exchange(Response):
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded]
             echoes = dialect.echoes(frontend.text, encoded)
         asked = dialect.asked or request.asked_constraint
-        constraint = None if asked is None else await self._checked(asked)
+        constraint = None if asked is None else await self._checked(asked, scope)
         names = [self._request_id] if len(encoded) == 1 else [f"{self._request_id}-{i}" for i in range(len(encoded))]
         return [
             PromptSpec(
@@ -156,13 +158,16 @@ class Exchange(Response):
             for name, ids, budget, echo in zip(names, encoded, budgets, echoes, strict=True)
         ]
 
-    async def _checked(self, asked: AskedConstraint) -> Constraint:
-        """The constraint as the mesh carries it; what cannot be kept goes no further. Raises: Rejected, naming the field."""
+    async def _checked(self, asked: AskedConstraint, scope: Scope) -> Constraint:
+        """The constraint as the mesh carries it; what cannot be kept goes no further.
+
+        Raises: Rejected, naming the field; TooManyChecks.
+        """
         if self._frontend.checker is None:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
         with tracing.tracer.start_as_current_span("frontend.compile"):
             try:
-                return await self._frontend.checker.check(asked.constraint)
+                return await self._frontend.checker.check(asked.constraint, self._caller.share(scope))
             except Unusable as exc:
                 raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 

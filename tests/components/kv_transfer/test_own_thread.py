@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from components.errors import TransferFailed
 from components.kv_transfer.own_thread import OwnThread
 
 pytestmark = pytest.mark.anyio
@@ -34,7 +35,7 @@ async def test_a_thread_that_loses_the_processor_goes_on_polling() -> None:
         nonlocal polls
         polls += 1
         if polls % 2:
-            thread.post(_nothing)  # so that half of the waits begin with a lock that is free, as the fault needs
+            thread.wake()  # so that half of the waits begin with a lock that is free, as the fault needs
         return 1e-7
 
     thread = OwnThread("polls", poll)
@@ -135,3 +136,36 @@ async def test_a_future_is_settled_at_once_on_the_loop_and_by_the_loop_from_the_
         assert settled_by == [threading.get_ident()]
     finally:
         await thread.stop()
+
+
+async def test_after_its_end_nothing_is_done_any_more_and_what_was_handed_over_before_is() -> None:
+    """A short write used the library after `stop`, and whoever handed over anything else waited for ever."""
+    done: list[str] = []
+    busy = threading.Event()
+    thread = OwnThread("ends", lambda: None)
+    thread.start()
+    thread.post(busy.wait)
+    before = asyncio.create_task(thread.ask(lambda: done.append("before")))
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(thread.stop())
+    await asyncio.sleep(0)
+
+    def late() -> bool:
+        done.append("late")
+        return False
+
+    async def assert_refused() -> None:
+        for post in (thread.post_short, thread.post):
+            with pytest.raises(TransferFailed, match="ends"):
+                post(late)
+        with pytest.raises(TransferFailed, match="ends"):
+            await asyncio.wait_for(thread.ask(late), 5.0)
+
+    try:
+        await assert_refused()  # while it ends
+    finally:
+        busy.set()
+    await stopping
+    await before
+    await assert_refused()
+    assert done == ["before"]

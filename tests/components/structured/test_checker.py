@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from components.errors import Overloaded, QueueFull
+from components.errors import Overloaded, TooManyChecks
 from components.structured import checker as module
 from components.structured.check import Unusable
 from components.structured.checker import TOO_COMPLEX, ConstraintChecker, open_checker
@@ -155,15 +155,22 @@ async def test_memory_and_stack_are_bounded_too(checker: ConstraintChecker, monk
     assert await checker.check(regex("b+")) == regex("b+")
 
 
-async def test_more_than_can_wait_are_sent_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING", 2)
+@pytest.mark.parametrize("limit", ["MAX_WAITING", "MAX_WAITING_OF_A_CALLER"])
+async def test_more_than_can_wait_are_sent_away(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(module, limit, 2)
     async with open_checker(folder, BUDGET_S, ConstraintMetrics(CollectorRegistry())) as opened:
-        first = [asyncio.create_task(opened.check(regex(f"x{i}"))) for i in range(2)]
+        first = [asyncio.create_task(opened.check(regex(f"x{i}"), b"one")) for i in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFull):
-            await opened.check(regex("x2"))
-        await asyncio.gather(*first)
-        await opened.check(regex("x2"))
+        with pytest.raises(TooManyChecks):
+            await opened.check(regex("x2"), b"one")
+        if limit == "MAX_WAITING":
+            with pytest.raises(TooManyChecks):
+                await opened.check(regex("x2"), b"another")
+        else:
+            await opened.check(regex("x2"), b"another")
+        await asyncio.gather(*first, opened.check(regex("x1"), b"one"))  # which waits already
+        await opened.check(regex("x3"), b"one")
+        assert not opened._callers
 
 
 async def test_a_process_that_does_not_start_is_our_fault_not_the_client_s(tmp_path: Path) -> None:
@@ -179,3 +186,94 @@ async def test_whoever_leaves_does_not_take_the_answer_from_others(checker: Cons
     await asyncio.sleep(0)
     leaving.cancel()
     assert await staying == asked
+
+
+def bombs(count: int) -> list[Constraint]:
+    """Half a minute each."""
+    return [json_schema({"type": "integer", "multipleOf": 999_983 - 2 * i}) for i in range(count)]
+
+
+async def begun(checker: ConstraintChecker, asked: list[Constraint], caller: bytes) -> list[asyncio.Task[Constraint]]:
+    """Checks of which as many as may have a process."""
+    tasks = [asyncio.create_task(checker.check(one, caller)) for one in asked]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while sum(c.has_process for c in checks(checker, caller).values()) < min(len(asked), module.OF_A_CALLER):
+            await asyncio.sleep(0.01)
+    return tasks
+
+
+def checks(checker: ConstraintChecker, caller: bytes) -> dict[Constraint, Any]:
+    return checker._callers[caller].checks
+
+
+async def leave(*tasks: asyncio.Task[Constraint]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_check_that_nobody_waits_for_any_more_is_given_up(folder: Path) -> None:
+    """Clients that had left kept the processes busy, one with a budget of CPU time after another."""
+    async with open_checker(folder, 300.0, ConstraintMetrics(CollectorRegistry())) as opened:
+        left = await begun(opened, [*bombs(module.OF_A_CALLER), regex("waits")], b"one")
+        await leave(*left)
+        assert regex("waits") not in checks(opened, b"one")
+        async with asyncio.timeout(60):
+            await opened.check(regex("after"), b"one")
+        assert regex("waits") not in opened._known
+
+
+async def test_who_leaves_gives_his_place_to_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING_OF_A_CALLER", 3)
+    async with open_checker(folder, 300.0, ConstraintMetrics(CollectorRegistry())) as opened:
+        *working, waits = await begun(opened, [*bombs(2), regex("a")], b"one")
+        with pytest.raises(TooManyChecks):
+            await opened.check(regex("b"), b"one")
+        await leave(waits)
+        another = asyncio.create_task(opened.check(regex("b"), b"one"))
+        await asyncio.sleep(0)
+        assert regex("b") in checks(opened, b"one")
+        await leave(another, *working)
+
+
+async def test_a_caller_who_keeps_processes_busy_holds_up_no_other(folder: Path) -> None:
+    async with open_checker(folder, 300.0, ConstraintMetrics(CollectorRegistry())) as opened:
+        flood = await begun(opened, bombs(20), b"one")
+        async with asyncio.timeout(60):
+            for i in range(3):
+                await opened.check(regex(f"[a-z]{{{i + 2}}}"), b"another")
+        assert not any(task.done() for task in flood)
+        await leave(*flood)
+
+
+async def test_who_asks_again_soon_finds_his_check_going_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client whose patience is shorter than a process takes to start would never have an answer."""
+    monkeypatch.setattr(module, "LEFT_S", 600.0)
+    registry = CollectorRegistry()
+    async with open_checker(folder, BUDGET_S, ConstraintMetrics(registry)) as opened:
+        await leave(*await begun(opened, [regex("again")], b"one"))
+        assert await opened.check(regex("again"), b"one") == regex("again")
+    assert results(registry)["compiled"] == 1
+
+
+async def test_a_process_that_is_being_started_is_kept_when_the_first_who_wanted_it_leaves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEFT_S", 0.0)
+    async with open_checker(folder, BUDGET_S, ConstraintMetrics(CollectorRegistry())) as opened:
+        await leave(*await begun(opened, [regex("leaves")], b"one"))
+        async with asyncio.timeout(60):
+            while opened._tasks:
+                await asyncio.sleep(0.01)
+        await opened.check(regex("stays"), b"one")
+        assert [sandbox.is_there for sandbox in opened._idle].count(True) == 1
+        assert regex("leaves") not in opened._known
+
+
+async def test_what_another_caller_s_check_found_out_meanwhile_is_not_checked_again(folder: Path) -> None:
+    registry = CollectorRegistry()
+    async with open_checker(folder, BUDGET_S, ConstraintMetrics(registry)) as opened:
+        asked = [opened.check(regex("same"), caller) for caller in (b"1", b"2", b"3", b"4")]
+        assert await asyncio.gather(*asked) == [regex("same")] * 4
+    assert results(registry)["cached"] >= 1

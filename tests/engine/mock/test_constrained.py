@@ -9,6 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLTokenizer
 
+from components.errors import Rejected
 from components.structured.grammar import as_lark, load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
 from components.wire.sampling import Constraint
@@ -182,6 +183,36 @@ def test_a_transfer_that_fails_leaves_the_mask_where_it_was(tmp_path: Path, voca
     assert whole("[ab]{4}", text_of(run_until_idle(decode).tokens["r"]))
     decode.release("r")
     check_pages(decode)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_first_token_that_the_mask_refuses_is_refused_and_the_prompt_may_be_recomputed(
+    tmp_path: Path, vocabulary: LLTokenizer, n: int
+) -> None:
+    """Two versions of what compiles masks, or a prefill without one: the text ended there as if it were whole."""
+    decode = make_mock(tmp_path)
+    decode.submit(EngineRequest("r", prompt(40), drawn(n=n), Phase.DECODE, mask=mask(vocabulary, "[ab]{4}")))
+    decode.step()
+    with pytest.raises(Rejected, match="constraint"):
+        decode.deliver("r", ord("z"))
+    decode.recompute("r")
+    seen = run_until_idle(decode)
+    assert all(whole("[ab]{4}", text_of(tokens)) for tokens in [seen.tokens["r"], *seen.branches.values()])
+    decode.release("r")
+    check_pages(decode)
+
+
+def test_a_first_token_that_nobody_wants_need_not_be_allowed(tmp_path: Path, vocabulary: LLTokenizer) -> None:
+    prefill, decode = make_mock(tmp_path), make_mock(tmp_path)
+    params = drawn(n=2)
+    computed = run(prefill, [EngineRequest("r", prompt(40), params, Phase.PREFILL)]).computed["r"][-1]
+    decode.submit(EngineRequest("r", prompt(40), params, Phase.DECODE, mask=mask(vocabulary, "[ab]{4}")))
+    for source, target in zip(computed.pages, decode.step().reserved[0].pages, strict=True):
+        write_page(decode, target, read_page(prefill, source))
+    decode.cancel("r", 0)
+    assert decode.deliver("r", ord("z")) == []
+    (tokens,) = run_until_idle(decode).branches.values()
+    assert whole("[ab]{4}", text_of(tokens))
 
 
 def test_a_text_that_went_off_its_grammar_fails_instead_of_ending_as_if_it_were_whole(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,18 @@ async def test_who_leaves_meanwhile_is_never_submitted(decode: Decode, masks: Ma
     await turns()
     assert not decode.engine.engine.submitted
     assert not decode.prefill.asked
+    decode.assert_nothing_is_kept()
+
+
+async def test_branches_that_leave_meanwhile_are_never_begun(decode: Decode, masks: Masks) -> None:
+    """The engine did not know them yet when they were cancelled, and generated them for nobody."""
+    await decode.ask(sampling=replace(CONSTRAINED, n=3))
+    assert [await decode.cancel(stream_id) for stream_id in (1, 3)] == [1, 1]
+    masks.ready.set_result("the mask")
+    await turns()
+    did = [entry for entry in decode.engine.engine.did if entry[0] in ("submit", "cancel")]
+    assert did[-3:] == [("submit", ID, Phase.DECODE), ("cancel", ID, 0), ("cancel", ID, 2)]
+    await decode.cancel(2)
     decode.assert_nothing_is_kept()
 
 

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from components.http_server import serve_http
+from components.structured import checker as checker_module
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.text.tokenizer import TextModel
@@ -172,6 +173,45 @@ async def test_a_bomb_is_refused_within_its_budget_while_others_are_answered(
     refused = registry.get_sample_value("structured_output_requests_total", {"result": "refused"})
     assert refused is not None
     assert refused >= 1
+
+
+async def test_callers_flood_themselves_alone_and_whoever_leaves_is_not_worked_for(
+    mesh: FakeMesh,
+    text: TextModel,
+    settings: FrontendSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks of clients that had left went on, and one caller's could keep everybody waiting."""
+    monkeypatch.setattr(checker_module, "MAX_WAITING_OF_A_CALLER", 3)
+
+    async def ask(name: str, **fields: Any) -> httpx.Response:
+        keyed = {} if name == "anonymous" else {"authorization": f"Bearer {name}"}
+        return await client.post(CHAT, json={**HELLO, **fields}, headers=keyed)
+
+    async with (
+        open_checker(mock_dir(tmp_path), 300.0, ConstraintMetrics(CollectorRegistry())) as opened,
+        serve_http(create_app(mesh, text, settings, checker=opened), settings) as url,
+        httpx.AsyncClient(base_url=url, timeout=120) as client,
+        asyncio.timeout(120),
+    ):
+        for name in ("one", "anonymous"):
+            bombs = [
+                asyncio.create_task(ask(name, guided_json={"type": "integer", "multipleOf": 999_983 - 2 * i}))
+                for i in range(3)
+            ]
+            while sum(len(caller.checks) for caller in opened._callers.values()) < 3:
+                await asyncio.sleep(0.01)
+            refused = await ask(name, guided_regex="one more")
+            assert "expressions" in error_of(refused, 429, "rate_limit_exceeded", None)
+            assert refused.headers["retry-after"] == "1"
+            assert (await ask("another", guided_regex=f"not {name}")).is_success
+            assert not any(bomb.done() for bomb in bombs)
+            for bomb in bombs:
+                bomb.cancel()
+            while opened._callers:
+                await asyncio.sleep(0.01)
+            assert (await ask(name, guided_regex=f"now {name}")).is_success
 
 
 async def test_the_check_is_a_span_of_the_request(http: httpx.AsyncClient, spans: InMemorySpanExporter) -> None:

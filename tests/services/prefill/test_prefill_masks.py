@@ -49,13 +49,18 @@ async def test_a_prompt_that_is_called_off_while_its_mask_is_compiled_is_never_c
     prefill.assert_nothing_is_kept()
 
 
-async def test_a_prompt_whose_mask_cannot_be_made_leaves_nothing_behind_and_decode_hears(prefill: Prefill) -> None:
+@pytest.mark.parametrize(
+    ("fault", "told"), [(Rejected("a constraint that cannot be kept"), "Rejected"), (KeyError(), "InvariantBroken")]
+)
+async def test_a_prompt_whose_mask_cannot_be_made_leaves_nothing_behind_and_decode_hears(
+    prefill: Prefill, fault: Exception, told: str
+) -> None:
     masks: Any = Masks()
     prefill.service._masks = masks
-    masks.ready.set_exception(Rejected("a constraint that cannot be kept"))
+    masks.ready.set_exception(fault)
     await prefill.ask(sampling=CONSTRAINED)
     await turns()
-    assert prefill.failures == ["Rejected"]
+    assert prefill.failures == [told]
     assert not prefill.engine.engine.submitted
     prefill.assert_nothing_is_kept()
 
