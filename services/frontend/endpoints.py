@@ -246,7 +246,7 @@ class Conversing(Dialect):
         """One prompt: the conversation in the model's template."""
         conversation = self.chat.conversation()
         prompt = await encode_conversation(text, conversation)
-        self.output, self.asked = plan_answer(text, conversation, prompt, self.chat.asked_constraint)
+        self.output, self.asked = await plan_answer(text, conversation, prompt, self.chat.asked_constraint)
         return [prompt]
 
 
@@ -264,7 +264,7 @@ class ChatDialect(Conversing):
 
     def echoes(self, text: TextModel, prompts: Sequence[list[int]]) -> list[str]:
         """The message that goes on, when the request asks for it."""
-        return [self.chat.messages[-1].content or "" if self.chat.echo else ""]
+        return [self.chat.messages[-1].text if self.chat.echo else ""]
 
     def events(self, generation: Generation) -> EventStream:
         """Chunks with a role and deltas."""

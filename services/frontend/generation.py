@@ -93,6 +93,9 @@ class Choice:
         """The stop string that ended it, if one did."""
         return None if self._stops is None else self._stops.found
 
+    async def begin(self) -> None:
+        """To be called before the first delta is taken."""
+
     def take(self, delta: TokenDelta) -> Piece:
         """The text that `delta` adds; sets `finish` when it is the last."""
         if self.generated_tokens == 0:
@@ -145,11 +148,17 @@ class Choice:
 class TakenApart(Choice):
     """One whose text is reasoning, answer and calls of tools. Stop strings and log-probabilities are of the whole text."""
 
-    __slots__ = ("_parser",)
+    __slots__ = ("_before", "_parser")
 
     def __init__(self, index: int, spec: PromptSpec, text: TextModel, plan: OutputPlan) -> None:
         super().__init__(index, spec, text)
-        self._parser = plan.parser()
+        self._parser = plan.parser(tells_before=bool(spec.echo))
+        self._before = plan.before
+        self._echo = ""  # the parser tells of it
+
+    async def begin(self) -> None:
+        """Read what the answer goes on from."""
+        await self._text.run(len(self._before), self._parser.begin)
 
     def take(self, delta: TokenDelta) -> Piece:
         """What `delta` adds to each of them; sets `finish` when it is the last, or the only call that was wanted is there."""
@@ -249,6 +258,7 @@ class Generation:
                     self.first_unix_ns = self.first_unix_ns or time.time_ns()
                     self._began(len(choice.prompt.token_ids) if choice is branches.choices[0] else 0)
                     await branches.tell(choice, delta)
+                    await choice.begin()
                 last = now
                 yield choice.take(delta)
                 if choice.finish is not None and delta.finish is None:
