@@ -185,7 +185,9 @@ class TextModel:
 
     def decode(self, token_ids: Sequence[int], *, skip: bool = True) -> str:
         """The text of token ids; by default special tokens are skipped."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip)
+        # the batch call alone lets go of the GIL
+        [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip)
+        return text
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them; "" for what is none of the tokenizer's."""

@@ -31,14 +31,13 @@ from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from services.frontend import tokens
 from services.frontend.admission import Admission
-from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.embeddings import embed
 from services.frontend.endpoints import ChatDialect, CompletionDialect
 from services.frontend.exchange import Exchange, Frontend
 from services.frontend.gate import Gate, caller_of
 from services.frontend.keys import KeyRing
-from services.frontend.messages import COUNT_ROUTE, MessagesDialect, count_tokens
+from services.frontend.messages import COUNT_ROUTE, MessagesDialect
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.one_piece import answered
 from services.frontend.operations import Operations
@@ -162,18 +161,17 @@ def _add_generation(app: FastAPI, frontend: Frontend, stored: StoredResponses | 
         """Answer a conversation as Anthropic's API does; with `stream`, as server-sent events."""
         return exchanges[MessagesDialect.route]()
 
-    @app.post(COUNT_ROUTE)
-    async def count(request: Request) -> TokenCountAnswer:
-        """How many tokens a message's prompt has."""
-        body = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
-        return await count_tokens(frontend.mesh, frontend.text, body)
-
 
 def _add_one_piece(app: FastAPI, frontend: Frontend) -> None:
     @app.post("/v1/embeddings", responses={200: {"model": EmbeddingList}})
     async def embeddings(request: Request) -> Response:
         """The vectors of one or several texts, of a model that is meant for that."""
         return await answered(frontend, request, EmbeddingRequest, embed, "embeddings")
+
+    @app.post(COUNT_ROUTE, responses={200: {"model": TokenCountAnswer}})
+    async def count(request: Request) -> Response:
+        """How many tokens a message's prompt has."""
+        return await answered(frontend, request, CountRequest, tokens.count, "count_tokens")
 
     @app.post("/tokenize", responses={200: {"model": Tokenized}})
     async def tokenize(request: Request) -> Response:

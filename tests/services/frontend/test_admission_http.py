@@ -15,11 +15,9 @@ from services.frontend.config import FrontendSettings
 from services.frontend.ports import FleetRoom
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.test_operations import value_of
-from tests.services.frontend.test_request_spans import by_name, spans
+from tests.services.frontend.test_request_spans import by_name
 from tests.services.frontend.test_streaming import HELLO as STREAMED
 from tests.services.frontend.test_streaming import raw_request
-
-__all__ = ["spans"]
 
 pytestmark = pytest.mark.anyio
 CHAT: Final = "/v1/chat/completions"

@@ -10,6 +10,8 @@ import httpx
 import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from components.errors import DecodeLost, InvariantBroken, NoDecodeInstance, QueueFull
 from components.http_server import serve_http
@@ -18,6 +20,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh
+from tests.services.frontend.test_operations import value_of
 from tests.services.frontend.thinking_model import CALL, TWO, thinking_model
 
 # clients are `Any`: what they answer is a union of thirty classes, of which a test looks at one
@@ -270,6 +273,45 @@ async def test_tokens_are_counted_as_they_would_be_generated_from(anthropic: Any
     assert not mesh.prompts
     await anthropic.messages.create(**asked, max_tokens=1)
     assert counted.input_tokens == len(mesh.prompts[0].token_ids)
+
+
+async def test_counting_is_counted_and_traced(
+    http: httpx.AsyncClient, mesh: FakeMesh, spans: InMemorySpanExporter
+) -> None:
+    asked = {"model": MODEL, "messages": HELLO["messages"]}
+    answer = await http.post(COUNT, json=asked, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
+    refused = await http.post(COUNT, json={**asked, "model": "nobody"})
+    assert refused.status_code == 404
+    assert refused.json()["request_id"] == f"req_{refused.headers['x-request-id']}"
+    for model, status in ((MODEL, 200), ("", 404)):
+        assert await value_of(http, f'requests_total{{model_name="{model}",route="{COUNT}",status="{status}"}}') == 1
+    told, untold = spans.get_finished_spans()
+    assert told.name == untold.name == "count_tokens"
+    assert [span.status.status_code for span in (told, untold)] == [StatusCode.UNSET, StatusCode.ERROR]
+
+
+async def test_counting_ends_when_its_time_is_over(
+    mesh: FakeMesh, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any) -> list[int]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(TextModel, "encode_chat", never)
+    settings = FrontendSettings(port=0, request_timeout_s=0.01)
+    transport = httpx.ASGITransport(create_app(mesh, text, settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await asyncio.wait_for(http.post(COUNT, json={"model": MODEL, "messages": HELLO["messages"]}), 10)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+
+
+async def test_counting_blames_fields_by_their_names_here(http: httpx.AsyncClient) -> None:
+    asked = {"model": MODEL, "messages": HELLO["messages"], "output_config": {"effort": "high"}}
+    for url in (COUNT, URL):
+        answer = await http.post(url, json=asked if url == COUNT else {**asked, "max_tokens": 1})
+        assert answer.status_code == 400
+        assert "output_config.effort" in answer.json()["error"]["message"]
 
 
 async def test_a_worker_lost_in_mid_stream_is_an_error_event(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
