@@ -201,21 +201,23 @@ def _card(model: ServedModel) -> ModelCard:
 
 
 def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: CollectorRegistry) -> None:
-    async def health() -> Health:
-        """This process answers. The models tell whether a generating request would find someone."""
-        return Health(models=[model.name for model in mesh.models()])
+    async def health(request: Request) -> Health:
+        """This process answers. The models, which need the API key, tell whether a generating request would find someone."""
+        stranger = caller_of(request.scope).stranger
+        return Health(models=None if stranger else [model.name for model in mesh.models()])
 
     async def live() -> Live:
         """This process answers."""
         return Live()
 
-    async def ready(response: Response) -> Readiness:
-        """200 when a request would succeed; else 503, and why it would not."""
+    async def ready(request: Request, response: Response) -> Readiness:
+        """200 when a request would succeed; else 503, and, which needs the API key, why it would not."""
         reasons = operations.reasons()
         if reasons:
             response.status_code = 503
             response.headers["retry-after"] = "1"
-        return Readiness(status="unready" if reasons else "ready", reasons=reasons)
+        stranger = caller_of(request.scope).stranger
+        return Readiness(status="unready" if reasons else "ready", reasons=None if stranger else reasons)
 
     async def version() -> Version:
         """Of kvmesh."""

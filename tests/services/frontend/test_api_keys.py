@@ -157,6 +157,25 @@ async def test_what_balancers_ask_is_open_and_nothing_else(mesh: FakeMesh) -> No
         refused(await http.post("/health"))
 
 
+async def test_who_brings_no_key_is_told_a_status_and_no_more(mesh: FakeMesh) -> None:
+    """`/health` named the models, and `/ready` what the mesh is made of, to whoever asked."""
+    wrong = {"authorization": "Bearer sk-wrong-0123456789"}
+    async with served(mesh, BOTH) as http:
+        for headers in ({}, wrong):
+            assert (await http.get("/health", headers=headers)).json() == {"status": "ok"}
+            assert (await http.get("/live", headers=headers)).json() == {"status": "ok"}
+            assert (await http.get("/ready", headers=headers)).json() == {"status": "ready"}
+        assert (await http.get("/health", headers=AUTH)).json() == {"status": "ok", "models": [MODEL]}
+        assert (await http.get("/ready", headers=AUTH)).json() == {"status": "ready", "reasons": []}
+        mesh.served.clear()
+        unready = await http.get("/ready")
+        assert (unready.status_code, unready.json()) == (503, {"status": "unready"})
+        assert (await http.get("/ready", headers=AUTH)).json()["reasons"] == ["no decode instance is usable"]
+        metrics = (await http.get("/metrics", headers=AUTH)).text
+    assert 'requests_unauthorized_total{reason="wrong"} 3.0' in metrics  # nobody tries keys unseen
+    assert 'requests_unauthorized_total{reason="missing"} 0.0' in metrics
+
+
 def http_routes(mesh: FakeMesh) -> Sequence[Any]:
     return [route for route in create_app(mesh, mesh.text, FrontendSettings()).routes if hasattr(route, "path")]
 
