@@ -23,6 +23,7 @@ from services.frontend.config import FrontendSettings
 from services.frontend.keys import BadKeys, KeyRing, follow_keys, parse_file, parse_list, read_keys
 from services.frontend.quota import Account, KeyLimits
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.services.frontend.raw_http import send
 from tests.services.frontend.test_admission_http import FULL
 from tests.services.frontend.test_operations import value_of
 
@@ -109,9 +110,8 @@ async def test_a_bad_key_or_none_is_401(mesh: FakeMesh, headers: dict[str, str])
 
 async def raw(url: httpx.URL, request: str) -> bytes:
     """The answer to a request line and headers that no client would send."""
-    reader, writer = await asyncio.open_connection(url.host, url.port)
+    reader, writer = await send(str(url), request.encode("latin-1") + b"connection: close\r\ncontent-length: 0\r\n\r\n")
     try:
-        writer.write(request.encode("latin-1") + b"connection: close\r\ncontent-length: 0\r\n\r\n")
         return await asyncio.wait_for(reader.read(), 5)
     finally:
         writer.close()
