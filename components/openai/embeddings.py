@@ -1,7 +1,7 @@
 """`/v1/embeddings`: request and answer."""
 
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, JsonValue, PlainValidator
 from components.errors import Rejected
 from components.openai.completions import prompts
 from components.openai.fields import INT32_MAX, Priority, Strict
-from components.openai.parts import filled
+from components.openai.parts import Parts, filled
 from components.wire.embedding_model import EmbeddingModel
 
 MAX_INPUTS: Final = 2048  # OpenAI's bound
@@ -86,7 +86,7 @@ class EmbeddingList(BaseModel):
 
 def embedding_list(
     vectors: Sequence[bytes], request: EmbeddingRequest, model: EmbeddingModel, num_tokens: int
-) -> Iterator[bytes]:
+) -> Parts:
     """The JSON of an `EmbeddingList` with `vectors`, float32[dimensions] each, cut if that is asked for; one at a time."""
     shown = (
         Embedding(index=i, embedding=_shown(np.frombuffer(vector, "<f4"), request, model)).model_dump_json().encode()

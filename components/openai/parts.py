@@ -1,7 +1,7 @@
 """Long answers as JSON part by part: none takes long to write, so that others get their turn in between."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
@@ -9,9 +9,10 @@ from pydantic import BaseModel
 PART: Final = 4096  # items of a list, or characters: 0.5 ms, and of names of tokens 2 ms
 
 T = TypeVar("T")
+Parts = Generator[bytes, None, None]
 
 
-def filled(answer: BaseModel, *lists: Iterable[bytes]) -> Iterator[bytes]:
+def filled(answer: BaseModel, *lists: Iterable[bytes]) -> Parts:
     """The JSON of `answer`, whose first lists, which are empty, are filled with these items: one or several at a time."""
     head, *rest = answer.model_dump_json().encode().split(b"[]", len(lists))
     yield head
@@ -29,7 +30,7 @@ def items_of(values: Sequence[T], shown: Callable[[Sequence[T]], Sequence[Any]] 
         yield json.dumps(shown(values[start : start + PART]), ensure_ascii=False, separators=(",", ":"))[1:-1].encode()
 
 
-def text_filled(answer: BaseModel, text: str) -> Iterator[bytes]:
+def text_filled(answer: BaseModel, text: str) -> Parts:
     """The JSON of `answer`, the first of whose strings, which is empty, is `text`."""
     head, behind = answer.model_dump_json().encode().split(b'""', 1)
     yield head + b'"'

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 from typing import Final
 
 from components.errors import PromptTooLong, Rejected
 from components.openai.completions import check_vocabulary
 from components.openai.embeddings import EmbeddingRequest, embedding_list
+from components.openai.parts import Parts
 from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
 from components.wire.embedding_model import EmbeddingModel
@@ -19,7 +19,7 @@ from services.frontend.prompts import find_model
 OTHERS_AFTER: Final = 4  # short texts, tokenised on the event loop: then it is others' turn
 
 
-async def embed(call: Call, request: EmbeddingRequest) -> Iterator[bytes]:
+async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     """The answer, written as it is read. Raises: MeshError."""
     frontend = call.frontend
     model = find_model(frontend.mesh, request.model)
@@ -48,7 +48,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Iterator[bytes]:
         frontend.metrics.key_tokens.labels(caller.account.name, "prompt").inc(num_tokens)
     call.span.set_attribute("gen_ai.usage.input_tokens", num_tokens)
 
-    def answer() -> Iterator[bytes]:
+    def answer() -> Parts:
         yield from embedding_list(vectors, request, about, num_tokens)
         frontend.metrics.e2e_latency.labels(model.name, "/v1/embeddings").observe(time.perf_counter() - started)
 

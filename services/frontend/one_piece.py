@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, closing
 from functools import partial
 from http import HTTPStatus
 from typing import Final, TypeVar
@@ -14,11 +15,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from components.aio import time_limit
 from components.errors import MeshError
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import parse_body
+from components.openai.parts import Parts
 from services.frontend import tracing
 from services.frontend.body import read_json_body
 from services.frontend.disconnect import cancelled_on_disconnect
@@ -52,7 +55,7 @@ async def answered(
     frontend: Frontend,
     request: Request,
     body: type[R],
-    work: Callable[[Call, R], Awaitable[Iterator[bytes]]],
+    work: Callable[[Call, R], Awaitable[Parts]],
     operation: str,
 ) -> Response:
     """What `work` makes of the request's body: JSON, part by part; or a refusal. `operation` names its span."""
@@ -81,23 +84,38 @@ async def answered(
     return response
 
 
-def _told(parts: Iterator[bytes]) -> Response:
+def _told(parts: Parts) -> Response:
     """The answer; a long one is written as its client reads it."""
     first = _some(parts)
     if len(first) < AT_ONCE_BYTES:
         return Response(first, media_type="application/json")
-    return StreamingResponse(_in_turns(first, parts), media_type="application/json")
+    return _Long(_in_turns(first, parts))
 
 
-async def _in_turns(first: bytes, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+class _Long(StreamingResponse):
+    """One that lets go of what it is made from as soon as it is over, also when its client has left."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(parts)
+        self._parts = parts
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self._parts):
+            await super().stream_response(send)
+
+
+async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
     some = first
-    while some:
-        yield some
-        await asyncio.sleep(0)
-        some = _some(parts)
+    with closing(parts):
+        while some:
+            yield some
+            await asyncio.sleep(0)
+            some = _some(parts)
 
 
-def _some(parts: Iterator[bytes]) -> bytes:
+def _some(parts: Parts) -> bytes:
     """The next ones; less than AT_ONCE_BYTES only at the end."""
     taken, size = [], 0
     for part in parts:

@@ -1,10 +1,8 @@
 """What tells of tokens alone: `/tokenize`, `/detokenize`, and how long a message's prompt would be."""
 
-from collections.abc import Iterator
-
 from components.anthropic.messages import CountRequest, TokenCountAnswer
 from components.openai.completions import check_vocabulary
-from components.openai.parts import filled, items_of, text_filled
+from components.openai.parts import Parts, filled, items_of, text_filled
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from services.frontend.conversation import encode_conversation
 from services.frontend.messages import MessagesDialect
@@ -13,7 +11,7 @@ from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model
 
 
-async def tokenize(call: Call, request: TokenizeRequest) -> Iterator[bytes]:
+async def tokenize(call: Call, request: TokenizeRequest) -> Parts:
     """What a prompt or a conversation becomes. Raises: MeshError."""
     request.check()
     text, model = call.frontend.text, _model(call, request.model)
@@ -27,7 +25,7 @@ async def tokenize(call: Call, request: TokenizeRequest) -> Iterator[bytes]:
     return filled(answer.model_copy(update={"token_strs": []}), items_of(tokens), items_of(tokens, text.names))
 
 
-async def detokenize(call: Call, request: DetokenizeRequest) -> Iterator[bytes]:
+async def detokenize(call: Call, request: DetokenizeRequest) -> Parts:
     """The text of token ids. Raises: MeshError."""
     _model(call, request.model)
     text, tokens = call.frontend.text, request.tokens
@@ -39,14 +37,14 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> Iterator[bytes]:
     return text_filled(Detokenized(prompt=""), await text.run(len(tokens), decoded))
 
 
-async def count(call: Call, request: CountRequest) -> Iterator[bytes]:
+async def count(call: Call, request: CountRequest) -> Parts:
     """How long the prompt of a message would be. Raises: MeshError."""
     dialect = MessagesDialect(call.id)
     call.refusal = dialect.refusal
     dialect.take(request)
     _model(call, request.model)
     [prompt] = await dialect.encode(call.frontend.text)
-    return iter([TokenCountAnswer(input_tokens=len(prompt)).model_dump_json().encode()])
+    return filled(TokenCountAnswer(input_tokens=len(prompt)))
 
 
 def _model(call: Call, name: str | None) -> ServedModel:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from threading import current_thread, main_thread
 from typing import Any
 
@@ -18,11 +18,13 @@ from components.openai.parts import PART, filled, items_of, text_filled
 from components.openai.tokens import Detokenized, Tokenized
 from components.text.tokenizer import INLINE_CHARS, TextModel
 from components.wire.embedding_model import EmbeddingModel
+from services.frontend import embeddings
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.one_piece import AT_ONCE_BYTES
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import FakeMesh, vector_of
+from tests.services.frontend.raw_http import post
 
 pytestmark = pytest.mark.anyio
 EMBED = "embedder"
@@ -112,6 +114,28 @@ async def test_a_long_answer_arrives_whole(http: httpx.AsyncClient, mesh: FakeMe
     assert (tokenized.count, tokenized.token_strs) == (len(tokenized.tokens), mesh.text.names(tokenized.tokens))
     text = (await http.post("/detokenize", json=asked["/detokenize"])).json()
     assert text == {"prompt": mesh.text.decode(asked["/detokenize"]["tokens"], skip=False)}
+
+
+async def test_a_client_that_leaves_ends_the_writing_of_a_long_answer(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over = asyncio.Event()
+
+    def endless(*_: Any) -> Iterator[bytes]:
+        try:
+            while True:
+                yield bytes(AT_ONCE_BYTES)
+        finally:
+            over.set()
+
+    monkeypatch.setattr(embeddings, "embedding_list", endless)
+    async with serve_http(create_app(mesh, mesh.text, SETTINGS), SETTINGS) as url:
+        reader, writer = await post(url, "/v1/embeddings", requests()["/v1/embeddings"])
+        await reader.readexactly(10 * AT_ONCE_BYTES)
+        assert not over.is_set()
+        writer.close()
+        await asyncio.wait_for(over.wait(), 10)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_many_tokens_become_text_off_the_event_loop(
