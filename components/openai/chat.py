@@ -78,6 +78,11 @@ class Message(Strict):
     function_call: Annotated[JsonValue, only()] = None
 
     @property
+    def text(self) -> str:
+        """What it says, or says in place of it."""
+        return self.content if self.content is not None else self.refusal or ""
+
+    @property
     def is_empty(self) -> bool:
         """Whether it says nothing at all, not even by calling a tool."""
         if self.content is not None or self.tool_calls:
@@ -86,8 +91,7 @@ class Message(Strict):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates know it: they have no developer, whose words rank with the system's."""
-        content = self.content if self.content is not None else self.refusal or ""
-        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             turn["name"] = self.name
         if self.tool_call_id is not None:
@@ -157,7 +161,7 @@ class ChatRequest(ConstrainedFields):
     def check(self) -> None:
         """Raises: Rejected, when fields contradict each other."""
         super().check()
-        check_ending(add=self.add_generation_prompt, go_on=self.continue_final_message)
+        check_ending(self.messages, add=self.add_generation_prompt, go_on=self.continue_final_message)
         if self.echo and not self.continue_final_message:
             raise Rejected("'echo' shows the message that 'continue_final_message' goes on with.", param="echo")
         if self.top_logprobs is not None and not self.logprobs:
@@ -268,11 +272,17 @@ def ending_of(add: bool | None, go_on: bool | None, special: bool | None) -> End
     return Ending(not go_on if add is None else add, bool(go_on), bool(special))
 
 
-def check_ending(*, add: bool | None, go_on: bool | None) -> None:
-    """Raises: Rejected, when a conversation is to be both open for a new turn and go on with its last one."""
+def check_ending(messages: Sequence[Message], *, add: bool | None, go_on: bool | None) -> None:
+    """Raises: Rejected, when a conversation is to be both open for a new turn and go on with its last one, or cannot go on."""
     if add and go_on:
         raise Rejected(
             "'continue_final_message' and 'add_generation_prompt' cannot both be true.", param="continue_final_message"
+        )
+    if go_on and messages and messages[-1].tool_calls:  # behind the text: the prompt would end before them
+        raise Rejected(
+            "'continue_final_message' cannot go on with a message that has 'tool_calls'.",
+            param="continue_final_message",
+            code="invalid_value",
         )
 
 

@@ -24,6 +24,11 @@ class Conversation:
     variables: Mapping[str, JsonValue] = field(default_factory=dict)  # that the client sets in the template
     ending: Ending = Ending()  # noqa: RUF009  # a tuple
 
+    @property
+    def begun(self) -> str:
+        """The text that the answer goes on from; "" when it is a turn of its own."""
+        return str(self.messages[-1]["content"]) if self.ending.continue_last else ""
+
 
 def name_answers(messages: Sequence[dict[str, Any]]) -> None:
     """Give each message of a tool the name of what it answers, which some templates ask for and clients leave out."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, JsonValue, PlainValidator
 from components.errors import Rejected
 from components.openai.completions import prompts
 from components.openai.fields import INT32_MAX, Priority, Strict
+from components.openai.parts import Parts, filled
 from components.wire.embedding_model import EmbeddingModel
 
 MAX_INPUTS: Final = 2048  # OpenAI's bound
@@ -83,16 +84,16 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
-def embeddings_of(
+def embedding_list(
     vectors: Sequence[bytes], request: EmbeddingRequest, model: EmbeddingModel, num_tokens: int
-) -> EmbeddingList:
-    """The answer with `vectors`, float32[dimensions] each, cut if that is asked for."""
-    shown = [
-        Embedding(index=i, embedding=_shown(np.frombuffer(vector, "<f4"), request, model))
+) -> Parts:
+    """The JSON of an `EmbeddingList` with `vectors`, float32[dimensions] each, cut if that is asked for; one at a time."""
+    shown = (
+        Embedding(index=i, embedding=_shown(np.frombuffer(vector, "<f4"), request, model)).model_dump_json().encode()
         for i, vector in enumerate(vectors)
-    ]
+    )
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return EmbeddingList(data=shown, model=request.model, usage=usage)
+    return filled(EmbeddingList(data=[], model=request.model, usage=usage), shown)
 
 
 def _shown(

@@ -41,6 +41,7 @@ class More(NamedTuple):
 
     choice: bytes = b""
     chunk: bytes = b""
+    usage: bytes = b""  # of the chunk, and of each where one becomes several
 
 
 NOTHING: Final = More()
@@ -76,7 +77,7 @@ class Events:
 
     def text(self, index: int, text: str, logprobs: BaseModel | None = None, more: More = NOTHING) -> bytes:
         """More text of a choice."""
-        return b'%b%d%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b}\n\n' % (
+        return b'%b%d%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b%b}\n\n' % (
             self.head,
             index,
             self.before_text,
@@ -96,7 +97,10 @@ class Events:
         logprobs: BaseModel | None = None,
         more: More = NOTHING,
     ) -> bytes:
-        """More of a chat's choice, of which something is reasoning or calls of tools; the first event has the tokens."""
+        """More of a chat's choice, of which something is reasoning or calls of tools.
+
+        The first event has what is told of its tokens.
+        """
         deltas = [b'"content":%b' % quote(text)] if text else []
         if reasoning:
             quoted = quote(reasoning)
@@ -104,9 +108,10 @@ class Events:
         deltas += [b'"tool_calls":[%b]' % _call(delta) for delta in calls]
         told = [b"null" if logprobs is None else as_json(logprobs)]
         told += [b"null"] * (len(deltas) - 1)
-        mores = [more, *[NOTHING] * (len(deltas) - 1)]
+        mores = [more, *[More(usage=more.usage)] * (len(deltas) - 1)]
         return b"".join(
-            b'%b%d,"delta":{%b},"logprobs":%b,"finish_reason":null%b}]%b}\n\n' % (self.head, index, delta, shown, *own)
+            b'%b%d,"delta":{%b},"logprobs":%b,"finish_reason":null%b}]%b%b}\n\n'
+            % (self.head, index, delta, shown, *own)
             for delta, shown, own in zip(deltas, told, mores, strict=True)
         )
 
@@ -119,7 +124,7 @@ class Events:
         return b'%b[],"usage":%b}\n\n' % (self.usage_head, usage.model_dump_json().encode())
 
     def _event(self, index: int, payload: bytes, reason: bytes, more: More) -> bytes:
-        return b'%b%d%b,"logprobs":null,"finish_reason":%b%b}]%b}\n\n' % (self.head, index, payload, reason, *more)
+        return b'%b%d%b,"logprobs":null,"finish_reason":%b%b}]%b%b}\n\n' % (self.head, index, payload, reason, *more)
 
 
 def _call(delta: CallDelta) -> bytes:

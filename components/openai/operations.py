@@ -4,14 +4,16 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from components.openai.fields import IfAsked
+
 WorkerState = Literal["up", "draining", "silent"]
 
 
 class Health(BaseModel):
-    """This process answers; `models` are those that a request may name now."""
+    """This process answers; `models` are those that a request may name now, for who might ask them."""
 
     status: Literal["ok"] = "ok"
-    models: list[str]
+    models: IfAsked[list[str]] = None
 
 
 class Live(BaseModel):
@@ -21,10 +23,10 @@ class Live(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Whether a request would succeed, and if not, why."""
+    """Whether a request would succeed, and if not, why, for who might ask."""
 
     status: Literal["ready", "unready"]
-    reasons: list[str] = []
+    reasons: IfAsked[list[str]] = None
 
 
 class Version(BaseModel):

@@ -1,7 +1,7 @@
 """One generated text taken apart: what the model thinks, what it says, which tools it calls."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from components.output.calls import CallDelta
 from components.output.reader import Reader
@@ -14,6 +14,9 @@ class Parsed(NamedTuple):
     text: str
     reasoning: str
     calls: Sequence[CallDelta]
+
+
+NOTHING: Final = Parsed("", "", ())
 
 
 class OutputParser:
@@ -35,6 +38,22 @@ class OutputParser:
         """Whether there are calls, none of which is cut off."""
         return self._calls is not None and self._calls.num_calls > 0 and not self._calls.calling
 
+    @property
+    def held(self) -> str:
+        """The end of the text so far, when only what follows tells what it is."""
+        if self._reasoning is not None and not self._reasoning.over:
+            return self._reasoning.held
+        return "" if self._calls is None else self._calls.held
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the text so far ends within a call, or within what may become a call or a mark."""
+        return bool(self.held.strip()) or (self._calls is not None and self._calls.calling)
+
+    def begin(self) -> Parsed:
+        """To be called before the first text: reads what stands before it. Returns: what that is."""
+        return NOTHING
+
     def feed(self, text: str) -> Parsed:
         """Take more text."""
         thought = ""
@@ -55,3 +74,68 @@ class OutputParser:
         said, calls = self._calls.feed(text)
         more, last = self._calls.end()
         return Parsed(said + more, thought, [*calls, *last])
+
+
+class ContinuingParser(OutputParser):
+    """One of a text that goes on from another, which `begin` reads.
+
+    Of that one, where it is not to be told, nothing is, but for a call that it ends within: the rest alone is of no use.
+    """
+
+    __slots__ = ("_before", "_earlier", "_known", "_tells", "_untold")
+
+    def __init__(self, reasoning: Reasoning | None, calls: Reader | None, before: str, *, tells: bool) -> None:
+        """`tells`: of `before` too."""
+        super().__init__(reasoning, calls)
+        self._untold = NOTHING  # of `before`, to be told with what follows
+        self._before = before
+        self._tells = tells
+        self._known = ""  # its end, where that is held back: when it is shown now, it is nothing new
+        self._earlier = 0  # calls that were whole in it
+
+    @property
+    def called(self) -> bool:
+        """Calls that were whole before do not count, unless they are told."""
+        return super().called and self._calls is not None and self._calls.num_calls > self._earlier
+
+    def begin(self) -> Parsed:
+        """Read what stands before."""
+        before = super().feed(self._before)
+        self._untold = before
+        if not self._tells:
+            self._known = self.held
+            if self._calls is not None:
+                self._earlier = self._calls.num_calls - int(self._calls.calling)
+            self._untold = Parsed("", "", [delta for delta in before.calls if delta.index >= self._earlier])
+        return before
+
+    def feed(self, text: str) -> Parsed:
+        """Take more text."""
+        return self._new(super().feed(text))
+
+    def flush(self) -> Parsed:
+        """What was held back: the text is over."""
+        return self._new(super().flush())
+
+    def _new(self, parsed: Parsed) -> Parsed:
+        text, thought, calls = parsed
+        if self._known:
+            if thought:
+                thought = self._without_known(thought)
+            elif text:
+                text = self._without_known(text)
+            if calls:
+                self._known = ""
+        if (first := self._untold) is not NOTHING:
+            text, thought, calls = first.text + text, first.reasoning + thought, [*first.calls, *calls]
+            self._untold = NOTHING
+        if calls and self._earlier:
+            calls = [delta._replace(index=delta.index - self._earlier) for delta in calls]
+        return Parsed(text, thought, calls)
+
+    def _without_known(self, shown: str) -> str:
+        known, same = self._known, 0
+        while same < min(len(known), len(shown)) and known[same] == shown[same]:
+            same += 1
+        self._known = known[same:] if same == len(shown) else ""
+        return shown[same:]

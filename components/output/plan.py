@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from components.output.formats import ReasoningFormat, ToolFormat
-from components.output.parser import OutputParser
+from components.output.parser import ContinuingParser, OutputParser
 from components.output.reader import Reader, Schema
 from components.output.reasoning import Reasoning
 
@@ -14,16 +14,18 @@ class OutputPlan:
     """Makes a parser for each choice."""
 
     reasoning: ReasoningFormat | None
-    opened: bool  # the prompt ends within reasoning
+    opened: bool  # the text begins within reasoning
     tools: ToolFormat | None
     offered: Mapping[str, Schema] = field(default_factory=dict)  # parameters by the tools' names
     single: bool = False  # one call ends the answer
     shown: frozenset[int] = frozenset()  # special tokens that are part of either format
+    before: str = ""  # the text begins with it, and the model goes on from there
 
-    def parser(self) -> OutputParser:
-        """A fresh one."""
+    def parser(self, *, tells_before: bool = False) -> OutputParser:
+        """A fresh one for what follows `before`; with `tells_before` it tells of that too."""
         reasoning, tools = self.reasoning, self.tools
-        return OutputParser(
-            None if reasoning is None else Reasoning(reasoning.begin, reasoning.end, opened=self.opened),
-            None if tools is None else Reader(tools.read, self.offered, tools.new_id, single=self.single),
-        )
+        thoughts = None if reasoning is None else Reasoning(reasoning.begin, reasoning.end, opened=self.opened)
+        calls = None if tools is None else Reader(tools.read, self.offered, tools.new_id, single=self.single)
+        if not self.before:
+            return OutputParser(thoughts, calls)
+        return ContinuingParser(thoughts, calls, self.before, tells=tells_before)

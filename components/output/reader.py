@@ -63,11 +63,21 @@ class Reader:
         self._said = False
         self._steps = read(self)
 
+    @property
+    def held(self) -> str:
+        """The end of the text so far, when only what follows tells whether it belongs to a call."""
+        return "" if self.calling else self._spaces + self._buffer[self._kept :]
+
+    @property
+    def _kept(self) -> int:
+        """From where on the text may be read again."""
+        return self._at if self._mark is None else self._mark
+
     def feed(self, text: str) -> Found:
         """Read on."""
         if self.done:
             return Found("", ())
-        keep = self._at if self._mark is None else self._mark
+        keep = self._kept
         self._buffer = self._buffer[keep:] + text
         self._at -= keep
         if self._mark is not None:

@@ -34,6 +34,16 @@ class Reasoning:
         self._held = ""
         self._said = False  # something of the reasoning; once `over`, of the answer
 
+    @property
+    def inside(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return bool(self._inside) and not self.over
+
+    @property
+    def held(self) -> str:
+        """The end of the text so far, when only what follows tells what it is."""
+        return self._held
+
     def feed(self, text: str) -> Thought:
         """Tell apart what has come."""
         if self.over:

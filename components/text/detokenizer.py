@@ -83,8 +83,8 @@ class SelectiveDetokenizer(Detokenizer):
 
     __slots__ = ("_skipped",)
 
-    def __init__(self, tokenizer: Tokenizer, skipped: Set[int]) -> None:
-        super().__init__(tokenizer, skip=False)
+    def __init__(self, tokenizer: Tokenizer, skipped: Set[int], prefix: Sequence[int] = ()) -> None:
+        super().__init__(tokenizer, [token_id for token_id in prefix if token_id not in skipped], skip=False)
         self._skipped = skipped
 
     def feed(self, token_ids: Sequence[int]) -> str:

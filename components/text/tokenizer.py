@@ -1,11 +1,11 @@
 """The text side of a model: chat template and tokenizer, loaded from its directory. Needs no torch."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
@@ -20,6 +20,8 @@ from components.text.long_prompts import LongPrompts
 from components.text.template_names import variables_of
 from components.text.token_bytes import TokenBytes
 from components.text.tool_prompt import instructed
+
+T = TypeVar("T")
 
 INLINE_CHARS: Final = 4096  # about 0.7 ms of tokenising; a hop to a thread and back costs about 0.1 ms
 MESSAGE_CHARS: Final = 32  # what a template writes around a message, and its time, in characters of text
@@ -171,21 +173,21 @@ class TextModel:
         chars = sum(MESSAGE_CHARS + len(str(m.get("content", ""))) for m in messages)
         if tools or any("tool_calls" in message for message in messages):
             chars += len(str(tools)) + sum(len(str(m.get("tool_calls", ""))) for m in messages)
-        if chars <= INLINE_CHARS:
-            return self._encode_chat(messages, tools, variables, ending)
-        return await self._long_prompts.run(chars, lambda: self._encode_chat(messages, tools, variables, ending))
+        return await self.run(chars, lambda: self._encode_chat(messages, tools, variables, ending))
 
     async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model wants around it."""
-        if len(text) <= INLINE_CHARS:
-            return self._encode(text, add_special_tokens=add_special_tokens)
-        return await self._long_prompts.run(
-            len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
-        )
+        return await self.run(len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens))
+
+    async def run(self, chars: int, work: Callable[[], T]) -> T:
+        """What `work` on so many characters of text returns; long work is done off the event loop."""
+        return work() if chars <= INLINE_CHARS else await self._long_prompts.run(chars, work)
 
     def decode(self, token_ids: Sequence[int], *, skip: bool = True) -> str:
         """The text of token ids; by default special tokens are skipped."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip)
+        # the batch call alone lets go of the GIL
+        [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip)
+        return text
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them; "" for what is none of the tokenizer's."""
@@ -196,11 +198,12 @@ class TextModel:
     ) -> Detokenizer:
         """A fresh incremental detokenizer; give it the prompt whose text the generation continues.
 
-        With `shown`, special tokens not to skip, there is no such prompt. Without `skip` none is skipped.
+        `shown` are special tokens not to skip. Without `skip` none is skipped.
         """
+        context = prompt[-CONTEXT_TOKENS:]
         if shown and skip:
-            return SelectiveDetokenizer(self._tokenizer, self.specials - shown)
-        return Detokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:], skip=skip)
+            return SelectiveDetokenizer(self._tokenizer, self.specials - shown, context)
+        return Detokenizer(self._tokenizer, context, skip=skip)
 
     def special_ids(self, names: Collection[str]) -> frozenset[int]:
         """Ids of those of these tokens that are special ones."""

@@ -31,14 +31,13 @@ from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from services.frontend import tokens
 from services.frontend.admission import Admission
-from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.embeddings import embed
 from services.frontend.endpoints import ChatDialect, CompletionDialect
 from services.frontend.exchange import Exchange, Frontend
 from services.frontend.gate import Gate, caller_of
 from services.frontend.keys import KeyRing
-from services.frontend.messages import COUNT_ROUTE, MessagesDialect, count_tokens
+from services.frontend.messages import COUNT_ROUTE, MessagesDialect
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.one_piece import answered
 from services.frontend.operations import Operations
@@ -162,18 +161,17 @@ def _add_generation(app: FastAPI, frontend: Frontend, stored: StoredResponses | 
         """Answer a conversation as Anthropic's API does; with `stream`, as server-sent events."""
         return exchanges[MessagesDialect.route]()
 
-    @app.post(COUNT_ROUTE)
-    async def count(request: Request) -> TokenCountAnswer:
-        """How many tokens a message's prompt has."""
-        body = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
-        return await count_tokens(frontend.mesh, frontend.text, body)
-
 
 def _add_one_piece(app: FastAPI, frontend: Frontend) -> None:
     @app.post("/v1/embeddings", responses={200: {"model": EmbeddingList}})
     async def embeddings(request: Request) -> Response:
         """The vectors of one or several texts, of a model that is meant for that."""
         return await answered(frontend, request, EmbeddingRequest, embed, "embeddings")
+
+    @app.post(COUNT_ROUTE, responses={200: {"model": TokenCountAnswer}})
+    async def count(request: Request) -> Response:
+        """How many tokens a message's prompt has."""
+        return await answered(frontend, request, CountRequest, tokens.count, "count_tokens")
 
     @app.post("/tokenize", responses={200: {"model": Tokenized}})
     async def tokenize(request: Request) -> Response:
@@ -203,21 +201,23 @@ def _card(model: ServedModel) -> ModelCard:
 
 
 def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: CollectorRegistry) -> None:
-    async def health() -> Health:
-        """This process answers. The models tell whether a generating request would find someone."""
-        return Health(models=[model.name for model in mesh.models()])
+    async def health(request: Request) -> Health:
+        """This process answers. The models, which need the API key, tell whether a generating request would find someone."""
+        stranger = caller_of(request.scope).stranger
+        return Health(models=None if stranger else [model.name for model in mesh.models()])
 
     async def live() -> Live:
         """This process answers."""
         return Live()
 
-    async def ready(response: Response) -> Readiness:
-        """200 when a request would succeed; else 503, and why it would not."""
+    async def ready(request: Request, response: Response) -> Readiness:
+        """200 when a request would succeed; else 503, and, which needs the API key, why it would not."""
         reasons = operations.reasons()
         if reasons:
             response.status_code = 503
             response.headers["retry-after"] = "1"
-        return Readiness(status="unready" if reasons else "ready", reasons=reasons)
+        stranger = caller_of(request.scope).stranger
+        return Readiness(status="unready" if reasons else "ready", reasons=None if stranger else reasons)
 
     async def version() -> Version:
         """Of kvmesh."""

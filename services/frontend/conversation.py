@@ -8,7 +8,7 @@ from typing import NamedTuple
 from components.errors import Rejected
 from components.openai.conversation import Conversation
 from components.openai.fields import AskedConstraint
-from components.output.formats import PLAIN_JSON, ToolFormat
+from components.output.formats import PLAIN_JSON, ReasoningFormat, ToolFormat
 from components.output.grammar import (
     CallableTool,
     CallStyle,
@@ -21,6 +21,7 @@ from components.output.grammar import (
 )
 from components.output.json_calls import PYTHON_TAG
 from components.output.plan import OutputPlan
+from components.output.reasoning import Reasoning
 from components.structured.schema import fault_in_schema
 from components.text.tokenizer import TextModel
 from components.text.variables import template_variables
@@ -45,7 +46,7 @@ async def encode_conversation(text: TextModel, conversation: Conversation) -> li
     return await text.encode_chat(conversation.messages, tools, variables, conversation.ending)
 
 
-def plan_answer(
+async def plan_answer(
     text: TextModel, conversation: Conversation, prompt: Sequence[int], asked: AskedConstraint | None
 ) -> AnswerPlan:
     """The plan for one request.
@@ -55,34 +56,66 @@ def plan_answer(
         conversation: tools, and which of them to call.
         prompt: what `encode_conversation` made of it.
         asked: what the request's fields ask of its text: it holds where the model answers, not where it reasons or calls.
-    Raises: Rejected, when that cannot be kept together with tools.
+    Raises: Rejected, when that cannot be kept together with tools, or with the text that the answer goes on from.
     """
     reasoning = text.formats.reasoning
     tools = text.formats.tools if conversation.tools else None
     if reasoning is None and tools is None:
         return AnswerPlan()
-    thinking: Thinking | None = None
-    if reasoning is not None and not text.ends_with(prompt, reasoning.end):
-        thinking = Thinking(reasoning.begin, reasoning.end, reasoning.always or text.ends_with(prompt, reasoning.begin))
+    before = conversation.begun
+    thinking = None if reasoning is None else _thinking(text, reasoning, prompt, before)
+    opened = (thinking is not None and thinking.opened) or (reasoning is not None and reasoning.end in before)
     if tools is not None and tools.style is None and conversation.choice.mode in {"required", "named"}:
         tools = PLAIN_JSON
     tokens = (*(tools.tokens if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
     single = not conversation.parallel or conversation.choice.mode == "named"
     output = OutputPlan(
         reasoning,
-        thinking is not None and thinking.opened,
+        opened,
         tools,
         {tool.function.name: tool.function.parameters or {} for tool in conversation.tools},
         single,
         text.special_ids(tokens),
+        before,
     )
     grammar = Grammar(text.marker_ids(tokens))
+    held_to: AskedConstraint | None = None
     if tools is not None:
-        return AnswerPlan(output, _held_to(grammar, tools, conversation, thinking, asked, single=single))
-    if asked is None or thinking is None:
-        return AnswerPlan(output)
-    rule = calls_or(grammar, None, (), thinking, _answer_rule(asked), single=single)
-    return AnswerPlan(output, AskedConstraint(Constraint(kind="lark", text=rule), asked.param))
+        held_to = _held_to(grammar, tools, conversation, thinking, asked, single=single)
+    elif asked is not None and thinking is not None:
+        rule = calls_or(grammar, None, (), thinking, _answer_rule(asked), single=single)
+        held_to = AskedConstraint(Constraint(kind="lark", text=rule), asked.param)
+    if before:
+        await _check_goes_on(text, output, held_to)
+    return AnswerPlan(output, held_to)
+
+
+def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int], before: str) -> Thinking | None:
+    """The reasoning that comes first, behind the prompt, which ends with `before`; None: there is none, or it is over."""
+    if not before.strip():
+        if text.ends_with(prompt, reasoning.end):
+            return None
+        opened = reasoning.always or text.ends_with(prompt, reasoning.begin)
+        return Thinking(reasoning.begin, reasoning.end, opened)
+    read = Reasoning(reasoning.begin, reasoning.end, opened=reasoning.end in before)
+    read.feed(before)
+    return None if read.over else Thinking(reasoning.begin, reasoning.end, read.inside)
+
+
+async def _check_goes_on(text: TextModel, output: OutputPlan, held_to: AskedConstraint | None) -> None:
+    """Raises: Rejected, when what the rest is held to cannot follow the text that it goes on from."""
+    parser = output.parser()
+    said, _, calls = await text.run(len(output.before), parser.begin)
+    param = "continue_final_message"
+    if parser.done:
+        raise _unsupported(param, "the last message has a call already, and only one is wanted")
+    if held_to is None:
+        return
+    if parser.undecided:
+        raise _unsupported(param, f"the last message ends where nothing of what '{held_to.param}' asks can begin")
+    bare = output.tools is not None and output.tools.style is not None and not output.tools.style.marker
+    if held_to.param == "tools" and bare and (said.strip() or calls):
+        raise _unsupported(param, "this model's calls are whole answers, and the last message has said something")
 
 
 def _held_to(

@@ -6,7 +6,8 @@ from typing import Final
 
 from components.errors import PromptTooLong, Rejected
 from components.openai.completions import check_vocabulary
-from components.openai.embeddings import EmbeddingRequest, embeddings_of
+from components.openai.embeddings import EmbeddingRequest, embedding_list
+from components.openai.parts import Parts
 from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
 from components.wire.embedding_model import EmbeddingModel
@@ -16,11 +17,10 @@ from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
 
 OTHERS_AFTER: Final = 4  # short texts, tokenised on the event loop: then it is others' turn
-INLINE_VALUES: Final = 4096  # numbers that are written as JSON on the event loop, in 2 ms
 
 
-async def embed(call: Call, request: EmbeddingRequest) -> bytes:
-    """The answer. Raises: MeshError."""
+async def embed(call: Call, request: EmbeddingRequest) -> Parts:
+    """The answer, written as it is read. Raises: MeshError."""
     frontend = call.frontend
     model = find_model(frontend.mesh, request.model)
     about = _embedding_of(model)
@@ -48,12 +48,11 @@ async def embed(call: Call, request: EmbeddingRequest) -> bytes:
         frontend.metrics.key_tokens.labels(caller.account.name, "prompt").inc(num_tokens)
     call.span.set_attribute("gen_ai.usage.input_tokens", num_tokens)
 
-    def answer() -> bytes:
-        return embeddings_of(vectors, request, about, num_tokens).model_dump_json().encode()
+    def answer() -> Parts:
+        yield from embedding_list(vectors, request, about, num_tokens)
+        frontend.metrics.e2e_latency.labels(model.name, "/v1/embeddings").observe(time.perf_counter() - started)
 
-    body = answer() if len(vectors) * about.dimensions <= INLINE_VALUES else await asyncio.to_thread(answer)
-    frontend.metrics.e2e_latency.labels(model.name, "/v1/embeddings").observe(time.perf_counter() - started)
-    return body
+    return answer()
 
 
 def _embedding_of(model: ServedModel) -> EmbeddingModel:

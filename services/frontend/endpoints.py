@@ -141,7 +141,7 @@ class ChunkStream:
     def piece(self, piece: Piece) -> bytes:
         """A chunk for the text, and one for the end of its choice; before its first one, the opening."""
         index = piece.choice
-        data = self._text(piece) if piece.text or piece.tokens or piece.reasoning or piece.calls else b""
+        data = self._text(piece) if piece.tells else b""
         if index not in self._opened:
             self._opened.add(index)
             data = self._events.open(index) + data
@@ -188,14 +188,13 @@ class TellingStream(ChunkStream):
         first = index not in self._opened
         if first:
             self._opened.add(index)
-            data = self._events.open(index, More(chunk=usage))
-        if piece.text or piece.tokens or piece.token_ids:
-            more = More(self._ids(piece, first=first), usage)
+            data = self._events.open(index, More(usage=usage))
+        if piece.tells or piece.token_ids:
             # a chat has one prompt, and tells it once
-            if self._tells_ids and first and self._events.opening is not None and index == 0:
-                more = More(more.choice, usage + self._prompt_ids(index))
-            data += self._text(piece, more)
-        return data if piece.finish is None else data + self._events.finish(index, piece.finish, More(chunk=usage))
+            once = self._tells_ids and first and self._events.opening is not None and index == 0
+            prompt_ids = self._prompt_ids(index) if once else b""
+            data += self._text(piece, More(self._ids(piece, first=first), prompt_ids, usage))
+        return data if piece.finish is None else data + self._events.finish(index, piece.finish, More(usage=usage))
 
     def _ids(self, piece: Piece, *, first: bool) -> bytes:
         """Of a choice; a completion's first chunk tells its prompt's too."""
@@ -246,7 +245,7 @@ class Conversing(Dialect):
         """One prompt: the conversation in the model's template."""
         conversation = self.chat.conversation()
         prompt = await encode_conversation(text, conversation)
-        self.output, self.asked = plan_answer(text, conversation, prompt, self.chat.asked_constraint)
+        self.output, self.asked = await plan_answer(text, conversation, prompt, self.chat.asked_constraint)
         return [prompt]
 
 
@@ -264,7 +263,7 @@ class ChatDialect(Conversing):
 
     def echoes(self, text: TextModel, prompts: Sequence[list[int]]) -> list[str]:
         """The message that goes on, when the request asks for it."""
-        return [self.chat.messages[-1].content or "" if self.chat.echo else ""]
+        return [self.chat.messages[-1].text if self.chat.echo else ""]
 
     def events(self, generation: Generation) -> EventStream:
         """Chunks with a role and deltas."""

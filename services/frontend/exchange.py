@@ -217,8 +217,7 @@ class Exchange(Response):
 
     @property
     def _num_generated(self) -> int:
-        generation = self._generation
-        return 0 if generation is None else sum(choice.generated_tokens for choice in generation.choices)
+        return 0 if self._generation is None else self._generation.num_generated
 
     @contextmanager
     def _first_token(self, generation: Generation) -> Generator[None, None, None]:

@@ -20,7 +20,7 @@ from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account
 from services.frontend.shape import in_shape_of
 
-OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers
+OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers: whoever brings no key is told a status
 CALLER: Final = "kvmesh.caller"  # of a scope
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # of a request, given by a client
 MISSING: Final = from_status(401)
@@ -33,6 +33,7 @@ class Caller:
 
     label: str = ""  # the client's own X-Request-Id, where it is fit to be repeated: shown, and never a key to anything
     account: Account | None = None  # where there are API keys
+    stranger: bool = False  # there are API keys, and it has brought none: only what is open sees such a caller
 
     def share(self, scope: Scope) -> bytes:
         """Whom the request counts for when there is not room for all."""
@@ -83,13 +84,19 @@ class Gate:
             return
         key, label = _told(scope)
         ring = self._ring
-        if ring is None or (scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}):
+        if ring is None:
             scope[CALLER] = Caller(label) if label else NOBODY
             await self._app(scope, receive, send)
             return
         account = None if key is None else ring.find(key)
-        if account is None:
+        opened = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
+        if account is None and not (opened and key is None):
             self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
+        if opened:
+            scope[CALLER] = Caller(label, account, stranger=account is None)
+            await self._app(scope, receive, send)
+            return
+        if account is None:
             headers = [(b"www-authenticate", b"Bearer")]
             await _answer(scope, send, MISSING if key is None else WRONG, label or uuid4().hex, headers)
             return

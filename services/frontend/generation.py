@@ -33,6 +33,11 @@ class Piece(NamedTuple):
     calls: Sequence[CallDelta] = ()  # of tools
     token_ids: Sequence[int] = ()  # that count, whatever of their text is shown
 
+    @property
+    def tells(self) -> bool:
+        """Whether there is anything to see in it, beside an end."""
+        return bool(self.text or self.tokens or self.reasoning or self.calls)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
@@ -58,7 +63,6 @@ class Choice:
         "_length",
         "_stops",
         "_text",
-        "cached_tokens",
         "finish",
         "generated_tokens",
         "index",
@@ -72,7 +76,6 @@ class Choice:
         self.prompt = spec.prompt
         self.finish: str | None = None
         self.generated_tokens = 0
-        self.cached_tokens = 0
         self.prompt_tokens: list[ShownToken] = []  # to tell of before the first token, by then
         self.prompt_told: list[TokenLogprobs] | None = None  # of the prompt, from its second token on
         self._echo = spec.echo
@@ -93,10 +96,11 @@ class Choice:
         """The stop string that ended it, if one did."""
         return None if self._stops is None else self._stops.found
 
+    async def begin(self) -> None:
+        """To be called before the first delta is taken."""
+
     def take(self, delta: TokenDelta) -> Piece:
         """The text that `delta` adds; sets `finish` when it is the last."""
-        if self.generated_tokens == 0:
-            self.cached_tokens = delta.num_cached_tokens
         self.finish = delta.finish
         before = self.generated_tokens
         tokens: list[ShownToken] | None = None
@@ -145,11 +149,17 @@ class Choice:
 class TakenApart(Choice):
     """One whose text is reasoning, answer and calls of tools. Stop strings and log-probabilities are of the whole text."""
 
-    __slots__ = ("_parser",)
+    __slots__ = ("_before", "_parser")
 
     def __init__(self, index: int, spec: PromptSpec, text: TextModel, plan: OutputPlan) -> None:
         super().__init__(index, spec, text)
-        self._parser = plan.parser()
+        self._parser = plan.parser(tells_before=bool(spec.echo))
+        self._before = plan.before
+        self._echo = ""  # the parser tells of it
+
+    async def begin(self) -> None:
+        """Read what the answer goes on from."""
+        await self._text.run(len(self._before), self._parser.begin)
 
     def take(self, delta: TokenDelta) -> Piece:
         """What `delta` adds to each of them; sets `finish` when it is the last, or the only call that was wanted is there."""
@@ -213,17 +223,16 @@ class Generation:
             self.choices += branches.choices
         self.first_unix_ns = 0  # when the first delta arrived
         self.text = text
+        self.num_generated = 0  # tokens so far, over all choices
+        self._num_prompt = sum(len(branches.prompt.token_ids) for branches in self._prompts)
+        self._num_cached = 0  # of them
         self._mesh = mesh
         self._gaps = gaps
         self._began = began
 
     def usage(self) -> Usage:
         """Tokens so far, over all choices; a prompt counts once, whatever the number of its choices."""
-        return Usage.of(
-            sum(len(branches.prompt.token_ids) for branches in self._prompts),
-            sum(choice.generated_tokens for choice in self.choices),
-            sum(branches.choices[0].cached_tokens for branches in self._prompts),
-        )
+        return Usage.of(self._num_prompt, self.num_generated, self._num_cached)
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
         """Text as it arrives; closing the generator cancels what still runs. Raises: MeshError."""
@@ -247,10 +256,17 @@ class Generation:
                     self._gaps.observe(now - last)
                 else:
                     self.first_unix_ns = self.first_unix_ns or time.time_ns()
-                    self._began(len(choice.prompt.token_ids) if choice is branches.choices[0] else 0)
+                    if choice is branches.choices[0]:
+                        self._num_cached += delta.num_cached_tokens
+                        self._began(len(choice.prompt.token_ids))
+                    else:
+                        self._began(0)
                     await branches.tell(choice, delta)
+                    await choice.begin()
                 last = now
-                yield choice.take(delta)
+                piece = choice.take(delta)
+                self.num_generated += len(piece.token_ids)
+                yield piece
                 if choice.finish is not None and delta.finish is None:
                     return  # a stop string, or all that was wanted: closing the deltas cancels the work
         if choice.finish is None:

@@ -14,17 +14,13 @@ from components.anthropic.messages import (
     MessagesRequest,
     MessageUsage,
     StopReason,
-    TokenCountAnswer,
 )
 from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
 from components.output.blocks import Blocks
-from components.text.tokenizer import TextModel
 from services.frontend.endpoints import Answer, Conversing, EventStream
 from services.frontend.generation import Generation, Piece
-from services.frontend.ports import Mesh
-from services.frontend.prompts import find_model
 from services.frontend.stream import Headers
 
 COUNT_ROUTE: Final = "/v1/messages/count_tokens"
@@ -43,7 +39,10 @@ class MessagesDialect(Conversing):
 
     async def read(self, body: bytes, scope: Scope) -> ChatRequest:
         """As a chat."""
-        request = parse_body(MessagesRequest, body)
+        return self.take(parse_body(MessagesRequest, body))
+
+    def take(self, request: CountRequest) -> ChatRequest:
+        """As a chat. Raises: Rejected."""
         self._params = request.params
         request.check()
         self.chat = request.chat()
@@ -119,14 +118,3 @@ def why_it_stopped(generation: Generation) -> tuple[StopReason, str | None]:
     if choice.finish == "tool_calls":
         return "tool_use", None
     return ("end_turn", None) if choice.stop_string is None else ("stop_sequence", choice.stop_string)
-
-
-async def count_tokens(mesh: Mesh, text: TextModel, body: bytes) -> TokenCountAnswer:
-    """How long the prompt of a message would be. Raises: MeshError."""
-    request = parse_body(CountRequest, body)
-    request.check()
-    find_model(mesh, request.model)
-    dialect = MessagesDialect(request_id="")
-    dialect.chat = request.chat()
-    [prompt] = await dialect.encode(text)
-    return TokenCountAnswer(input_tokens=len(prompt))

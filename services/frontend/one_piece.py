@@ -1,30 +1,39 @@
 """A request that is answered in one piece and generates nothing: from its body to JSON with a status, whatever happens."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, closing
+from functools import partial
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Final, TypeVar
 from uuid import uuid4
 
 from opentelemetry.trace import Span
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from components.aio import time_limit
 from components.errors import MeshError
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import parse_body
+from components.openai.parts import Parts
 from services.frontend import tracing
 from services.frontend.body import read_json_body
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.exchange import Frontend
 from services.frontend.gate import caller_of
 from services.frontend.metrics import NO_MODEL
+from services.frontend.shape import in_shape_of
+
+AT_ONCE_BYTES: Final = 64 * 1024  # of an answer that are written before others get their turn, in 1 to 3 ms
 
 R = TypeVar("R", bound=BaseModel)
+Refusal = Callable[[ApiError], tuple[int, bytes]]  # an error to status and JSON
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +48,17 @@ class Call:
         self.model = NO_MODEL  # to be set once it is known to be one of ours
         self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         self.span = span
+        self.refusal: Refusal = partial(in_shape_of, request.scope["path"], request_id=request_id)
 
 
 async def answered(
     frontend: Frontend,
     request: Request,
     body: type[R],
-    work: Callable[[Call, R], Awaitable[bytes]],
+    work: Callable[[Call, R], Awaitable[Parts]],
     operation: str,
 ) -> Response:
-    """What `work` makes of the request's body: JSON; or a refusal. `operation` names its span."""
+    """What `work` makes of the request's body: JSON, part by part; or a refusal. `operation` names its span."""
     route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
     label = caller_of(request.scope).label
     request_id = uuid4().hex  # the client's own is never a key
@@ -57,9 +67,9 @@ async def answered(
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
                 read = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
-                parsed = parse_body(body, read)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
-                    response = Response(await work(call, parsed), media_type="application/json")
+                    parsed = await frontend.text.run(len(read), partial(parse_body, body, read))
+                    response = _told(await work(call, parsed))
         except MeshError as exc:
             response = _refused(call, from_mesh(exc, call.id), exc)
         except HTTPException as exc:
@@ -74,9 +84,52 @@ async def answered(
     return response
 
 
+def _told(parts: Parts) -> Response:
+    """The answer; a long one is written as its client reads it."""
+    first = _some(parts)
+    if len(first) < AT_ONCE_BYTES:
+        return Response(first, media_type="application/json")
+    return _Long(_in_turns(first, parts))
+
+
+class _Long(StreamingResponse):
+    """One that lets go of what it is made from as soon as it is over, also when its client has left."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(parts)
+        self._parts = parts
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self._parts):
+            await super().stream_response(send)
+
+
+async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
+    some = first
+    with closing(parts):
+        while some:
+            yield some
+            await asyncio.sleep(0)
+            some = _some(parts)
+
+
+def _some(parts: Parts) -> bytes:
+    """The next ones; less than AT_ONCE_BYTES only at the end."""
+    taken, size = [], 0
+    for part in parts:
+        taken.append(part)
+        size += len(part)
+        if size >= AT_ONCE_BYTES:
+            break
+    return b"".join(taken)
+
+
 def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
     tracing.describe_error(call.span, error, type(exc).__name__)
     if error.status >= 500 and isinstance(exc, MeshError):
         facts = {"request_id": call.id, "error": type(exc).__name__, "reason": exc.message}
         log.warning("request failed", extra=facts)
-    return Response(error.body(), error.status, dict(error.headers()), media_type="application/json")
+    status, body = call.refusal(error)
+    return Response(body, status, dict(error.headers()), media_type="application/json")

@@ -4,9 +4,13 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from components.http_server import serve_http
 from components.text.tokenizer import TextModel
+from services.frontend import tracing
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from tests.components.text.tiny_model import tiny_text_model
@@ -51,3 +55,13 @@ async def openai(url: str) -> AsyncIterator[AsyncOpenAI]:
     """The package as users have it, retries off."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Where the spans of requests go."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "tracer", provider.get_tracer("kvmesh"))
+    return exporter

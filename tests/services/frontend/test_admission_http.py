@@ -14,12 +14,10 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.ports import FleetRoom
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.services.frontend.raw_http import post
 from tests.services.frontend.test_operations import value_of
-from tests.services.frontend.test_request_spans import by_name, spans
+from tests.services.frontend.test_request_spans import by_name
 from tests.services.frontend.test_streaming import HELLO as STREAMED
-from tests.services.frontend.test_streaming import raw_request
-
-__all__ = ["spans"]
 
 pytestmark = pytest.mark.anyio
 CHAT: Final = "/v1/chat/completions"
@@ -102,7 +100,7 @@ async def test_the_time_limit_of_a_request_runs_while_it_waits(mesh: FakeMesh) -
 async def test_a_client_that_leaves_waits_no_more(mesh: FakeMesh) -> None:
     mesh.fleet = FULL
     async with served(mesh) as http:
-        _, writer = await raw_request(str(http.base_url), HELLO)
+        _, writer = await post(str(http.base_url), CHAT, HELLO)
         await until_waiting(http, 1)
         writer.close()
         await until_waiting(http, 0)

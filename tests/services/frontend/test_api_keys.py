@@ -23,6 +23,7 @@ from services.frontend.config import FrontendSettings
 from services.frontend.keys import BadKeys, KeyRing, follow_keys, parse_file, parse_list, read_keys
 from services.frontend.quota import Account, KeyLimits
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.services.frontend.raw_http import send
 from tests.services.frontend.test_admission_http import FULL
 from tests.services.frontend.test_operations import value_of
 
@@ -109,9 +110,8 @@ async def test_a_bad_key_or_none_is_401(mesh: FakeMesh, headers: dict[str, str])
 
 async def raw(url: httpx.URL, request: str) -> bytes:
     """The answer to a request line and headers that no client would send."""
-    reader, writer = await asyncio.open_connection(url.host, url.port)
+    reader, writer = await send(str(url), request.encode("latin-1") + b"connection: close\r\ncontent-length: 0\r\n\r\n")
     try:
-        writer.write(request.encode("latin-1") + b"connection: close\r\ncontent-length: 0\r\n\r\n")
         return await asyncio.wait_for(reader.read(), 5)
     finally:
         writer.close()
@@ -155,6 +155,25 @@ async def test_what_balancers_ask_is_open_and_nothing_else(mesh: FakeMesh) -> No
             if path not in {"/health", "/live", "/ready"}:
                 refused(await http.get(path.replace("{model:path}", MODEL)))
         refused(await http.post("/health"))
+
+
+async def test_who_brings_no_key_is_told_a_status_and_no_more(mesh: FakeMesh) -> None:
+    """`/health` named the models, and `/ready` what the mesh is made of, to whoever asked."""
+    wrong = {"authorization": "Bearer sk-wrong-0123456789"}
+    async with served(mesh, BOTH) as http:
+        for headers in ({}, wrong):
+            assert (await http.get("/health", headers=headers)).json() == {"status": "ok"}
+            assert (await http.get("/live", headers=headers)).json() == {"status": "ok"}
+            assert (await http.get("/ready", headers=headers)).json() == {"status": "ready"}
+        assert (await http.get("/health", headers=AUTH)).json() == {"status": "ok", "models": [MODEL]}
+        assert (await http.get("/ready", headers=AUTH)).json() == {"status": "ready", "reasons": []}
+        mesh.served.clear()
+        unready = await http.get("/ready")
+        assert (unready.status_code, unready.json()) == (503, {"status": "unready"})
+        assert (await http.get("/ready", headers=AUTH)).json()["reasons"] == ["no decode instance is usable"]
+        metrics = (await http.get("/metrics", headers=AUTH)).text
+    assert 'requests_unauthorized_total{reason="wrong"} 3.0' in metrics  # nobody tries keys unseen
+    assert 'requests_unauthorized_total{reason="missing"} 0.0' in metrics
 
 
 def http_routes(mesh: FakeMesh) -> Sequence[Any]:

@@ -223,11 +223,11 @@ async def test_a_body_full_of_faults_costs_little_more_than_one_with_one(
     """Of a body of eight megabytes pydantic made a million errors, in nine seconds of the event loop."""
     body = make()
     assert len(body) < 65_536
-    began = time.perf_counter()
+    began = time.process_time()
     answer = await http.post(CHAT, content=body, headers={"content-type": "application/json"})
-    took_s = time.perf_counter() - began
+    took_s = time.process_time() - began
     assert answer.status_code == 400
-    assert took_s < 0.25, "a bound for a busy machine; it is a few milliseconds"
+    assert took_s < 0.25, "of processor time; it is a few milliseconds"
 
 
 def test_a_body_as_large_as_they_may_be_full_of_faults_is_refused_soon() -> None:

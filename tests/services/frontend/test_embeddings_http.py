@@ -13,6 +13,7 @@ from components.errors import DecodeLost, InvariantBroken
 from components.wire.embedding_model import EmbeddingModel
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh, vector_of
+from tests.services.frontend.raw_http import post
 from tests.services.frontend.test_bad_inputs import error_of
 from tests.services.frontend.test_operations import value_of
 
@@ -150,10 +151,9 @@ async def test_failures_have_their_status_and_are_counted(http: httpx.AsyncClien
 
 async def test_a_client_that_leaves_cancels_the_work(url: str, mesh: FakeMesh) -> None:
     mesh.gate = asyncio.Semaphore(0)
-    async with httpx.AsyncClient(base_url=url) as leaving:
-        asking = asyncio.create_task(leaving.post(PATH, json={"model": EMBED, "input": "a"}))
-        while not mesh.running:
-            await asyncio.sleep(0.001)
-        asking.cancel()
+    _, writer = await post(url, PATH, {"model": EMBED, "input": "a"})
+    while not mesh.running:
+        await asyncio.sleep(0.001)
+    writer.close()
     await mesh.until_idle()
     assert mesh.cancelled == 1

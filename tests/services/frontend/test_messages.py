@@ -10,6 +10,8 @@ import httpx
 import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from components.errors import DecodeLost, InvariantBroken, NoDecodeInstance, QueueFull
 from components.http_server import serve_http
@@ -18,6 +20,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh
+from tests.services.frontend.test_operations import value_of
 from tests.services.frontend.thinking_model import CALL, TWO, thinking_model
 
 # clients are `Any`: what they answer is a union of thirty classes, of which a test looks at one
@@ -272,6 +275,45 @@ async def test_tokens_are_counted_as_they_would_be_generated_from(anthropic: Any
     assert counted.input_tokens == len(mesh.prompts[0].token_ids)
 
 
+async def test_counting_is_counted_and_traced(
+    http: httpx.AsyncClient, mesh: FakeMesh, spans: InMemorySpanExporter
+) -> None:
+    asked = {"model": MODEL, "messages": HELLO["messages"]}
+    answer = await http.post(COUNT, json=asked, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
+    refused = await http.post(COUNT, json={**asked, "model": "nobody"})
+    assert refused.status_code == 404
+    assert refused.json()["request_id"] == f"req_{refused.headers['x-request-id']}"
+    for model, status in ((MODEL, 200), ("", 404)):
+        assert await value_of(http, f'requests_total{{model_name="{model}",route="{COUNT}",status="{status}"}}') == 1
+    told, untold = spans.get_finished_spans()
+    assert told.name == untold.name == "count_tokens"
+    assert [span.status.status_code for span in (told, untold)] == [StatusCode.UNSET, StatusCode.ERROR]
+
+
+async def test_counting_ends_when_its_time_is_over(
+    mesh: FakeMesh, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any) -> list[int]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(TextModel, "encode_chat", never)
+    settings = FrontendSettings(port=0, request_timeout_s=0.01)
+    transport = httpx.ASGITransport(create_app(mesh, text, settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await asyncio.wait_for(http.post(COUNT, json={"model": MODEL, "messages": HELLO["messages"]}), 10)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+
+
+async def test_counting_blames_fields_by_their_names_here(http: httpx.AsyncClient) -> None:
+    asked = {"model": MODEL, "messages": HELLO["messages"], "output_config": {"effort": "high"}}
+    for url in (COUNT, URL):
+        answer = await http.post(url, json=asked if url == COUNT else {**asked, "max_tokens": 1})
+        assert answer.status_code == 400
+        assert "output_config.effort" in answer.json()["error"]["message"]
+
+
 async def test_a_worker_lost_in_mid_stream_is_an_error_event(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
     mesh.fail_at, mesh.failure = 2, DecodeLost("10.0.0.7 gone")
     answer = await http.post(URL, json={**HELLO, "stream": True})
@@ -287,20 +329,6 @@ async def test_the_package_raises_what_breaks_a_stream(anthropic: Any, mesh: Fak
     with pytest.raises(package.APIStatusError, match="lost"):
         async with anthropic.messages.stream(**HELLO) as stream:
             await stream.get_final_message()
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_the_work(url: str, mesh: FakeMesh, stream: bool) -> None:
-    mesh.gate = asyncio.Semaphore(2)
-    body = json.dumps({**HELLO, "stream": stream}).encode()
-    _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
-    head = f"POST {URL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    while mesh.deltas < 2:
-        await asyncio.sleep(0.001)
-    writer.close()
-    await mesh.until_idle()
-    assert (mesh.cancelled, mesh.deltas) == (1, 2)
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "42"}

@@ -11,27 +11,21 @@ from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.services.frontend.raw_http import post
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+ROUTES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO["messages"]},
+    "/v1/completions": {"prompt": "Hello"},
+    "/v1/messages": {"messages": HELLO["messages"], "max_tokens": 200},
+    "/v1/responses": {"input": "Hello"},
+}
 
 
 async def events_of(answer: httpx.Response) -> list[str]:
     return [event.removeprefix("data: ") for event in (await answer.aread()).decode().split("\n\n") if event]
-
-
-async def raw_request(url: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A request on a socket of our own, so that we decide when it closes."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
-    writer.write(head.encode() + content)
-    await writer.drain()
-    return reader, writer
 
 
 async def test_the_stream_has_openais_shape(http: httpx.AsyncClient) -> None:
@@ -108,18 +102,19 @@ async def test_a_bug_in_mid_stream_tells_only_the_request_id(
 
 @pytest.mark.parametrize("tokens_seen", [0, 3])
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("route", sorted(ROUTES))
 async def test_a_client_that_leaves_cancels_the_work_before_another_token(
-    url: str, http: httpx.AsyncClient, mesh: FakeMesh, stream: bool, tokens_seen: int
+    url: str, http: httpx.AsyncClient, mesh: FakeMesh, route: str, stream: bool, tokens_seen: int
 ) -> None:
     mesh.gate = asyncio.Semaphore(tokens_seen)
-    _, writer = await raw_request(url, {**HELLO, "stream": stream})
+    _, writer = await post(url, route, {"model": MODEL, **ROUTES[route], "stream": stream})
     while mesh.deltas < tokens_seen or not mesh.running:
         await asyncio.sleep(0.001)
     writer.close()
     await mesh.until_idle()
     assert (mesh.cancelled, mesh.deltas) == (1, tokens_seen)
     metrics = (await http.get("/metrics")).text
-    assert f'requests_total{{model_name="{MODEL}",route="{CHAT}",status="499"}} 1.0' in metrics
+    assert f'requests_total{{model_name="{MODEL}",route="{route}",status="499"}} 1.0' in metrics
     assert f'num_requests_running{{model_name="{MODEL}"}} 0.0' in metrics
 
 

@@ -23,10 +23,9 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.test_bad_inputs import CHAT, COMPLETION, error_of
-from tests.services.frontend.test_request_spans import by_name, spans
+from tests.services.frontend.test_request_spans import by_name
 
 pytestmark = pytest.mark.anyio
-__all__ = ["spans"]
 HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}, "required": ["a"]}
 NAMED = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}

@@ -7,11 +7,19 @@ import httpx
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from components.openai.chat import ChatRequest
+from components.openai.events import Events
+from components.output.calls import CallDelta
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
+from services.frontend.endpoints import TellingStream
+from services.frontend.generation import Generation, Piece
+from services.frontend.metrics import GapCounts
+from services.frontend.ports import ServedModel
 from tests.components.text.tiny_model import TEMPLATE, tiny_tokenizer
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.services.frontend.thinking_model import TWO, thinking_model
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -92,6 +100,48 @@ async def test_each_chunk_tells_the_usage_so_far(
     assert counted[0] == 1
     assert {usage["prompt_tokens"] for usage in usages} == {len(mesh.prompts[0].token_ids)}
     assert (chunks[-1]["choices"] == []) == last
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 1000])
+async def test_chunks_of_reasoning_and_calls_tell_the_usage_and_each_token_once(
+    settings: FrontendSettings, tokens_per_delta: int
+) -> None:
+    """Of one delta that became several chunks, only the first one told the usage so far."""
+    mesh = FakeMesh(thinking_model(), answer=f"hm</think>So: {TWO}", tokens_per_delta=tokens_per_delta)
+    mesh.served = [ServedModel(MODEL, 4096, 1)]
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    transport = httpx.ASGITransport(create_app(mesh, mesh.text, settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        options = {"continuous_usage_stats": True}
+        chunks = await chunks_of(http, CHAT, **HELLO, tools=tools, return_token_ids=True, stream_options=options)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    told = [name for choice in choices for name in ("reasoning", "content", "tool_calls") if choice["delta"].get(name)]
+    assert list(dict.fromkeys(told)) == ["reasoning", "content", "tool_calls"]
+    counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    whole = ids(mesh.text, mesh.answer)
+    assert counted == sorted(counted)
+    assert counted[-1] == len(whole)
+    assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == whole
+
+
+@pytest.mark.parametrize("fields", [{"return_token_ids": True}, {"stream_options": {"continuous_usage_stats": True}}])
+def test_what_is_held_back_until_the_end_is_told_though_no_token_comes_with_it(
+    mesh: FakeMesh, text: TextModel, fields: dict[str, Any]
+) -> None:
+    request = ChatRequest.model_validate({**HELLO, "stream": True, **fields})
+    generation = Generation(mesh, text, [], GapCounts(), lambda _: None)
+    events = Events.chat("id", 1, MODEL, usage_follows=False)
+    stream = TellingStream(events, lambda _: None, generation, request)
+    first, calls = CallDelta(0, "call_1", "f", ""), CallDelta(0, None, None, "{}")
+    data = stream.piece(Piece(1, "", "tool_calls", None, "hm", [first, calls]))
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in data.splitlines() if line]
+    assert [next(iter(delta), None) for delta in deltas] == [
+        "role",
+        "reasoning_content",
+        "tool_calls",
+        "tool_calls",
+        None,
+    ]
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETION, TEXT)])

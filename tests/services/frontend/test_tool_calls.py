@@ -258,8 +258,8 @@ async def test_with_the_choice_none_text_is_text() -> None:
     assert "You can call functions" not in mesh.text.decode(mesh.prompts[0].token_ids)
 
 
-def test_a_request_that_uses_none_of_it_is_not_taken_apart() -> None:
-    assert plan_answer(model(), Conversation(HELLO), [1], None) == AnswerPlan()
+async def test_a_request_that_uses_none_of_it_is_not_taken_apart() -> None:
+    assert await plan_answer(model(), Conversation(HELLO), [1], None) == AnswerPlan()
 
 
 @pytest.fixture(scope="module")
