@@ -1,26 +1,56 @@
-"""Masks for the engine's requests, compiled beside the event loop and the engine, once for each constraint."""
+"""Masks for the engine's requests, compiled beside the event loop and the engine, once for many of them."""
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer
 
 from components.errors import MeshError, Rejected
 from components.structured.grammar import load_vocabulary, start_matcher
-from components.structured.mask import GrammarMask
+from components.structured.mask import GrammarMask, Wear
 from components.structured.metrics import ConstraintMetrics
+from components.structured.threads import Threads
 from components.wire.sampling import Constraint, Sampling
 
-T = TypeVar("T")
-
 THREADS: Final = 2  # one that takes long holds up no other
+STOP_S: Final = 2.0  # that the end of the process waits for what is being compiled
 MAX_KNOWN: Final = 256
-MAX_KNOWN_BYTES: Final = 8 << 20
+MAX_KNOWN_BYTES: Final = 512 << 20  # as estimated, since llguidance does not say what it holds
+# The most that was measured; docs/openai.md has the figures.
+BYTES_PER_CPU_S: Final = 160e6  # of compiling
+BYTES_PER_TOKEN: Final = 24e3  # of texts
+MAX_TOKENS: Final = 1024  # then it is compiled anew, for those who come
+
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """Before the first token of any text."""
+
+    matcher: LLMatcher
+    cpu_s: float
+    num_words: int
+    wear: Wear = field(default_factory=Wear)
+
+    @property
+    def num_bytes(self) -> float:
+        """What it takes by now, estimated; for most it is a tenth of that."""
+        return BYTES_PER_CPU_S * self.cpu_s + BYTES_PER_TOKEN * self.wear.num_tokens
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether it serves nobody any more but those who have it."""
+        return self.wear.has_failed or self.wear.num_tokens >= MAX_TOKENS
+
+    def mask(self) -> GrammarMask:
+        """One for a request; some 50 us."""
+        return GrammarMask(self.matcher.deep_copy(), self.num_words, self.wear)
 
 
 class MaskMaker:
@@ -32,11 +62,10 @@ class MaskMaker:
         """Masks for an engine of that vocabulary; `folder` finds its model's, on a thread."""
         self._load = lambda: load_vocabulary(folder(), vocab_size, eos_token_ids)
         self._metrics = metrics
-        self._executor = ThreadPoolExecutor(THREADS, "constraint")
+        self._threads = Threads(THREADS, "constraint")
         self._vocabulary: asyncio.Future[LLTokenizer] | None = None
-        self._known: OrderedDict[Constraint, LLMatcher] = OrderedDict()
-        self._known_bytes = 0
-        self._starting: dict[Constraint, asyncio.Task[LLMatcher]] = {}
+        self._known: OrderedDict[Constraint, _Compiled] = OrderedDict()
+        self._starting: dict[Constraint, asyncio.Task[_Compiled]] = {}
 
     async def mask_of(self, sampling: Sampling, token_ids: Sequence[int]) -> GrammarMask | None:
         """A mask for one request, at the end of `token_ids`; None without a constraint.
@@ -46,45 +75,65 @@ class MaskMaker:
         constraint = sampling.constraint
         if constraint is None:
             return None
-        started = self._known.get(constraint)
-        if started is None:
-            started = await asyncio.shield(self._start(constraint))  # others may wait for it too
-        else:
-            self._known.move_to_end(constraint)
-            self._metrics.count("cached")
-        vocabulary = await self._tokens()
-        mask = GrammarMask(started.deep_copy(), -(-vocabulary.vocab_size // 32))  # some 50 us
+        compiled = self._recall(constraint)
+        if compiled is None:
+            compiled = await asyncio.shield(self._start(constraint))  # others may wait for it too
+        mask = compiled.mask()
         if sampling.num_generated:  # it was moved: 3 us a token
-            await self._on_thread(lambda: _replay(mask, token_ids[-sampling.num_generated :]))
+            await self._threads.do(lambda: _replay(mask, token_ids[-sampling.num_generated :]))
         return mask
 
-    def _start(self, constraint: Constraint) -> asyncio.Task[LLMatcher]:
+    async def aclose(self) -> None:
+        """Compile nothing more; what is being compiled is not waited for as long as it may take."""
+        for task in self._starting.values():
+            task.cancel()
+        await self._threads.stop(STOP_S)
+        if self._vocabulary is not None:
+            self._vocabulary.cancel()
+
+    def _recall(self, constraint: Constraint) -> _Compiled | None:
+        compiled = self._known.get(constraint)
+        if compiled is None:
+            return None
+        if compiled.is_worn:
+            del self._known[constraint]
+            return None
+        self._known.move_to_end(constraint)
+        self._forget()  # all of them have grown
+        self._metrics.count("cached")
+        return compiled
+
+    def _start(self, constraint: Constraint) -> asyncio.Task[_Compiled]:
         task = self._starting.get(constraint)
         if task is None:
             task = self._starting[constraint] = asyncio.create_task(self._compile(constraint))
             task.add_done_callback(lambda _: self._starting.pop(constraint))
         return task
 
-    async def _compile(self, constraint: Constraint) -> LLMatcher:
+    async def _compile(self, constraint: Constraint) -> _Compiled:
         began = time.perf_counter()
         vocabulary = await self._tokens()
         try:
-            matcher = await self._on_thread(lambda: start_matcher(vocabulary, constraint))
+            matcher, cpu_s = await self._threads.do(lambda: _timed(vocabulary, constraint))
             error = matcher.get_error()
         except ValueError as exc:
             error = str(exc)
         self._metrics.count("refused" if error else "compiled", time.perf_counter() - began)
         if error:
             raise Rejected(f"a constraint that cannot be kept: {error}")
-        self._known[constraint] = matcher
-        self._known_bytes += len(constraint.text)
-        while len(self._known) > MAX_KNOWN or self._known_bytes > MAX_KNOWN_BYTES:
-            self._known_bytes -= len(self._known.popitem(last=False)[0].text)
-        return matcher
+        compiled = self._known[constraint] = _Compiled(matcher, cpu_s, -(-vocabulary.vocab_size // 32))
+        self._forget()
+        return compiled
+
+    def _forget(self) -> None:
+        """What was not asked for the longest, until the rest is not too much; what requests have of it they keep."""
+        num_bytes = sum(compiled.num_bytes for compiled in self._known.values())
+        while self._known and (len(self._known) > MAX_KNOWN or num_bytes > MAX_KNOWN_BYTES):
+            num_bytes -= self._known.popitem(last=False)[1].num_bytes
 
     async def _tokens(self) -> LLTokenizer:
         if self._vocabulary is None:
-            self._vocabulary = asyncio.ensure_future(self._on_thread(self._load))
+            self._vocabulary = self._threads.do(self._load)
         loading = self._vocabulary
         try:
             return await asyncio.shield(loading)
@@ -93,10 +142,22 @@ class MaskMaker:
                 self._vocabulary = None  # the next one tries again
             raise Rejected(f"this model's tokenizer is of no use for constraints: {exc}") from exc
 
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+def _timed(vocabulary: LLTokenizer, constraint: Constraint) -> tuple[LLMatcher, float]:
+    """And the CPU seconds that it took."""
+    began = time.thread_time()
+    return start_matcher(vocabulary, constraint), time.thread_time() - began
 
 
 def _replay(mask: GrammarMask, token_ids: Sequence[int]) -> None:
     for token_id in token_ids:
         mask.accept(token_id)
+
+
+@asynccontextmanager
+async def open_masks(
+    folder: Callable[[], Path], vocab_size: int, eos_token_ids: frozenset[int], metrics: ConstraintMetrics
+) -> AsyncIterator[MaskMaker]:
+    """See `MaskMaker`; leaving it ends its threads."""
+    async with contextlib.aclosing(MaskMaker(folder, vocab_size, eos_token_ids, metrics)) as maker:
+        yield maker

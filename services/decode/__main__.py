@@ -15,7 +15,7 @@ from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_outbox
 from components.process import drain, new_instance_id, record_maker, run, settle, stop_signal, subject_of
-from components.structured.masks import MaskMaker
+from components.structured.masks import open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
@@ -54,6 +54,12 @@ async def main(settings: DecodeSettings) -> None:
         connect_bus(settings.nats_url, f"decode-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
+        open_masks(
+            lambda: model_dir(settings.model, settings.home),
+            engine.engine.vocab_size,
+            engine.engine.eos_token_ids,
+            ConstraintMetrics(metrics.registry),
+        ) as masks,
         open_transfer(
             engine.engine.kv_region,
             f"decode-{me}",
@@ -87,12 +93,7 @@ async def main(settings: DecodeSettings) -> None:
             max_local_prefill=settings.max_local_prefill,
             local_prefill_on_queue=settings.local_prefill_on_queue,
             on_transfer_failure=settings.on_transfer_failure,
-            masks=MaskMaker(
-                lambda: model_dir(settings.model, settings.home),
-                engine.engine.vocab_size,
-                engine.engine.eos_token_ids,
-                ConstraintMetrics(metrics.registry),
-            ),
+            masks=masks,
         )
         record = record_maker(
             settings,

@@ -304,7 +304,8 @@ class DecodeService:
             adapter=request.adapter,
         )
 
-        gone = [branch for branch in range(active.sampling.n) if branch not in active.streams]  # while its mask compiled
+        # Cancelled while the mask was compiled.
+        gone = [branch for branch in range(active.sampling.n) if branch not in active.streams]
 
         def submit(engine: Engine) -> None:
             engine.submit(prompt)

@@ -9,7 +9,7 @@ from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.process import drain, new_instance_id, record_maker, run, settle, stop_signal, subject_of
-from components.structured.masks import MaskMaker
+from components.structured.masks import open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
@@ -36,6 +36,12 @@ async def main(settings: PrefillSettings) -> None:
         connect_bus(settings.nats_url, f"prefill-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, settings.engine, settings.home, log_progress) as engine,
+        open_masks(
+            lambda: model_dir(settings.model, settings.home),
+            engine.engine.vocab_size,
+            engine.engine.eos_token_ids,
+            ConstraintMetrics(metrics.registry),
+        ) as masks,
         open_transfer(
             engine.engine.kv_region,
             f"prefill-{me}",
@@ -54,12 +60,7 @@ async def main(settings: PrefillSettings) -> None:
             transfer,
             metrics=metrics,
             bootstrap_timeout_s=settings.bootstrap_timeout_s,
-            masks=MaskMaker(
-                lambda: model_dir(settings.model, settings.home),
-                engine.engine.vocab_size,
-                engine.engine.eos_token_ids,
-                ConstraintMetrics(metrics.registry),
-            ),
+            masks=masks,
         )
         adapters = engine.engine.adapters
         record = record_maker(

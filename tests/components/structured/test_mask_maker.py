@@ -2,19 +2,24 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from prometheus_client import CollectorRegistry
 
-from components.errors import Rejected
+from components.errors import Overloaded, Rejected
+from components.structured import grammar
 from components.structured import masks as module
 from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
-from components.structured.masks import MaskMaker
+from components.structured.masks import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.wire.sampling import Constraint, Sampling
 from engine.mock.text import SPECIAL
@@ -30,8 +35,9 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def maker(folder: Path, registry: CollectorRegistry) -> MaskMaker:
-    return MaskMaker(lambda: folder, VOCAB, frozenset({END}), ConstraintMetrics(registry))
+async def maker(folder: Path, registry: CollectorRegistry) -> AsyncIterator[MaskMaker]:
+    async with open_masks(lambda: folder, VOCAB, frozenset({END}), ConstraintMetrics(registry)) as opened:
+        yield opened
 
 
 def asking(regex: str, **more: Any) -> Sampling:
@@ -89,9 +95,9 @@ async def test_what_the_frontend_should_have_refused_is_refused(maker: MaskMaker
 
 
 async def test_a_model_without_tokenizer_answers_nobody_who_needs_one(tmp_path: Path) -> None:
-    maker = MaskMaker(lambda: tmp_path, VOCAB, frozenset(), ConstraintMetrics(CollectorRegistry()))
-    with pytest.raises(Rejected, match="tokenizer"):
-        await maker.mask_of(asking("a"), [1])
+    async with open_masks(lambda: tmp_path, VOCAB, frozenset(), ConstraintMetrics(CollectorRegistry())) as maker:
+        with pytest.raises(Rejected, match="tokenizer"):
+            await maker.mask_of(asking("a"), [1])
 
 
 async def test_only_so_many_are_kept(maker: MaskMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +105,117 @@ async def test_only_so_many_are_kept(maker: MaskMaker, monkeypatch: pytest.Monke
     for regex in ("a", "b", "a", "c", "a"):
         await maker.mask_of(asking(regex), [1])
     assert [constraint.text for constraint in maker._known] == ["c", "a"]
-    assert maker._known_bytes == 2
+
+
+@pytest.mark.parametrize("grows", ["when it is compiled", "with the texts"])
+async def test_what_is_kept_is_bounded_by_what_it_takes(
+    maker: MaskMaker, monkeypatch: pytest.MonkeyPatch, grows: str
+) -> None:
+    """Three characters may take as much memory as ten thousand: it was these that were counted."""
+    monkeypatch.setattr(module, "MAX_KNOWN_BYTES", 10_000)
+    monkeypatch.setattr(module, "BYTES_PER_TOKEN", 1000)
+    monkeypatch.setattr(module, "BYTES_PER_CPU_S", 0)
+    masks = [await maker.mask_of(asking(f"{name}*"), [1]) for name in "abc"]
+    assert [constraint.text for constraint in maker._known] == ["a*", "b*", "c*"]
+    if grows == "with the texts":
+        assert masks[1] is not None
+        for _ in range(11):
+            masks[1].fork().accept(ord("b"))
+        await maker.mask_of(asking("c*"), [1])
+    else:
+        monkeypatch.setattr(module, "BYTES_PER_CPU_S", 1e12)
+        await maker.mask_of(asking("d*"), [1])
+    kept = {"with the texts": ["c*"], "when it is compiled": []}[grows]
+    assert [constraint.text for constraint in maker._known] == kept
+    assert allowed(masks[1]) == {ord("b"), END}, "who has a mask keeps it"
+
+
+async def test_a_compilation_that_texts_have_filled_up_serves_nobody_else(
+    maker: MaskMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All masks of a constraint share what one text has made of it: after one that was too much, each failed at once."""
+    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=100, verbose_errors=False))
+    counting = asking("[a-z]{0,300}!")
+    filling = await maker.mask_of(counting, [1])
+    assert filling is not None
+    for _ in range(300):
+        filling.fill(np.zeros(-(-VOCAB // 32), dtype=np.int32))
+        filling.accept(ord("x"))
+    assert filling.fault is not None
+    after = await maker.mask_of(counting, [1])
+    assert after is not None
+    assert ord("x") in allowed(after)
+    after.accept(ord("x"))
+    assert after.fault is None
+
+
+async def test_a_constraint_is_compiled_anew_after_so_many_tokens(
+    maker: MaskMaker, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_TOKENS", 5)
+    for _ in range(4):
+        await maker.mask_of(asking("a*", num_generated=3), [7, *b"aaa"])
+    results = "structured_output_requests_total"
+    assert registry.get_sample_value(results, {"result": "compiled"}) == 2
+    assert registry.get_sample_value(results, {"result": "cached"}) == 2
+
+
+async def test_leaving_ends_the_threads(folder: Path) -> None:
+    """They lived on, and the end of the process waited for what they were compiling."""
+    before = set(threading.enumerate())
+    async with open_masks(lambda: folder, VOCAB, frozenset({END}), ConstraintMetrics(CollectorRegistry())) as maker:
+        await maker.mask_of(asking("a"), [1])
+        assert {thread.name for thread in set(threading.enumerate()) - before} >= {"constraint"}
+    assert "constraint" not in {thread.name for thread in set(threading.enumerate()) - before}
+    with pytest.raises(Overloaded):
+        await maker.mask_of(asking("b"), [1])
+
+
+LEAVES_IN_THE_MIDDLE = """
+import asyncio, sys, uvloop
+from pathlib import Path
+from prometheus_client import CollectorRegistry
+from components.structured import masks
+from components.structured.metrics import ConstraintMetrics
+from components.wire.sampling import Constraint, Sampling
+
+async def main():
+    masks.STOP_S = 0.1
+    bomb = Constraint(kind="json_schema", text='{"type": "integer", "multipleOf": 9999991}')
+    async with masks.open_masks(lambda: Path(sys.argv[1]), 258, frozenset(), ConstraintMetrics(CollectorRegistry())) as maker:
+        asking = [asyncio.create_task(maker.mask_of(Sampling(max_tokens=1, constraint=bomb), [1])) for _ in range(2)]
+        while not any("start_matcher" in str(frame) for frame in frames()):
+            await asyncio.sleep(0.01)
+    print("left", *(task.cancelled() for task in asking))
+
+def frames():
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            yield frame.f_code
+            frame = frame.f_back
+
+uvloop.run(main())
+"""
+
+
+def test_the_end_of_a_process_does_not_wait_for_what_is_being_compiled(folder: Path) -> None:
+    """Many minutes of it, which nothing can interrupt."""
+    command = [sys.executable, "-c", LEAVES_IN_THE_MIDDLE, str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left True True\n", "")
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 300, 1000])
 async def test_ids_without_a_token_never_come(folder: Path, vocab: int) -> None:
     """A model's logits are often more than its tokenizer's tokens."""
-    maker = MaskMaker(lambda: folder, vocab, frozenset({END}), ConstraintMetrics(CollectorRegistry()))
-    mask = await maker.mask_of(asking("(?s:.*)"), [1])
+    async with open_masks(lambda: folder, vocab, frozenset({END}), ConstraintMetrics(CollectorRegistry())) as maker:
+        mask = await maker.mask_of(asking("(?s:.*)"), [1])
     assert max(allowed(mask, vocab)) == END
 
 
 async def test_a_tokenizer_may_have_more_tokens_than_the_model(folder: Path) -> None:
-    maker = MaskMaker(lambda: folder, 200, frozenset(), ConstraintMetrics(CollectorRegistry()))
-    assert allowed(await maker.mask_of(asking("[a-c]"), [1]), 200) == {*b"abc"}
+    async with open_masks(lambda: folder, 200, frozenset(), ConstraintMetrics(CollectorRegistry())) as maker:
+        assert allowed(await maker.mask_of(asking("[a-c]"), [1]), 200) == {*b"abc"}
 
 
 def test_a_mask_allows_what_the_grammar_takes_and_nothing_else(real_model_dir: Path) -> None:
