@@ -21,7 +21,7 @@ from components.wire.sampling import Constraint, Sampling
 
 THREADS: Final = 2  # one that takes long holds up no other
 STOP_S: Final = 2.0  # that the end of the process waits for what is being compiled
-MAX_KNOWN: Final = 256
+MAX_KNOWN: Final = 128
 MAX_KNOWN_BYTES: Final = 512 << 20  # as estimated, since llguidance does not say what it holds
 # The most that was measured; docs/openai.md has the figures.
 BYTES_PER_CPU_S: Final = 160e6  # of compiling
