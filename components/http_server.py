@@ -27,6 +27,7 @@ KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection: the server mu
 LAST_HANDSHAKES_S: Final = 0.1  # from a client's first packet to its connection, as far as we wait for it
 LAST_REQUESTS_S: Final = 1.0  # for a request on a connection that is open already
 TICK_S: Final = 0.005
+DATE_S: Final = 1.0  # how long the date of answers may stand
 SEND_BUFFER_BYTES: Final = (
     256 * 1024
 )  # of a connection in the kernel, which takes twice that: what may wait unread there
@@ -66,18 +67,31 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, shares_port: bool) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self.ending = asyncio.Event()
         self._shares_port = shares_port
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
 
+    async def main_loop(self) -> None:
+        """Until `ending`; uvicorn's own asks ten times a second whether it is over."""
+        while not self.ending.is_set():
+            await self.on_tick(0)  # sets the date of answers
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_S):
+                    await self.ending.wait()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # from now on each answer says that the next request must go elsewhere; those being made share this list
         self.server_state.default_headers.append((b"connection", b"close"))
         await self._stop_listening(sockets or [])
         await self._last_requests()
-        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(TICK_S)  # in which those without a request close
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)  # waits for at least 0.1 s
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
         """The kernel resets connections that nobody has accepted when their socket closes: take them in first."""
@@ -173,7 +187,7 @@ async def serve_http(
             await _listening(server, serving)
             yield _url(listener, "http" if tls is None else "https")
         finally:
-            server.should_exit = True
+            server.ending.set()
             await serving
             listener.close()
 

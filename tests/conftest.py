@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
+import httpx
 import pytest
 from hypothesis import settings as hypothesis_settings
 
+from components.process import GC_THRESHOLDS
 from engine.model.resolve import model_dir
 from services.local.process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
@@ -34,12 +38,16 @@ _counter: Final = itertools.count()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests stay to the end: walking them again and again would be a quarter of the CPU time of the run."""
+    """Modules and tests stay to the end: walking them again and again would be a quarter of the CPU time of the run.
+
+    After that collections are as rare as in the services.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         gc.enable()
 
 
@@ -50,6 +58,13 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     left = [line for pid in _children() - before if (line := _command_line(pid)) and not ENDS_WITH_US.search(line)]
     assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def authorities_are_read_once() -> Iterator[None]:
+    """Their certificates, which httpx loads for each client, 40 ms each time; nobody here talks to strangers."""
+    with mock.patch.object(httpx._transports.default, "create_ssl_context", cache(httpx.create_ssl_context)):
+        yield
 
 
 @pytest.fixture(scope="session")

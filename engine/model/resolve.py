@@ -1,12 +1,9 @@
 """From the name of a model to a directory on this machine, without torch: the frontend wants only the tokenizer."""
 
 import re
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from typing import Final
 
 from engine.mock.text import MOCK, inner_model, mock_dir
 from engine.model.converted import converted_dir
@@ -17,7 +14,7 @@ from engine.model.progress import Progress, silent
 from engine.model.wheel import WHEEL_MODELS, wheel_dir
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+HUB: Final = "engine.model.hub"  # imported with the first hub id
 
 
 def served_name(model: str) -> str:
@@ -65,7 +62,8 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
             f"no model {model!r}: give one of {', '.join(WHEEL_MODELS)}, a directory that exists, "
             f"a {CONFIG_FILE} (random weights), a GGUF file, a hub id such as org/name, or mock"
         )
-    return _fetch(model, progress)
+    fetched: Path = import_module(HUB).fetch(model, progress)
+    return fetched
 
 
 def _local_path(model: str) -> Path | None:
@@ -76,37 +74,3 @@ def _local_path(model: str) -> Path | None:
     if path.is_file() and path.name == CONFIG_FILE:
         return path.parent
     return path if path.is_dir() or path.suffix == SUFFIX else None
-
-
-def _fetch(model: str, progress: Progress) -> Path:
-    """The hub's snapshot of `model`, from the local cache when nothing changed."""
-
-    class Bar(tqdm):  # type: ignore[misc]
-        """Passes the hub's count of files or bytes on, and draws nothing."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # a keyword of the hub's own bar
-            super().__init__(*args, **{**kwargs, "disable": False, "file": _Nowhere()})
-
-        def update(self, n: float | None = 1) -> bool | None:
-            shown = super().update(n)
-            progress(f"Fetching {model}", int(self.n), int(self.total or 0))
-            return shown
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES, tqdm_class=Bar))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
-        raise ModelUnavailable(
-            f"{model} could not be fetched from the hub ({type(exc).__name__}: {exc}). "
-            "Check the name and the connection, or give a local directory"
-        ) from exc
-
-
-class _Nowhere:
-    """A file that drops what is written to it."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is kept back."""

@@ -11,6 +11,7 @@ import pytest
 from tests.components.text.tiny_model import tiny_tokenizer
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
+from tests.mesh.preloaded import Preloaded
 
 MODEL: Final = "smollm2-135m"
 
@@ -46,8 +47,15 @@ TINY_ENV: Final = {
 
 
 @pytest.fixture(scope="session")
+def preloaded(nothing_left_behind: None) -> Iterator[Preloaded]:
+    """Who forks the services of the run's meshes."""
+    with Preloaded() as forking:
+        yield forking
+
+
+@pytest.fixture(scope="session")
 def real_mesh(
-    etcd_url: str, nats_url: str, real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    etcd_url: str, nats_url: str, preloaded: Preloaded, real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MeshProcesses]:
     """bootstrap, prefill, decode and frontend over the default model in float32, prompts in chunks of 128 tokens."""
     home = tmp_path_factory.mktemp("real-mesh")
@@ -60,7 +68,9 @@ def real_mesh(
         "MESH_ENGINE__THREADS": "1",  # two workers, two cores
         "MESH_ENGINE__COMPILE": "off",
     }
-    with MeshProcesses(etcd_url, nats_url, f"real-{secrets.token_hex(3)}", home, str(real_model_dir), env) as mesh:
+    with MeshProcesses(
+        etcd_url, nats_url, f"real-{secrets.token_hex(3)}", home, str(real_model_dir), env, preloaded
+    ) as mesh:
         mesh.start("bootstrap", "prefill", "decode", "frontend")
         yield mesh
 
@@ -76,29 +86,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_mesh(
-    etcd_url: str, nats_url: str, namespace: str, tiny_model: Path, tmp_path: Path
+    etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, tiny_model: Path, tmp_path: Path
 ) -> Iterator[MeshProcesses]:
     """An empty mesh over the tiny model in float32: the test starts, and kills, what it wants.
 
-    Each worker imports torch and transformers, five seconds of a core: where the model is not the point, take `mock_mesh`.
+    Where the model is not the point, take `mock_mesh`: its workers are ready in half the time.
     """
-    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(tiny_model), TINY_ENV) as mesh:
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(tiny_model), TINY_ENV, preloaded) as mesh:
         yield mesh
 
 
 @pytest.fixture(scope="module")
 def shared_tiny_mesh(
-    etcd_url: str, nats_url: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    etcd_url: str, nats_url: str, preloaded: Preloaded, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MeshProcesses]:
     """bootstrap, prefill and two decodes over the tiny model, for the tests of a module."""
     home = tmp_path_factory.mktemp("shared")
-    with MeshProcesses(etcd_url, nats_url, f"shared-{secrets.token_hex(3)}", home, str(tiny_model), TINY_ENV) as mesh:
+    with MeshProcesses(
+        etcd_url, nats_url, f"shared-{secrets.token_hex(3)}", home, str(tiny_model), TINY_ENV, preloaded
+    ) as mesh:
         mesh.start("bootstrap", "prefill", "decode", "decode")
         yield mesh
 
 
 @pytest.fixture
-def mock_mesh(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> Iterator[MeshProcesses]:
+def mock_mesh(
+    etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, tmp_path: Path
+) -> Iterator[MeshProcesses]:
     """An empty mesh whose workers compute at once."""
-    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, "mock", MOCK_ENV) as mesh:
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, "mock", MOCK_ENV, preloaded) as mesh:
         yield mesh

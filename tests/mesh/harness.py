@@ -26,8 +26,10 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
+from engine.mock.text import is_mock
 from services.frontend.ports import Prompt, TokenDelta
 from services.frontend.router import MeshClient
+from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded
 
 REPO: Final = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S: Final = 60.0
@@ -38,7 +40,7 @@ class Worker:
     """One service process."""
 
     role: str
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Fork
     log: Path
 
     def logged(self) -> str:
@@ -76,6 +78,7 @@ class MeshProcesses:
     home: Path
     model: str
     env: Mapping[str, str] = field(default_factory=dict)
+    preloaded: Preloaded | None = None  # who forks them; without one, commands are run
     workers: list[Worker] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)  # what is run for a role, where it is not the service itself
 
@@ -115,18 +118,24 @@ class MeshProcesses:
             **env,
         }
         log = self.home / f"{role}-{len(self.workers)}.log"
+        worker = Worker(
+            role, self._run(self.modules.get(role, f"services.{role}"), {**inherited, **settings}, log), log
+        )
+        self.workers.append(worker)
+        return worker
+
+    def _run(self, module: str, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes] | Fork:
+        if self.preloaded is not None:
+            return self.preloaded.start(MOCK if is_mock(self.model) else TORCH, module, env, log)
         with log.open("wb") as stream:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", self.modules.get(role, f"services.{role}")],
+            return subprocess.Popen(
+                [sys.executable, "-m", module],
                 cwd=REPO,
-                env={**inherited, **settings},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
             )
-        worker = Worker(role, popen, log)
-        self.workers.append(worker)
-        return worker
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from tests.components.text.tiny_model import tiny_tokenizer
 from tests.engine.lora.lora_files import merge, save_adapter
 from tests.engine.tiny_engine import save_tiny
 from tests.mesh.harness import MeshProcesses, Worker, open_client
+from tests.mesh.preloaded import Preloaded
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 
@@ -60,7 +61,7 @@ def expected(home: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def mesh(etcd_url: str, nats_url: str, namespace: str, home: Path, tmp_path: Path) -> Any:
+def mesh(etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, home: Path, tmp_path: Path) -> Any:
     env = {
         "MESH_ENGINE__DTYPE": "float32",
         "MESH_ENGINE__NUM_PAGES": "512",
@@ -69,7 +70,7 @@ def mesh(etcd_url: str, nats_url: str, namespace: str, home: Path, tmp_path: Pat
         "MESH_ENGINE__LORA": _adapters(home, legal="legal", medical="medical"),
         "MESH_DECODE_MAX_LOCAL_PREFILL": "0",
     }
-    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(home / MODEL), env) as made:
+    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(home / MODEL), env, preloaded) as made:
         yield made
 
 

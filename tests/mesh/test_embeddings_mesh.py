@@ -15,6 +15,7 @@ from tests.components.text.tiny_model import tiny_tokenizer
 from tests.engine.embedding_model import CONFIG, SIZE, cosines, reference, save_embedding_model
 from tests.mesh.conftest import TINY_ENV
 from tests.mesh.harness import MeshProcesses
+from tests.mesh.preloaded import Preloaded
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 TEXTS = ["Hello", "The capital of France is Paris.", "how are you today? " * 12, "Hello"]
@@ -28,9 +29,11 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def url(etcd_url: str, nats_url: str, directory: Path, tmp_path: Path) -> Iterator[str]:
+def url(etcd_url: str, nats_url: str, preloaded: Preloaded, directory: Path, tmp_path: Path) -> Iterator[str]:
     env = {**TINY_ENV, "MESH_SERVED_MODEL_NAME": "embedder", "MESH_ENGINE__MAX_STEP_TOKENS": "80"}
-    with MeshProcesses(etcd_url, nats_url, f"embed-{secrets.token_hex(3)}", tmp_path, str(directory), env) as mesh:
+    with MeshProcesses(
+        etcd_url, nats_url, f"embed-{secrets.token_hex(3)}", tmp_path, str(directory), env, preloaded
+    ) as mesh:
         *_, frontend = mesh.start("decode", "frontend")
         deadline = time.monotonic() + 20
         while not httpx.get(f"{frontend.url}/ready").is_success:

@@ -172,6 +172,7 @@ def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: Me
 
 
 def test_a_worker_is_there_at_once_and_has_loaded_no_torch(mock_mesh: MeshProcesses) -> None:
+    mock_mesh.preloaded = None
     started = time.monotonic()
     [worker] = mock_mesh.start("decode")
     took_s = time.monotonic() - started

@@ -12,6 +12,7 @@ import pytest
 
 from components.wire.instances import Role
 from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.preloaded import Preloaded
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio, pytest.mark.timeout(240)]
 
@@ -153,9 +154,11 @@ async def test_a_worker_that_is_told_to_leave_does_not_wait_for_its_profile(
 
 
 async def test_without_such_a_worker_or_with_one_that_computes_nothing_it_is_one_sentence(
-    etcd_url: str, nats_url: str, namespace: str, tmp_path: Path, run_service: RunService
+    etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, tmp_path: Path, run_service: RunService
 ) -> None:
-    with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, "mock", {"MESH_ENGINE__NUM_PAGES": "64"}) as mesh:
+    with MeshProcesses(
+        etcd_url, nats_url, namespace, tmp_path, "mock", {"MESH_ENGINE__NUM_PAGES": "64"}, preloaded
+    ) as mesh:
         inspect = Inspect(run_service, mesh, tmp_path)
         code, said = await inspect.run("prefill")
         assert (code, said.count("\n")) == (1, 1)

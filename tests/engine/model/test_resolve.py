@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from engine.model import resolve
+from engine.model import hub
 from engine.model.errors import ModelUnavailable
 from engine.model.resolve import is_random, model_dir, served_name
 
@@ -43,7 +43,7 @@ def test_a_hub_that_cannot_be_reached_says_so(monkeypatch: pytest.MonkeyPatch, t
     def offline(*_args: object, **_options: object) -> str:
         raise LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(resolve, "snapshot_download", offline)
+    monkeypatch.setattr(hub, "snapshot_download", offline)
     with pytest.raises(ModelUnavailable, match=r"org/name could not be fetched from the hub.*no connection"):
         model_dir("org/name", tmp_path)
 
@@ -58,14 +58,15 @@ def test_a_fetch_reports_its_progress_and_draws_nothing(
         return str(tmp_path)
 
     told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(resolve, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
     assert model_dir("org/name", tmp_path, lambda *args: told.append(args)) == tmp_path
     assert told == [("Fetching org/name", done, 3) for done in (1, 2, 3)]
     assert capfd.readouterr() == ("", "")
 
 
-def test_resolving_needs_no_torch() -> None:
-    code = "import sys; import engine.model.resolve; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+def test_resolving_needs_nothing_that_is_slow_to_load() -> None:
+    slow = ("torch", "transformers", "huggingface_hub")
+    code = f"import sys; import engine.model.resolve; print([m for m in {slow} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -1,0 +1,47 @@
+"""A model from the Hugging Face hub. Imported with the first hub id: the hub's package takes a quarter of a second to load."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from engine.model.errors import ModelUnavailable
+from engine.model.progress import Progress
+
+FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def fetch(model: str, progress: Progress) -> Path:
+    """The hub's snapshot of `model`, from the local cache when nothing changed. Raises: ModelUnavailable."""
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """Passes the hub's count of files or bytes on, and draws nothing."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)  # a keyword of the hub's own bar
+            super().__init__(*args, **{**kwargs, "disable": False, "file": _Nowhere()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            progress(f"Fetching {model}", int(self.n), int(self.total or 0))
+            return shown
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=FILES, tqdm_class=Bar))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+        raise ModelUnavailable(
+            f"{model} could not be fetched from the hub ({type(exc).__name__}: {exc}). "
+            "Check the name and the connection, or give a local directory"
+        ) from exc
+
+
+class _Nowhere:
+    """A file that drops what is written to it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
