@@ -105,7 +105,9 @@ class Preloaded:
 
 def _parent(modules: Sequence[str]) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "tests.mesh.preloaded", *modules]
-    return subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would start threads when it is imported
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=REPO, env=env, stdin=pipe, stdout=pipe, text=True, bufsize=1)
 
 
 def _set_subreaper(*, on: bool) -> None:
