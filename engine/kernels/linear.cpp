@@ -1,12 +1,13 @@
-// Linear layers in bfloat16 over weights packed for the processor's dot product: kvmesh::linear, and kvmesh::gated_linear
-// for the first half of a gated MLP, silu(x gate) * (x up), whose gate never goes through memory, and kvmesh::logits, whose
-// results stay fp32: rounded to bfloat16, the two most probable tokens are often equal.
+// Linear layers in bfloat16 over weights packed in the order in which they are read: kvmesh::linear, and
+// kvmesh::gated_linear for the first half of a gated MLP, silu(x gate) * (x up), whose gate never goes through memory, and
+// kvmesh::logits, whose results stay fp32: rounded to bfloat16, the two most probable tokens are often equal.
 //
 // A decode step reads each weight once for a few tokens. What oneDNN, which torch calls, then spends around each product is
-// as long as the product itself; here a step of 1 or 8 tokens takes two thirds of its time, one of 256 as long.
-// Of a row's result every term is added in the same order however many rows there are.
+// as long as the product itself; here a step of 1 or 8 tokens takes two thirds of its time, one of 256 as long. On
+// processors without a dot product for bfloat16 (AVX2, AVX-512 before it) numbers are widened in registers, and oneDNN has
+// nothing fast for a prompt. Of a row's result every term is added in the same order however many rows there are.
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__))
 
 #include <immintrin.h>
 #include <torch/csrc/stable/library.h>
@@ -27,30 +28,79 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t PANEL = 32;        // columns of a panel: two vectors of pairs
-constexpr int64_t TILE = 12;         // rows at a time: with a panel's columns they fill the registers
+constexpr int64_t PANEL = 32;        // columns of a panel
 constexpr int64_t FEW = 16;          // rows that leave a product waiting for weights
 constexpr int64_t AHEAD = 4096 / 2;  // numbers of a panel to ask for before they are needed
 
-inline void store(uint16_t* to, __m512 numbers) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(numbers));
+#ifdef __AVX512BF16__
+constexpr int64_t LANES = 16;      // of a vector
+constexpr int64_t REGISTERS = 24;  // for sums
+constexpr int64_t TILE = 12;       // rows at a time: with a panel's columns, or half of them, they fill the registers
+using Factor = uint16_t;           // of x, as a product takes them
+#else
+constexpr int64_t LANES = 8;
+constexpr int64_t REGISTERS = 10;
+constexpr int64_t TILE = 5;
+using Factor = float;
+#endif
+constexpr int64_t VECTORS = PANEL / LANES;
+
+typedef float Vector __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef int32_t Whole __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+// sums += the numbers 0 and 1 of each row of a x those of WIDTH vectors of columns, [WIDTH * LANES, 2].
+template <int ROWS, int WIDTH>
+inline void add(Vector (&sums)[ROWS][WIDTH], const Factor* a, int64_t lda, const uint16_t* pairs) {
+#ifdef __AVX512BF16__
+  __m512bh w[WIDTH];
+  for (int v = 0; v < WIDTH; ++v) w[v] = (__m512bh)_mm512_loadu_si512(pairs + v * 2 * LANES);
+  for (int i = 0; i < ROWS; ++i) {
+    int32_t both;
+    std::memcpy(&both, a + i * lda, sizeof both);
+    for (int v = 0; v < WIDTH; ++v) sums[i][v] = _mm512_dpbf16_ps(sums[i][v], (__m512bh)_mm512_set1_epi32(both), w[v]);
+  }
+#else
+  for (int which = 0; which < 2; ++which) {
+    Vector w[WIDTH];
+    for (int v = 0; v < WIDTH; ++v) {
+      Bits both;  // a bfloat16 is the upper half of a float
+      std::memcpy(&both, pairs + v * 2 * LANES, sizeof both);
+      w[v] = reinterpret_cast<Vector>(which ? both & 0xffff0000u : both << 16);
+    }
+    // in so many words: allowed to reorder sums, the compiler makes three instructions of two
+    for (int i = 0; i < ROWS; ++i)
+      for (int v = 0; v < WIDTH; ++v) sums[i][v] = _mm256_fmadd_ps(w[v], _mm256_broadcast_ss(a + i * lda + which), sums[i][v]);
+  }
+#endif
 }
 
-inline void store(float* to, __m512 numbers) { _mm512_storeu_ps(to, numbers); }
+inline void store(float* to, Vector numbers) { std::memcpy(to, &numbers, sizeof numbers); }
+
+inline void store(uint16_t* to, Vector numbers) {  // to nearest, ties to even
+#ifdef __AVX512BF16__
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(numbers));
+#else
+  const Bits bits = reinterpret_cast<Bits>(numbers);
+  const Bits rounded = numbers == numbers ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : Bits{} + 0x7fc0;
+  const Halves halves = __builtin_convertvector(rounded, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+#endif
+}
 
 // x / (1 + e^-x), through e^-|x|, which does not overflow; Cephes' polynomial, as in attention.cpp.
-inline __m512 silu(__m512 x) {
-  const __m512 y = _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)), _mm512_set1_ps(-87.0f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504088896341f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), y);
-  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+inline Vector silu(Vector x) {
+  const Vector zero{}, below = x < zero ? x : -x, y = below > -87.0f ? below : zero - 87.0f;
+  const Whole n = __builtin_convertvector(y * 1.44269504088896341f - 0.5f, Whole);
+  const Vector whole = __builtin_convertvector(n, Vector);
+  const Vector r = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Vector p = zero + 1.9875691500e-4f;
   for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(factor));
-  const __m512 one = _mm512_set1_ps(1.0f);
-  const __m512 e = _mm512_scalef_ps(_mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), one), n);
-  const __m512 above = _mm512_div_ps(x, _mm512_add_ps(one, e));
-  return _mm512_mask_mul_ps(above, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), above, e);
+    p = p * r + factor;
+  const Vector e = (p * r * r + r + 1.0f) * reinterpret_cast<Vector>((n + 127) << 23);
+  const Vector above = x / (1.0f + e);
+  return x < zero ? above * e : above;
 }
 
 // What to ask of memory during a pass over a panel: `pace` numbers from `start` on for each pair.
@@ -62,38 +112,47 @@ struct Ahead {
 // c [ROWS, PANEL] = a [ROWS, 2 * pairs] x one panel [pairs, PANEL, 2]; of a GATED panel, whose halves are gate and up,
 // c [ROWS, PANEL / 2].
 template <int ROWS, bool GATED, typename C>
-inline void multiply(const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, Ahead ahead, C* c, int64_t ldc) {
-  __m512 left[ROWS], right[ROWS];
-  for (int i = 0; i < ROWS; ++i) left[i] = right[i] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < pairs; ++k, panel += 2 * PANEL) {
-    const __m512bh w_left = (__m512bh)_mm512_loadu_si512(panel), w_right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
-    __builtin_prefetch(ahead.start + k * ahead.pace);
-    __builtin_prefetch(ahead.start + k * ahead.pace + PANEL);
-    for (int i = 0; i < ROWS; ++i) {
-      int32_t pair;
-      std::memcpy(&pair, a + i * lda + 2 * k, sizeof pair);
-      const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-      left[i] = _mm512_dpbf16_ps(left[i], x, w_left);
-      right[i] = _mm512_dpbf16_ps(right[i], x, w_right);
+inline void multiply(const Factor* a, int64_t lda, const uint16_t* panel, int64_t pairs, Ahead ahead, C* c, int64_t ldc) {
+  constexpr int WIDTH = ROWS * VECTORS <= REGISTERS ? VECTORS : VECTORS / 2;
+  Vector sums[ROWS][VECTORS];
+  for (int first = 0; first < VECTORS; first += WIDTH) {
+    Vector some[ROWS][WIDTH] = {};
+    for (int64_t k = 0; k < pairs; ++k) {
+      if (first == 0) {
+        __builtin_prefetch(ahead.start + k * ahead.pace);
+        __builtin_prefetch(ahead.start + k * ahead.pace + PANEL);
+      }
+      add(some, a + 2 * k, lda, panel + k * 2 * PANEL + first * 2 * LANES);
     }
+    for (int i = 0; i < ROWS; ++i)
+      for (int v = 0; v < WIDTH; ++v) sums[i][first + v] = some[i][v];
   }
-  for (int i = 0; i < ROWS; ++i) {
-    if constexpr (GATED) {
-      store(c + i * ldc, _mm512_mul_ps(silu(left[i]), right[i]));
-    } else {
-      store(c + i * ldc, left[i]);
-      store(c + i * ldc + PANEL / 2, right[i]);
-    }
-  }
+  for (int i = 0; i < ROWS; ++i)
+    for (int v = 0; v < (GATED ? VECTORS / 2 : VECTORS); ++v)
+      store(c + i * ldc + v * LANES, GATED ? silu(sums[i][v]) * sums[i][v + VECTORS / 2] : sums[i][v]);
 }
 
 // The same for a number of rows, at most ROWS, that is known only now.
 template <int ROWS, bool GATED, typename C>
-void multiply_some(int64_t rows, const uint16_t* a, int64_t lda, const uint16_t* panel, int64_t pairs, Ahead ahead, C* c, int64_t ldc) {
+void multiply_some(int64_t rows, const Factor* a, int64_t lda, const uint16_t* panel, int64_t pairs, Ahead ahead, C* c, int64_t ldc) {
   if constexpr (ROWS > 0) {
     if (rows == ROWS) return multiply<ROWS, GATED>(a, lda, panel, pairs, ahead, c, ldc);
     multiply_some<ROWS - 1, GATED>(rows, a, lda, panel, pairs, ahead, c, ldc);
   }
+}
+
+// x [count] as products take it.
+const Factor* factors(const uint16_t* x, [[maybe_unused]] int64_t count, [[maybe_unused]] std::vector<float>& memory) {
+#ifdef __AVX512BF16__
+  return x;
+#else
+  memory.resize(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
+    std::memcpy(&memory[i], &bits, sizeof bits);
+  }
+  return memory.data();
+#endif
 }
 
 void require(bool holds, const char* what) {
@@ -112,7 +171,8 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = out_size;
   Tensor out = torch::stable::new_empty(x, shape, std::is_same_v<C, float> ? ScalarType::Float : ScalarType::BFloat16);
-  const auto* a = static_cast<const uint16_t*>(x.data_ptr());
+  std::vector<float> wide;
+  const Factor* a = factors(static_cast<const uint16_t*>(x.data_ptr()), x.numel(), wide);
   const auto* weights = static_cast<const uint16_t*>(packed.data_ptr());
   auto* c = static_cast<C*>(out.data_ptr());
   const int64_t rows = x.numel() / in;

@@ -1,4 +1,4 @@
-"""A model's linear layers on processors with a dot product for bfloat16: weights packed once, small products fast."""
+"""A model's linear layers in bfloat16 on x86 processors: weights packed once, small products fast."""
 
 from typing import Any, Final
 
@@ -72,7 +72,7 @@ def is_packed(module: torch.nn.Module) -> bool:
 
 
 def can_pack() -> bool:
-    """Whether the kernels, which must be loaded, were compiled for a processor with that dot product."""
+    """Whether the kernels, which must be loaded, were compiled for a processor with AVX2 or more."""
     return hasattr(torch.ops.kvmesh, "linear")
 
 

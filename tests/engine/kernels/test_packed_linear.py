@@ -19,7 +19,7 @@ from tests.engine.tiny_engine import greedy, make_engine, prompt, run, save_tiny
 @pytest.fixture(autouse=True)
 def _needs_kernels(kernel: str | None) -> None:
     if kernel is not None or not can_pack():
-        pytest.skip(kernel or "this processor has no dot product for bfloat16")
+        pytest.skip(kernel or "this processor has no AVX2")
 
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
