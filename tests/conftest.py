@@ -27,6 +27,9 @@ from engine.model.resolve import model_dir
 from services.local.process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
 
+# Where processes share the tests, each computes on one core: threads of two would wait for each other at every barrier.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and other packages import it too.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis_settings.register_profile("fuzz", max_examples=3_000, deadline=None)  # make fuzz
