@@ -14,8 +14,7 @@ for. So a step is planned before the tokens of the one before are known, as if e
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import count
 from time import perf_counter
 from types import MappingProxyType
@@ -42,6 +41,7 @@ from engine.ports import (
     Reserved,
     StepOutput,
     StepStats,
+    TokenMask,
     TokenOutput,
 )
 from engine.requests import Requests
@@ -254,49 +254,53 @@ class EngineCore:
         """Have `chunks` computed, behind the step in flight; None, when there is nothing in it or it failed."""
         if not chunks:
             return None
-        with self._failing(chunks, output):
+        try:
             flight = Flight(chunks, self._runner.launch(chunks))
-            for chunk in chunks:
-                chunk.request.in_flight = chunk
-            return flight
-        return None
+        except StepFailed as error:
+            self._fail(error, chunks, output)
+            return None
+        for chunk in chunks:
+            chunk.request.in_flight = chunk
+        return flight
 
     def _sample(self, flight: Flight | None, output: StepOutput) -> Flight | None:
         """Have its tokens drawn, now that those before them are known; None, when there is no step or it failed."""
-        if flight is not None:
-            with self._failing(flight.chunks, output):
-                flight.launched.sample()
-                return flight
-        return None
+        if flight is None:
+            return None
+        try:
+            flight.launched.sample()
+        except StepFailed as error:
+            self._fail(error, flight.chunks, output)
+            return None
+        return flight
 
     def _land(self, output: StepOutput) -> None:
         """Wait for the step in flight, if there is one, and tell what it gave."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        with self._failing(flight.chunks, output):
-            sampled = flight.launched.result()
-            for chunk, token_id in zip(flight.chunks, sampled, strict=True):
-                if chunk.start < chunk.request.prompt_len:
-                    self._prompt_tokens += min(chunk.end, chunk.request.prompt_len) - chunk.start
-                self._requests.landed(chunk)
-                if not chunk.dropped:
-                    self._commit(chunk, token_id, output)
-
-    @contextmanager
-    def _failing(self, chunks: Sequence[Chunk], output: StepOutput) -> Iterator[None]:
-        """A step that fails takes its own requests with it, those that were not over already."""
         try:
-            yield
+            sampled = flight.launched.result()
         except StepFailed as error:
-            log.exception("step failed", extra={"requests": len(chunks)})
-            self._land(output)  # what failed may have been the launch of the step after it
-            for chunk in chunks:
-                self._requests.landed(chunk)
-            ids = dict.fromkeys(chunk.request.id for chunk in chunks if not chunk.dropped)  # once, with all branches
-            for request_id in ids:
-                self._requests.cancel(request_id)
-                output.failed.append(Failed(request_id, InvariantBroken(error.message, request_id=request_id)))
+            self._fail(error, flight.chunks, output)
+            return
+        for chunk, token_id in zip(flight.chunks, sampled, strict=True):
+            if chunk.start < chunk.request.prompt_len:
+                self._prompt_tokens += min(chunk.end, chunk.request.prompt_len) - chunk.start
+            self._requests.landed(chunk)
+            if not chunk.dropped:
+                self._commit(chunk, token_id, output)
+
+    def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
+        """A step that fails takes its own requests with it, those that were not over already."""
+        log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
+        self._land(output)  # what failed may have been the launch of the step after it
+        for chunk in chunks:
+            self._requests.landed(chunk)
+        ids = dict.fromkeys(chunk.request.id for chunk in chunks if not chunk.dropped)  # once, with all branches
+        for request_id in ids:
+            self._requests.cancel(request_id)
+            output.failed.append(Failed(request_id, InvariantBroken(error.message, request_id=request_id)))
 
     def _commit(self, chunk: Chunk, token_id: int | None, output: StepOutput) -> None:
         """A chunk was computed: account for it, and tell."""
@@ -313,7 +317,7 @@ class EngineCore:
                 output.computed.append(Computed(request.id, pages, computed, cached))
                 return
             finish = self._append(request, token_id)
-            if self._failed(request, output):
+            if request.mask is not None and self._failed(request, request.mask, output):
                 return
             told = request.row.logprobs, request.row.prompt_logprobs
             output.computed.append(Computed(request.id, pages, computed, cached, token_id, finish, *told))
@@ -328,7 +332,7 @@ class EngineCore:
                     self._requests.finish(request)
                     return
             finish = self._append(request, token_id)
-            if self._failed(request, output):
+            if request.mask is not None and self._failed(request, request.mask, output):
                 return
             logprobs = None if row.logprobs is None else [row.logprobs]
             cached = request.num_cached_tokens
@@ -357,9 +361,9 @@ class EngineCore:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) >= request.limit else None
 
-    def _failed(self, request: Request, output: StepOutput) -> bool:
+    def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
         """End a request, with all its branches, whose mask could not be drawn by: its text is not what was asked for."""
-        if request.mask is None or (fault := request.mask.fault) is None:
+        if (fault := mask.fault) is None:
             return False
         log.warning("off its grammar", extra={"request": request.id, "reason": fault})
         self._requests.cancel(request.id)

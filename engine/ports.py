@@ -181,9 +181,11 @@ class BlockRemoved(NamedTuple):
 CacheEvent = BlockStored | BlockRemoved
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What one step did, for metrics, heartbeats and the log line; the engine measures, the service records."""
+class StepStats(NamedTuple):
+    """What one step did, for metrics, heartbeats and the log line; the engine measures, the service records.
+
+    A tuple, for the reason of `TokenOutput`.
+    """
 
     step: int = 0  # counts up for ever: a counter that stands still while work waits is a hung engine
     num_running: int = 0
@@ -212,7 +214,7 @@ class StepOutput:
     embedded: list[Embedded] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     cache_events: list[CacheEvent] = field(default_factory=list)  # in order; empty unless `kv_events` is set
-    stats: StepStats = field(default_factory=StepStats)
+    stats: StepStats = StepStats()  # noqa: RUF009  # a tuple
 
 
 @dataclass(frozen=True, slots=True)

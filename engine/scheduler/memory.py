@@ -60,13 +60,13 @@ class RequestMemory:
         branch.num_computed = request.prompt_len - 1
         return request.pages[len(shared)], branch.pages[-1]
 
-    def has_slots(self, request: Request) -> bool:
-        """Whether every token that is to be computed has a slot."""
-        return request.start + request.pending <= len(request.pages) * self.page_size
+    def has_slots(self, request: Request, num_tokens: int) -> bool:
+        """Whether so many tokens have slots."""
+        return num_tokens <= len(request.pages) * self.page_size
 
-    def grow(self, request: Request) -> bool:
-        """Make sure that the last token to be computed has a slot. False: it needs a page and there is none."""
-        if self.has_slots(request):
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Make sure that the last of so many tokens has a slot. False: it needs a page and there is none."""
+        if self.has_slots(request, num_tokens):
             return True
         if not self.pool.num_available:
             return False
@@ -112,7 +112,7 @@ class RequestMemory:
         """Pages that `request` has or may need soon: the reserve rule's view of it."""
         if request.phase in ENDS_WITH_PROMPT:  # samples one token at most, whose KV is never computed here
             return self._pages_for(request.prompt_len)
-        tokens = request.start + request.pending
+        tokens = sum(request.upcoming)
         return self._pages_for(min(request.limit - 1, tokens + self._reserve_tokens))
 
     def _pages_for(self, num_tokens: int) -> int:

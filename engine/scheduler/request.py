@@ -78,25 +78,21 @@ class Request:
         return self.lifecycle.state
 
     @property
-    def start(self) -> int:
-        """Where its next chunk begins: behind what stands, and what is in flight."""
-        return self.num_computed if self.in_flight is None else self.in_flight.end
+    def upcoming(self) -> tuple[int, int]:
+        """Where its next chunk begins, and how many tokens there are to compute before the next one can be sampled.
 
-    @property
-    def pending(self) -> int:
-        """Tokens from `start` on to compute before the next one can be sampled.
-
-        The token that a step in flight will draw is one of them. Where it is certain to be the last one, or branches
-        begin with it, there is nothing to compute until the step has landed.
+        It begins behind what stands, and what is in flight. The token that a step in flight will draw is one of them.
+        Where it is certain to be the last one, or branches begin with it, there is nothing to compute until the step has
+        landed.
         """
         flight = self.in_flight
         if flight is None:
-            return len(self.tokens) - self.num_computed
+            return self.num_computed, len(self.tokens) - self.num_computed
         if not flight.samples:
-            return len(self.tokens) - flight.end
+            return flight.end, len(self.tokens) - flight.end
         ends = self.phase in ENDS_WITH_PROMPT or flight.end + 1 >= self.limit
         forks = self.sampling.n > 1 and flight.end == self.prompt_len
-        return 0 if ends or forks else 1
+        return flight.end, 0 if ends or forks else 1
 
     @property
     def exposed(self) -> bool:

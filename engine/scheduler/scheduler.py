@@ -29,18 +29,18 @@ def by_turn(request: Request) -> int:
 
 
 class Chunk(NamedTuple):
-    """One request's share of a step: `length` tokens from `start` on. A tuple, for the reason of `TokenOutput`."""
+    """One request's share of a step: tokens `start` to `end`. A tuple, for the reason of `TokenOutput`."""
 
     request: Request
     start: int
-    length: int
+    end: int  # tokens whose KV stands once it is computed
     samples: bool  # it ends with the request's last token, so that the next one is drawn
     ahead: bool  # that last token is still being drawn, by the step before
 
     @property
-    def end(self) -> int:
-        """Tokens whose KV stands once it is computed."""
-        return self.start + self.length
+    def length(self) -> int:
+        """How many tokens are computed."""
+        return self.end - self.start
 
     @property
     def dropped(self) -> bool:
@@ -114,7 +114,7 @@ class Scheduler:
 
     def has_prompts(self) -> bool:
         """Whether a step would compute a prompt."""
-        return self._admits_prompt() or any(r.pending > 1 for r in self.running)
+        return self._admits_prompt() or any(r.upcoming[1] > 1 for r in self.running)
 
     def _admits_prompt(self) -> bool:
         return self._can_admit() and any(request.phase is not Phase.DECODE for request in self.waiting)
@@ -124,7 +124,8 @@ class Scheduler:
         available = self.memory.pool.num_available
         if available >= len(self.running):  # a page each: as good as always
             return False
-        return sum(1 for r in self.running if r.pending == 1 and not self.memory.has_slots(r)) > available
+        has_slots, decodes = self.memory.has_slots, ((r, *r.upcoming) for r in self.running)
+        return sum(1 for r, start, pending in decodes if pending == 1 and not has_slots(r, start + 1)) > available
 
     def schedule(self) -> Plan:
         """Plan one step and give its requests the pages they need for it.
@@ -134,14 +135,14 @@ class Scheduler:
         reserved: list[Request] = []
         budget = self._max_step_tokens
         retractions = self.retractions
-        chunks = [
-            _chunk(request, 1)
-            for request in list(self.running)  # whoever is last of them may have to make room
-            if request.pending == 1 and request.state is RequestState.RUNNING and self._make_room(request)
-        ]
+        chunks: list[Chunk] = []
+        for request in list(self.running):  # whoever is last of them may have to make room
+            start, pending = request.upcoming
+            if pending == 1 and request.state is RequestState.RUNNING and self._make_room(request, start + 1):
+                chunks.append(Chunk(request, start, start + 1, True, start == len(request.tokens)))
         budget -= len(chunks)
         full = max(0, budget - self._pack_tokens)  # with so much of the budget left, no further prompt is begun
-        for request in [r for r in self.running if r.pending > 1] if len(chunks) < len(self.running) else ():
+        for request in [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else ():
             if budget > full:
                 chunks.append(_chunk(request, budget))
                 budget -= chunks[-1].length
@@ -176,12 +177,13 @@ class Scheduler:
             insort(self.running, request, key=by_rank)
         return request
 
-    def _make_room(self, request: Request) -> bool:
-        """Give a decode its next slot, retracting the last in rank while there is no page. False: it was the last.
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Give a decode its next slot, that of its last token of so many, retracting the last in rank while there is no page.
 
+        False: it was the last.
         A PREFILL request is never retracted: its pages are being read, and it needs no more than it has.
         """
-        while not self.memory.grow(request):
+        while not self.memory.grow(request, num_tokens):
             last = next(r for r in reversed(self.running) if r.phase is not Phase.PREFILL)
             self._retract(last)
             if last is request:
@@ -201,6 +203,6 @@ class Scheduler:
 
 def _chunk(request: Request, budget: int) -> Chunk:
     """As much of `request` as the budget allows."""
-    start, pending = request.start, request.pending
-    length = min(pending, budget)
-    return Chunk(request, start, length, samples=length == pending, ahead=start + length > len(request.tokens))
+    start, pending = request.upcoming
+    end = start + min(pending, budget)
+    return Chunk(request, start, end, samples=end == start + pending, ahead=end > len(request.tokens))

@@ -18,10 +18,8 @@ class Clock:
 
 
 def step(decode_tokens: int = 4, prompt_tokens: int = 0) -> StepOutput:
-    stats = StepStats(num_running=4, held_pages=10, total_pages=40, decode_tokens=decode_tokens, step_s=0.1)
-    return StepOutput(
-        stats=StepStats(**{f: getattr(stats, f) for f in stats.__slots__} | {"prompt_tokens": prompt_tokens})
-    )
+    counts = {"decode_tokens": decode_tokens, "prompt_tokens": prompt_tokens}
+    return StepOutput(stats=StepStats(num_running=4, held_pages=10, total_pages=40, step_s=0.1, **counts))
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
