@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from secrets import randbits
+from random import getrandbits as randbits
 from typing import Any, TypeVar
 
 from opentelemetry.trace import SpanKind
@@ -95,6 +95,7 @@ class RemotePrefill:
         """Take an aux slot for this transfer; `offered` is called when the pages are. Raises: QueueFull: no slot is free."""
         receiver = Receiver(self._transfer, engine_id, self._checksums)
         reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        # Unlike, not secret: the kernel's own call lets go of Python's lock, and the engine's thread would take it.
         room, stamp = f"{randbits(63):x}", randbits(62) + 1
         fetch = Fetch(engine_id, prefill, route, receiver, reserved, offered, room, stamp)
         self._fetches[engine_id] = fetch

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from engine.core import EngineCore
 from engine.loop import BLOCKED_TICK_S, EngineLoop, _call, _settle
@@ -58,8 +58,8 @@ class SteppedEngine(EngineLoop):
         loop, core = asyncio.get_running_loop(), self.core
         calls, _ = self._wait(busy=True, blocked=False)
         _settle([_call(call, core) for call in calls])
-        output: Any = core.step()
-        object.__setattr__(output.stats, "step_s", self._step_s)
+        output = core.step()
+        output.stats = output.stats._replace(step_s=self._step_s)
         loop.call_soon(self._receive, output)
         self._next, self._next_is_step = None, False
         if core.has_work():
