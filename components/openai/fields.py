@@ -112,7 +112,7 @@ def of_type(kind: str, default: str = "") -> BeforeValidator:
     """The same where there is only one."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("type", default) not in {kind, None}:
+        if isinstance(value, Mapping) and value.get("type", default) not in (kind, None):  # no set: it may be a list
             raise PydanticCustomError("unsupported", _UNKNOWN_TYPE, {"at": ".type", "kinds": kind})
         return value
 

@@ -359,6 +359,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": user({"type": "tool_use", "id": "a", "name": "f", "input": {}})}, "messages[0].content[0].type"),
     ({"messages": user({"type": "thinking", "thinking": "a"})}, "messages[0].content[0].type"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"system": [{"type": ["text"], "text": "a"}]}, "system[0].type"),
+    ({"tools": [{"type": {}, "name": "f", "input_schema": {}}]}, "tools[0].type"),
     ({"temperature": 1.5}, "temperature"),
     ({"top_k": -1}, "top_k"),
     ({"top_p": 0}, "top_p"),

@@ -315,6 +315,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_parameter",
     ),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
+    ({"tools": [{"type": ["function"], "name": "f"}]}, "tools[0].type", "unsupported_parameter"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing_required_parameter"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice.type", "unsupported_parameter"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.name", "missing_required_parameter"),
