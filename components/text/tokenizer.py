@@ -1,7 +1,6 @@
 """The text side of a model: chat template and tokenizer, loaded from its directory. Needs no torch."""
 
 import json
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +20,6 @@ from components.text.long_prompts import LongPrompts
 from components.text.template_names import variables_of
 from components.text.token_bytes import TokenBytes
 from components.text.tool_prompt import instructed
-
-# The library would hand each text to a pool of threads of its own; a hop costs as much as a fifth of a prompt.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 T = TypeVar("T")
 

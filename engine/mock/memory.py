@@ -20,7 +20,6 @@ from engine.ports import KvRegion
 
 MARK: Final = Struct("<II")  # tokens of this block whose KV stands, checksum of all tokens up to the last of them
 BLOCK: Final = min(PAGE_SIZES)  # tokens
-TOKEN: Final = Struct("<i")  # one, as `pack_tokens` has it
 
 
 class MarkedPages:
@@ -41,12 +40,6 @@ class MarkedPages:
         Raises: StepFailed, when the pages do not hold what was computed before `start`.
         """
         checksum = self._read(pages, tokens, start, origin) if start else origin
-        if end == start + 1:  # a decode, most often: in few steps
-            block = start // BLOCK
-            checksum = crc32(TOKEN.pack(tokens[start]), checksum)
-            for place in self._places(pages, block):
-                MARK.pack_into(self._memory, place, end - block * BLOCK, checksum)
-            return checksum
         while start < end:
             block, offset = divmod(start, BLOCK)
             stop = min(end, start + BLOCK - offset)

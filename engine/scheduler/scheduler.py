@@ -178,9 +178,8 @@ class Scheduler:
         return request
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Give a decode its next slot, that of its last token of so many, retracting the last in rank while there is no page.
+        """Give a decode slots for so many tokens, retracting the last in rank while there is no page. False: it was the last.
 
-        False: it was the last.
         A PREFILL request is never retracted: its pages are being read, and it needs no more than it has.
         """
         while not self.memory.grow(request, num_tokens):
