@@ -19,7 +19,7 @@ from itertools import count
 from time import perf_counter
 from types import MappingProxyType
 
-from components.errors import InvariantBroken, Rejected, UnknownModel
+from components.errors import InvariantBroken, UnknownModel
 from components.routing.block_hash import each_block_hash, seed_hash
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
@@ -28,24 +28,19 @@ from engine.inflight import Flight, Runner, StepFailed
 from engine.kv.events import CacheEvents
 from engine.limits import Limits
 from engine.model.pooling import Pooling
+from engine.outcomes import Outcomes
 from engine.ports import (
     BlockStored,
-    Computed,
-    Embedded,
     EngineRequest,
     Failed,
-    FinishReason,
     KvRegion,
-    Phase,
     Recording,
     Reserved,
     StepOutput,
     StepStats,
-    TokenMask,
     TokenOutput,
 )
 from engine.requests import Requests
-from engine.sampling.check import check_token_ids
 from engine.scheduler.memory import RequestMemory
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk, Scheduler
@@ -82,6 +77,7 @@ class EngineCore:
             self._memory, config.max_running, config.max_step_tokens, config.pack_tokens or pack_tokens
         )
         self._requests = Requests(self._scheduler, self._memory)
+        self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
         self._flight: Flight | None = None  # the step that was launched and has not landed
         self._arrivals = count()
         self._step = 0
@@ -161,24 +157,7 @@ class EngineCore:
 
         Raises: Rejected, when there is no such token, or the request's mask refuses it; the request is reserved still.
         """
-        request = self._requests.reserved(request_id)
-        if request is None:
-            return []
-        check_token_ids([first_token], self._limits.vocab_size, "first_token")
-        _check_allowed(request, first_token)
-        request.phase = Phase.FULL
-        request.num_computed = request.prompt_len
-        self._memory.publish(request)
-        self._scheduler.start(request)
-        self._fork(request)
-        if request.branch in request.unwanted:
-            self._requests.finish(request)
-            return []
-        finish = self._append(request, first_token)
-        if finish is not None:
-            self._requests.finish(request)
-        cached = request.num_cached_tokens
-        return [TokenOutput(request_id, [first_token], finish, cached, 0, None if logprobs is None else [logprobs])]
+        return self._outcomes.deliver(request_id, first_token, logprobs)
 
     def recompute(self, request_id: str) -> None:
         """A DECODE request's KV will not come: queue it as FULL, in its old place; pages that it has stay exposed."""
@@ -289,7 +268,7 @@ class EngineCore:
                 self._prompt_tokens += min(chunk.end, chunk.request.prompt_len) - chunk.start
             self._requests.landed(chunk)
             if not chunk.dropped:
-                self._commit(chunk, token_id, output)
+                self._outcomes.commit(chunk, token_id, output)
 
     def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
         """A step that fails takes its own requests with it, those that were not over already."""
@@ -301,75 +280,6 @@ class EngineCore:
         for request_id in ids:
             self._requests.cancel(request_id)
             output.failed.append(Failed(request_id, InvariantBroken(error.message, request_id=request_id)))
-
-    def _commit(self, chunk: Chunk, token_id: int | None, output: StepOutput) -> None:
-        """A chunk was computed: account for it, and tell."""
-        request = chunk.request
-        request.num_computed = chunk.end
-        self._memory.publish(request)
-        if request.phase is Phase.EMBED:
-            if chunk.samples:
-                output.embedded.append(Embedded(request.id, request.vector, request.num_cached_tokens))
-                self._requests.finish(request)
-        elif request.phase is Phase.PREFILL:
-            pages, computed, cached = list(request.pages), request.num_computed, request.num_cached_tokens
-            if token_id is None:
-                output.computed.append(Computed(request.id, pages, computed, cached))
-                return
-            finish = self._append(request, token_id)
-            if request.mask is not None and self._failed(request, request.mask, output):
-                return
-            told = request.row.logprobs, request.row.prompt_logprobs
-            output.computed.append(Computed(request.id, pages, computed, cached, token_id, finish, *told))
-            self._requests.end(request)
-        elif token_id is not None:
-            row = request.row
-            prompt_logprobs = None
-            if len(request.tokens) == request.prompt_len:
-                self._fork(request)
-                prompt_logprobs = row.prompt_logprobs
-                if request.branch in request.unwanted:
-                    self._requests.finish(request)
-                    return
-            finish = self._append(request, token_id)
-            if request.mask is not None and self._failed(request, request.mask, output):
-                return
-            logprobs = None if row.logprobs is None else [row.logprobs]
-            cached = request.num_cached_tokens
-            output.tokens.append(
-                TokenOutput(request.id, [token_id], finish, cached, request.branch, logprobs, prompt_logprobs)
-            )
-            if finish is not None:
-                self._requests.finish(request)
-
-    def _fork(self, request: Request) -> None:
-        """Begin the other branches of a request, whose prompt's KV stands."""
-        for source, target in self._requests.fork(request):
-            self._runner.copy_page(source, target)
-
-    def _append(self, request: Request, token_id: int) -> FinishReason | None:
-        """Add a generated token; why the request ends with it, if it does."""
-        request.tokens.append(token_id)
-        if request.mask is not None:
-            request.mask.accept(token_id)
-            if request.mask.is_complete:
-                return FinishReason.STOP
-        sampling = request.sampling
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if token_id in self._limits.eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) >= request.limit else None
-
-    def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
-        """End a request, with all its branches, whose mask could not be drawn by: its text is not what was asked for."""
-        if (fault := mask.fault) is None:
-            return False
-        log.warning("off its grammar", extra={"request": request.id, "reason": fault})
-        self._requests.cancel(request.id)
-        message = "the text cannot be continued within what a constraint may cost; simplify the schema or grammar"
-        output.failed.append(Failed(request.id, Rejected(message)))
-        return True
 
     def _root_hash(self, cache_salt: str, adapter: str) -> bytes:
         """By what an adapter is, not by its name: that may mean other weights elsewhere."""
@@ -398,13 +308,3 @@ class EngineCore:
             prefix_hits=self._memory.prefix_hits,
             retractions=scheduler.retractions,
         )
-
-
-def _check_allowed(request: Request, first_token: int) -> None:
-    """Raises: Rejected, when it is none that the mask takes: whoever drew it went by another one, if by any."""
-    if request.mask is None or request.branch in request.unwanted:
-        return
-    tried = request.mask.fork()
-    tried.accept(first_token)
-    if (fault := tried.fault) is not None:
-        raise Rejected(f"first token {first_token} is none that the constraint allows: {fault}", param="first_token")
