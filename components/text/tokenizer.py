@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from components.errors import Rejected
 from components.output.formats import FormatOptions, OutputFormats
 from components.text.detokenizer import Detokenizer, SelectiveDetokenizer
+from components.text.encoder import Encoder
 from components.text.ending import NEXT_TURN, Ending
 from components.text.long_prompts import LongPrompts
 from components.text.template_names import variables_of
@@ -66,6 +67,7 @@ class TextModel:
         self._tokenizer = tokenizer
         self._tokenizer.no_truncation()  # a tokenizer.json may bring either: we count tokens ourselves
         self._tokenizer.no_padding()
+        self._encoder = Encoder(tokenizer)
         self._chat_template = chat_template
         self._tool_template = tool_template or chat_template
         self._special_tokens = dict(special_tokens or {})  # templates name them: bos_token, eos_token
@@ -236,8 +238,7 @@ class TextModel:
         return self._encode(text, add_special_tokens=ending.add_special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # the batch call alone lets go of the GIL, and leaves out the character offsets
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
