@@ -16,7 +16,7 @@ from components.aio import Failure, background
 from components.errors import DecodeLost, MalformedMessage, MeshError
 from components.messaging.bus import Bus
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
-from components.wire.generate import StreamItem, TokenFrame, pack_frame, unpack_frame
+from components.wire.generate import FrameDraft, StreamItem, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import raised, refusal
 
@@ -46,7 +46,7 @@ class OutStream:
         """The next item of this stream."""
         return StreamItem(
             self.stream_id,
-            self._seq(),
+            self.seq(),
             token_ids,
             finish,
             None,
@@ -58,9 +58,10 @@ class OutStream:
 
     def error(self, error: MeshError) -> StreamItem:
         """The last item of this stream: it ends here, and why."""
-        return StreamItem(self.stream_id, self._seq(), [], None, refusal(error))
+        return StreamItem(self.stream_id, self.seq(), [], None, refusal(error))
 
-    def _seq(self) -> int:
+    def seq(self) -> int:
+        """The number of the next item, which is taken with it."""
         self._next_seq += 1
         return self._next_seq - 1
 
@@ -73,19 +74,21 @@ class StreamOutbox:
         self._instance_id = instance_id
         self._epoch = epoch
         self._step = step
-        self._pending: dict[str, list[list[StreamItem]]] = {}  # of each frontend, frame by frame
+        self._pending: dict[str, list[FrameDraft]] = {}  # of each frontend, frame by frame
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def put(self, stream: OutStream, item: StreamItem) -> None:
         """Queue an item for the next frame to its frontend."""
-        frames = self._pending.setdefault(stream.reply_to, [[]])
-        frames[-1].append(item)
+        frames = self._frames(stream)
+        frames[-1].add(item)
         if item.prompt_logprobs is not None:  # those of two long prompts may be more than NATS carries
-            frames.append([])
-        self._idle.clear()
-        self._wake.set()
+            frames.append(FrameDraft())
+
+    def put_token(self, stream: OutStream, token_id: int) -> None:
+        """Queue an item of one token and nothing else, which is nearly all that there is to send."""
+        self._frames(stream)[-1].token(stream.stream_id, stream.seq(), token_id)
 
     async def flushed(self) -> None:
         """Wait until everything queued was handed to NATS."""
@@ -98,18 +101,25 @@ class StreamOutbox:
             self._wake.clear()
             pending, self._pending = self._pending, {}
             for reply_to, frames in pending.items():
-                for items in filter(None, frames):
-                    await self._send(reply_to, items)
+                for frame in filter(None, frames):
+                    await self._send(reply_to, frame)
             if not self._pending:
                 self._idle.set()
 
-    async def _send(self, reply_to: str, items: list[StreamItem]) -> None:
-        frame = TokenFrame(self._instance_id, self._epoch(), self._step(), items)
+    def _frames(self, stream: OutStream) -> list[FrameDraft]:
+        frames = self._pending.get(stream.reply_to)
+        if frames is None:
+            frames = self._pending[stream.reply_to] = [FrameDraft()]
+            self._idle.clear()
+            self._wake.set()
+        return frames
+
+    async def _send(self, reply_to: str, frame: FrameDraft) -> None:
         try:
-            await self._bus.publish_bytes(reply_to, pack_frame(frame))
+            await self._bus.publish_bytes(reply_to, frame.pack(self._instance_id, self._epoch(), self._step()))
         except MeshError as exc:
             # The frontend sees the gap, or our silence, and moves its streams.
-            log.warning("frame lost", extra={"reason": exc.message, "items": len(items)})
+            log.warning("frame lost", extra={"reason": exc.message, "items": len(frame)})
 
 
 @asynccontextmanager

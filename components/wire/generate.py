@@ -91,24 +91,49 @@ class TokenFrame:
     items: list[StreamItem]
 
 
-def pack_frame(frame: TokenFrame) -> bytes:
-    """The one hot message: a plain msgpack array, checked by hand on the other side instead of by a schema.
+class FrameDraft:
+    """The items of a frame that is being gathered, as they travel.
 
-    Items of one token and nothing else, which nearly all are, travel as three columns: making, packing and checking each of
+    Items of one token and nothing else, which nearly all are, go into three columns: making, packing and checking each of
     them for itself would be most of what a token costs. The others say how many of those come before them.
     """
-    streams, seqs, tokens = array("q"), array("q"), array("i")
-    others: list[tuple[int, tuple[Any, ...]]] = []
-    for item in frame.items:
+
+    __slots__ = ("_others", "_seqs", "_streams", "_tokens")
+
+    def __init__(self) -> None:
+        self._streams, self._seqs, self._tokens = array("q"), array("q"), array("i")
+        self._others: list[tuple[int, tuple[Any, ...]]] = []
+
+    def __len__(self) -> int:
+        """Items so far."""
+        return len(self._seqs) + len(self._others)
+
+    def token(self, stream_id: int, seq: int, token_id: int) -> None:
+        """Add an item of one token and nothing else."""
+        self._streams.append(stream_id)
+        self._seqs.append(seq)
+        self._tokens.append(token_id)
+
+    def add(self, item: StreamItem) -> None:
+        """Add any item."""
         if len(item.token_ids) == 1 and item[3:] == PLAIN:
-            streams.append(item.stream_id)
-            seqs.append(item.seq)
-            tokens.append(item.token_ids[0])
+            self.token(item.stream_id, item.seq, item.token_ids[0])
         else:
-            others.append((len(seqs), _other(item)))
-    columns = [_little_endian(column) for column in (streams, seqs, tokens)]
-    packed: bytes = msgpack.packb((FRAME_VERSION, frame.instance_id, frame.epoch, frame.step, *columns, others))
-    return packed
+            self._others.append((len(self._seqs), _other(item)))
+
+    def pack(self, instance_id: str, epoch: str, step: int) -> bytes:
+        """The frame: a plain msgpack array, checked by hand on the other side instead of by a schema."""
+        columns = [_little_endian(column) for column in (self._streams, self._seqs, self._tokens)]
+        packed: bytes = msgpack.packb((FRAME_VERSION, instance_id, epoch, step, *columns, self._others))
+        return packed
+
+
+def pack_frame(frame: TokenFrame) -> bytes:
+    """Bytes of a frame."""
+    draft = FrameDraft()
+    for item in frame.items:
+        draft.add(item)
+    return draft.pack(frame.instance_id, frame.epoch, frame.step)
 
 
 def _other(item: StreamItem) -> tuple[Any, ...]:
@@ -129,6 +154,7 @@ def _other(item: StreamItem) -> tuple[Any, ...]:
 
 def _little_endian(column: "array[int]") -> bytes:
     if sys.byteorder == "big":
+        column = column[:]
         column.byteswap()
     return column.tobytes()
 

@@ -24,6 +24,9 @@ class Sevens:
     def result(self) -> list[int | None]:
         return self.token_ids
 
+    def copy_page(self, source: int, target: int) -> None:
+        raise AssertionError("no request here has branches")
+
     def done(self) -> None:
         pass
 
