@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Final, TypeVar, cast
 
 import nats
@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from components.errors import BackendUnavailable, DeadlineExceeded, MalformedMessage, MessageTooLarge, PeerLost
 from components.messaging.refusals import Refusals
+from components.messaging.replies import Replies
 from components.telemetry.spans import trace_headers
 from components.wire.codec import pack, unpack
 from components.wire.refused import Refused, raised
@@ -36,6 +37,11 @@ class Bus:
         self.client = client
         self.url = url
         self.refusals = Refusals()  # of what comes in here
+        self._replies = Replies(client)
+
+    def answers(self) -> AbstractAsyncContextManager[None]:
+        """Calls are answered while inside."""
+        return self.subscription(self._replies.subject, self._replies.receive)
 
     async def call(self, subject: str, request: object, *replies: type[T], timeout_s: float) -> T:
         """Send `request` and return the answer, one of the classes `replies`.
@@ -45,7 +51,7 @@ class Bus:
         """
         data = self._packed(subject, request)
         with nats_errors(subject, self.url):
-            message = await self.client.request(subject, data, timeout=timeout_s, headers=trace_headers())
+            message = await self._replies.call(subject, data, trace_headers(), timeout_s)
         try:
             answer = unpack(message.data, *replies, Refused)
         except MalformedMessage as exc:
@@ -122,8 +128,10 @@ async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
     """
     reports = _ConnectionReports(url)
     client = await _connect(url, name, reports)
+    bus = Bus(client, url)
     try:
-        yield Bus(client, url)
+        async with bus.answers():
+            yield bus
     finally:
         reports.closing = True
         await _close(client)

@@ -13,9 +13,9 @@ from itertools import count
 from random import Random
 from typing import Any, Final, Protocol
 
-import nats.errors
 from nats.aio.msg import Msg
 
+from components.messaging.replies import NO_RESPONDERS, STATUS
 from tests.faults.virtual_loop import Process, current_process
 
 LATENCY_S: Final = 0.0002
@@ -89,7 +89,6 @@ class MemoryNats:
     def __init__(self, meddler: Meddler, random: Random) -> None:
         self._exact: dict[str, list[Subscription]] = {}  # by subject
         self._wild: list[Subscription] = []
-        self.waiting: dict[str, asyncio.Future[bytes]] = {}  # calls, by the subject of their answer
         self.inboxes = count()
         self.away_until_s = 0.0
         self.outages = 0
@@ -142,10 +141,13 @@ class MemoryNats:
             reply = "" if copy.to_sender else sent.reply
             loop.call_at(arrival, self._arrive, subject, reply, copy.data, sent.headers, context=self._context)
 
+    def tell_of_nobody(self, reply: str) -> None:
+        """Answer a call that nobody listens for."""
+        at = asyncio.get_running_loop().time() + 2 * LATENCY_S
+        headers = {STATUS: NO_RESPONDERS}
+        asyncio.get_running_loop().call_at(at, self._arrive, reply, "", b"", headers, context=self._context)
+
     def _arrive(self, subject: str, reply: str, data: bytes, headers: dict[str, str]) -> None:
-        answered = self.waiting.get(subject)
-        if answered is not None and not answered.done():
-            answered.set_result(data)
         for subscription in self.listeners(subject):
             client = MemoryClient(self, subscription.process)
             message = Msg(_client=client, subject=subject, reply=reply, data=data, headers=headers)
@@ -181,24 +183,11 @@ class MemoryClient:
 
     async def publish(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         self._server.send(Sent(kind_of(data), subject, reply, data, headers or {}, self._process))
+        if reply and not self._server.listeners(subject) and not self._server.is_away:
+            self._server.tell_of_nobody(reply)
 
-    async def request(
-        self, subject: str, data: bytes, timeout: float = 0.5, headers: dict[str, str] | None = None
-    ) -> Msg:
-        reply = f"_INBOX.{next(self._server.inboxes)}"
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._server.waiting[reply] = answer
-        try:
-            await self.publish(subject, data, reply, headers)
-            if not self._server.listeners(subject) and not self._server.is_away:
-                await asyncio.sleep(2 * LATENCY_S)
-                raise nats.errors.NoRespondersError
-            received = await asyncio.wait_for(answer, timeout)
-        except TimeoutError as exc:
-            raise nats.errors.TimeoutError from exc
-        finally:
-            del self._server.waiting[reply]
-        return Msg(_client=self, subject=reply, data=received)
+    def new_inbox(self) -> str:
+        return f"_INBOX.{next(self._server.inboxes)}"
 
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None, **_limits: Any

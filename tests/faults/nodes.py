@@ -137,6 +137,7 @@ class Node(ABC):
     async def _main(self) -> None:
         self.registry = MemoryRegistry(self.cluster.etcd, self.process)
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.bus.answers())
             await self._serve(stack)
             self.ready.set()
             await self.leave.wait()
