@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Coroutine
-from typing import Any, Final, TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
 from components.errors import DeadlineExceeded
 
 T = TypeVar("T")
-
-CANCEL_AGAIN_S: Final = 0.05
 
 
 async def first(*reasons: Awaitable[object]) -> None:
@@ -47,30 +46,34 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
         raise error
 
 
-@contextlib.asynccontextmanager
-async def time_limit(seconds: float | None, late: str) -> AsyncIterator[None]:
+class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
     """Raises: DeadlineExceeded, "`late` <seconds> s", when the body is not over by then; its own TimeoutErrors as they are."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            yield
-    except TimeoutError as exc:
-        if limit.expired():
-            raise DeadlineExceeded(f"{late} {seconds:g} s") from exc
-        raise
+
+    __slots__ = ("_late", "_limit", "_seconds")
+
+    def __init__(self, seconds: float | None, late: str) -> None:
+        self._seconds = seconds
+        self._late = late
+
+    async def __aenter__(self) -> None:
+        self._limit = asyncio.timeout(self._seconds)
+        await self._limit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"{self._late} {self._seconds:g} s") from exc
 
 
-async def ended(task: asyncio.Future[Any], *, stop: bool = False) -> None:
-    """Wait until `task` is over, whatever it ends with; a cancellation of the waiting one waits for that too.
-
-    With `stop` it is cancelled, again and again: the `asyncio.wait_for` of Python 3.11, which nats-py calls with, forgets a
-    cancellation that comes in the same moment as the answer.
-    """
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Wait until `task` is over, whatever it ends with; a cancellation of the waiting one waits for that too."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
-        if stop:
-            task.cancel()
         try:
-            await asyncio.wait((task,), timeout=CANCEL_AGAIN_S if stop else None)
+            await asyncio.wait((task,))
         except asyncio.CancelledError as exc:
             cancelled = exc
     if not task.cancelled():
@@ -82,28 +85,44 @@ async def ended(task: asyncio.Future[Any], *, stop: bool = False) -> None:
 class Failure:
     """Somebody else may learn that a piece of work is in vain."""
 
+    __slots__ = ("_error", "_stopped", "_task")
+
     def __init__(self) -> None:
-        self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: Exception | None = None
+        self._task: asyncio.Task[Any] | None = None  # that works
+        self._stopped = False  # by us
 
     def tell(self, error: Exception) -> None:
         """The work is in vain; the first telling counts."""
-        if not self._told.done():
-            self._told.set_exception(error)
-            self._told.exception()  # raised to whoever is in `unless`; if nobody is, that is fine too
+        if self._error is not None:
+            return
+        self._error = error
+        if self._task is not None and self._task is asyncio.current_task():
+            asyncio.get_running_loop().call_soon(self._stop)  # not now: its work may be over before it waits again
+        else:
+            self._stop()
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises: what was told, as soon as it is told.
+        """The result of `work`, for one at a time. Raises: what was told, as soon as it is told.
 
-        However this ends, `work` is over then: it was cancelled, if need be more than once, and awaited.
+        However this ends, `work` is over then. It runs in the task that calls, which is cancelled for it as by
+        `asyncio.timeout`: so it must not forget a cancellation, as `asyncio.wait_for` of Python 3.11 may.
         """
-        if self._told.done():
+        if self._error is not None:
             work.close()
-            await self._told
-        task = asyncio.ensure_future(work)
+            raise self._error
+        task = asyncio.current_task()
+        assert task is not None
+        before, self._task = task.cancelling(), task
         try:
-            await asyncio.wait((task, self._told), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                await self._told
-            return await task
+            return await work
+        except asyncio.CancelledError:
+            if self._stopped and self._error is not None and task.uncancel() <= before:
+                raise self._error from None
+            raise
         finally:
-            await ended(task, stop=True)
+            self._task = None
+
+    def _stop(self) -> None:
+        if self._task is not None and not self._stopped:
+            self._stopped = self._task.cancel()

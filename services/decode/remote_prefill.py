@@ -147,7 +147,7 @@ class RemotePrefill:
 
     async def _within(self, seconds: float, what: str, fetch: Fetch, work: Coroutine[Any, Any, T]) -> T:
         try:
-            async with asyncio.timeout(seconds):  # around `unless`, which cancels what forgets a cancellation
+            async with asyncio.timeout(seconds):
                 return await fetch.receiver.failure.unless(work)
         except TimeoutError as exc:
             raise DeadlineExceeded(f"no {what} prefill {fetch.prefill.instance_id} in {seconds:.3g} s") from exc

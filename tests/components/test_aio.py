@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from components.aio import Failure, background, ended, first, raises
+from components.aio import Failure, background, ended, first, raises, time_limit
+from components.errors import DeadlineExceeded
 
 
 class Broken(Exception):
@@ -178,25 +179,84 @@ def test_a_deadline_that_passes_while_work_in_vain_ends_still_waits_for_its_end(
     in_loop(test)
 
 
-def test_work_that_forgets_a_cancellation_is_told_again() -> None:
-    """`asyncio.wait_for` of Python 3.11 forgets it when the answer comes in the same moment; the work then never ended."""
+def test_a_telling_by_the_work_itself_stops_it_where_it_waits_next() -> None:
+    async def test() -> None:
+        failure = Failure()
 
+        async def tells(*, waits: bool) -> str:
+            failure.tell(Broken())
+            if waits:
+                await asyncio.Event().wait()
+            return "done"
+
+        with pytest.raises(Broken):
+            await failure.unless(tells(waits=True))
+        failure = Failure()
+        assert await failure.unless(tells(waits=False)) == "done"
+        await asyncio.sleep(0)  # nothing is left over that would cancel what comes after it
+        with pytest.raises(Broken):
+            await failure.unless(asyncio.sleep(0))
+
+    in_loop(test)
+
+
+def test_a_telling_in_the_moment_of_the_result_leaves_nothing_behind() -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        failure, answer = Failure(), loop.create_future()
+        for tell_first in (True, False):
+            failure, answer = Failure(), loop.create_future()
 
-        async def works() -> None:
-            try:
-                await answer
-            except asyncio.CancelledError:
-                await asyncio.Event().wait()
+            async def works(answer: asyncio.Future[str] = answer) -> str:
+                return await answer
 
-        waiting = asyncio.create_task(failure.unless(works()))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        failure.tell(Broken())
-        with pytest.raises(Broken):
-            await waiting
+            def both(
+                failure: Failure = failure, answer: asyncio.Future[str] = answer, first: bool = tell_first
+            ) -> None:
+                if first:
+                    failure.tell(Broken())
+                if not answer.done():
+                    answer.set_result("done")
+                if not first:
+                    failure.tell(Broken())
+
+            loop.call_soon(both)
+            with pytest.raises(Broken):
+                await failure.unless(works())
+            await asyncio.sleep(0.001)
+            task = asyncio.current_task()
+            assert task is not None
+            assert not task.cancelling()
+
+    in_loop(test)
+
+
+def test_a_cancellation_from_outside_is_none_of_the_failures() -> None:
+    async def test() -> None:
+        for told in (False, True):
+            failure = Failure()
+            waiting = asyncio.create_task(failure.unless(asyncio.sleep(60)))
+            await asyncio.sleep(0)
+            if told:
+                failure.tell(Broken())
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+            assert waiting.cancelled()
+
+    in_loop(test)
+
+
+def test_a_deadline_around_it_and_one_within_stay_deadlines() -> None:
+    async def test() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await Failure().unless(asyncio.sleep(60))
+
+        async def limited() -> None:
+            async with time_limit(0.001, "too late after"):
+                await asyncio.sleep(60)
+
+        with pytest.raises(DeadlineExceeded, match=r"too late after 0\.001 s"):
+            await Failure().unless(limited())
 
     in_loop(test)
 
