@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from nats import micro
@@ -33,10 +34,11 @@ class Endpoint:
     request: type[Any]
     handler: Callable[[Any], Awaitable[object]]  # request message → answer message; a MeshError becomes Refused
     span: str | None = None  # name of the span around the handler; None for bookkeeping calls
+    immediate: bool = False  # it waits for nobody: no task is made for each call
 
 
 class CallServer:
-    """Runs each call in a task of its own, so that a slow one holds up nobody."""
+    """Runs each call in a task of its own, so that a slow one holds up nobody, unless none can be slow."""
 
     def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals) -> None:
         self._url = url  # of NATS, for whoever reads of its failures
@@ -50,6 +52,8 @@ class CallServer:
 
     def receive(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
         """The handler that nats.micro calls; it returns at once."""
+        if endpoint.immediate:
+            return partial(self._answer, endpoint)
 
         async def start(request: Request) -> None:
             task = asyncio.create_task(self._answer(endpoint, request))

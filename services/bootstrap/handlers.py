@@ -37,8 +37,8 @@ class BootstrapService:
     def endpoints(self) -> list[Endpoint]:
         """The calls of a room's life."""
         return [
-            Endpoint("open", OpenRoom, self.open, span="bootstrap.open"),
-            Endpoint("close", CloseRooms, self.close),
+            Endpoint("open", OpenRoom, self.open, span="bootstrap.open", immediate=True),
+            Endpoint("close", CloseRooms, self.close, immediate=True),
         ]
 
     async def open(self, request: OpenRoom) -> RoomOk:

@@ -98,10 +98,10 @@ class DecodeService:
     def endpoints(self) -> list[Endpoint]:
         """The calls of a stream's life."""
         return [
-            Endpoint("generate", GenerateRequest, self.generate),
-            Endpoint("cancel", CancelStreams, self.cancel),
-            Endpoint("room_failed", RoomFailed, self.room_failed),
-            Endpoint("kv_coming", KvComing, self.kv_coming),
+            Endpoint("generate", GenerateRequest, self.generate, immediate=True),
+            Endpoint("cancel", CancelStreams, self.cancel, immediate=True),
+            Endpoint("room_failed", RoomFailed, self.room_failed, immediate=True),
+            Endpoint("kv_coming", KvComing, self.kv_coming, immediate=True),
             self._choice.endpoint(),
             *self.embedding.endpoints(),
         ]

@@ -96,10 +96,10 @@ class PrefillService:
     def endpoints(self) -> list[Endpoint]:
         """The calls of a transfer's life."""
         return [
-            Endpoint("prefill", PrefillRequest, self.prefill),
-            Endpoint("pages", PagesOffered, self.pages),
+            Endpoint("prefill", PrefillRequest, self.prefill, immediate=True),
+            Endpoint("pages", PagesOffered, self.pages, immediate=True),
             Endpoint("quiesce", Quiesce, self.quiesce),
-            Endpoint("room_failed", RoomFailed, self.room_failed),
+            Endpoint("room_failed", RoomFailed, self.room_failed, immediate=True),
         ]
 
     async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
