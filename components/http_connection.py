@@ -136,6 +136,7 @@ class Connection(HttpToolsProtocol):
             self._head_too_large = True
             raise httptools.HttpParserError("head too large")
         super().on_headers_complete()
+        self.cycle.transport = _HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]  # all that it uses
         self._wait(Waits.BODY)
 
     def on_message_complete(self) -> None:
@@ -228,6 +229,46 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         else:  # TLS
             self.transport.close()
+
+
+class _HeadWithBody:
+    """The transport as one answer sees it: its head leaves with the first of its body, and wakes the client once."""
+
+    __slots__ = ("_head", "_loop", "_passed", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+        self._passed = False  # whatever comes now leaves at once
+
+    def write(self, data: bytes) -> None:
+        """The first data waits for the second, but not longer than this turn of the loop."""
+        if self._passed:
+            self._transport.write(data)
+        elif self._head:
+            self._flush(data)
+        else:
+            self._head = data
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """After what was written."""
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """As of the transport."""
+        return self._transport.get_extra_info(name, default)
+
+    def _flush(self, data: bytes = b"") -> None:
+        if not self._passed and self._head:
+            self._passed = True
+            self._transport.write(self._head + data)
 
 
 async def look_at_connections(connections: Iterable[Any], patience: Patience) -> None:
