@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from random import getrandbits as randbits
 from typing import Any, TypeVar
@@ -52,8 +53,14 @@ class Fetch:
     offered: Callable[[], None]
     room: str  # where our pages will be offered
     stamp: int  # what the aux slot carries when everything has landed
-    asking: asyncio.Task[PrefillAccepted] | None = None  # the call to prefill; nobody cancels it
-    waits_for_prefill: bool = True  # and not for our own pages, or for bootstrap
+    asking: asyncio.Task[None] | None = None  # the call to prefill; nobody cancels it while the answer matters
+    is_accepted: bool = False
+    is_open: bool = False  # the room, with our pages in it
+
+    @property
+    def waits_for_prefill(self) -> bool:
+        """And not for our own pages, or for bootstrap."""
+        return not self.is_accepted or self.is_open
 
 
 class RemotePrefill:
@@ -139,10 +146,13 @@ class RemotePrefill:
         """Return when nothing can write into the pages of a fetch any more, whatever became of it."""
         was = fetch.receiver.lifecycle.state
         if fetch.receiver.abandon():
+            await self._until_asked(fetch)
             await self._until_quiet(fetch)
             fetch.receiver.close()
         elif was is ReceiveState.BOOTSTRAPPING:
             await self._call_off(fetch)
+        elif fetch.asking is not None:  # it has sent everything: its answer may have got lost
+            fetch.asking.cancel()
         self._fetches.pop(fetch.engine_id, None)
 
     async def _within(self, seconds: float, what: str, fetch: Fetch, work: Coroutine[Any, Any, T]) -> T:
@@ -153,10 +163,10 @@ class RemotePrefill:
             raise DeadlineExceeded(f"no {what} prefill {fetch.prefill.instance_id} in {seconds:.3g} s") from exc
 
     async def _prepare(self, fetch: Fetch, request: GenerateRequest) -> Reserved:
-        """Prefill's word that it computes, and pages of ours."""
+        """Pages of ours. Prefill is asked meanwhile, and may answer when they are offered already."""
         asked_ns = time.time_ns()
-        await self._ask(fetch, request)
-        fetch.waits_for_prefill = False
+        fetch.asking = asyncio.create_task(self._ask(fetch, request), name=f"ask {fetch.engine_id}")
+        fetch.asking.add_done_callback(partial(_asked, fetch))
         reserved = await fetch.reserved
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
         return reserved
@@ -169,7 +179,7 @@ class RemotePrefill:
 
     async def _receive(self, fetch: Fetch, reserved: Reserved, sent: Sent, timeout_s: float) -> AuxRecord:
         await self._offer(fetch, reserved, now_ms() + int(timeout_s * 1000))
-        fetch.waits_for_prefill = True
+        fetch.is_open = True
         with tracer.start_as_current_span("decode.receive") as span:
             span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
             return await fetch.receiver.landed(fetch.stamp, len(reserved.pages), sent)
@@ -196,8 +206,8 @@ class RemotePrefill:
         with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
             span.set_attribute("kvmesh.prefill.instance", fetch.prefill.instance_id)
             call = self._bus.call(f"{fetch.prefill.subject}.prefill", asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
-            fetch.asking = asyncio.create_task(call, name=f"ask {fetch.engine_id}")
-            accepted = await asyncio.shield(fetch.asking)
+            accepted = await call
+        fetch.is_accepted = True
         fetch.route.accepted(accepted.number)
 
     async def _offer(self, fetch: Fetch, reserved: Reserved, deadline_unix_ms: int) -> None:
@@ -233,15 +243,17 @@ class RemotePrefill:
         raise NoBootstrapInstance(f"no bootstrap instance opened a room: {last.message}")
 
     async def _call_off(self, fetch: Fetch) -> None:
-        """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline.
-
-        Not before prefill has answered: the word would overtake the question, and find nothing to stop.
-        """
+        """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline."""
         if fetch.asking is None:
             return
-        await ended(fetch.asking)
+        await self._until_asked(fetch)
         with suppress(MeshError):  # a prefill that is gone holds nothing
             await self._bus.publish(f"{fetch.prefill.subject}.quiesce", _quiesce(fetch))
+
+    async def _until_asked(self, fetch: Fetch) -> None:
+        """Nothing more is said before prefill has answered: the word would overtake the question, and find nothing to stop."""
+        if fetch.asking is not None:
+            await ended(fetch.asking)
 
     async def _until_quiet(self, fetch: Fetch) -> None:
         """Ask prefill itself: a released handle proves nothing, nor does a dead peer's message.
@@ -261,6 +273,13 @@ class RemotePrefill:
                 await asyncio.sleep(QUIESCE_AGAIN_S)
             else:
                 return
+
+
+def _asked(fetch: Fetch, asking: asyncio.Task[None]) -> None:
+    """Without prefill's word the transfer is in vain, however far it is."""
+    error = None if asking.cancelled() else asking.exception()
+    if isinstance(error, Exception):
+        fetch.receiver.failure.tell(error)
 
 
 def _quiesce(fetch: Fetch) -> Quiesce:

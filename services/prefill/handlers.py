@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -48,6 +49,9 @@ from services.prefill.jobs import NEXT, PrefillJob, PrefillState
 log = logging.getLogger(__name__)
 
 CLOSE_EVERY_S: Final = 0.02
+EARLY_FOR_S: Final = 10.0  # as long as decode waits for an answer to its question
+MAX_EARLY: Final = 4096
+OVER_FOR_S: Final = 60.0  # longer than any message is late
 
 
 class PrefillService:
@@ -78,6 +82,8 @@ class PrefillService:
         self._none.set()
         self._kept: set[asyncio.Task[None]] = set()  # words to others, and peers to forget
         self._closing: dict[str, list[str]] = {}  # rooms that are over, by bootstrap instance
+        self._early: dict[str, PagesOffered] = {}  # pages for prompts that nobody has asked for yet
+        self._over: OrderedDict[str, float] = OrderedDict()  # request ids that were here, and until when
         self._tally = Tally(NEXT)
         self._rate = PromptRate()
         self._accepted = 0  # prompts
@@ -104,6 +110,25 @@ class PrefillService:
 
     async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
         """Start computing. Raises: what makes decode go elsewhere."""
+        try:
+            self._check(request)
+            span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
+            try:
+                accepted = self._accept(request, span)
+            except BaseException:
+                span.end()
+                raise
+        except MeshError:
+            if request.request_id not in self._jobs:
+                self._no_more_of(request.request_id)
+            raise
+        if (offer := self._early.pop(request.request_id, None)) is not None:
+            with suppress(TransferFailed):  # decode was told
+                await self.pages(offer)
+        return accepted
+
+    def _check(self, request: PrefillRequest) -> None:
+        """Raises: what makes decode go elsewhere."""
         self._registration.check_epoch(request.epoch)
         remaining_s(request.deadline_unix_ms)
         if self.draining:
@@ -111,14 +136,8 @@ class PrefillService:
         self._check_pair(request)
         if request.sampling.constraint is not None and self._masks is None:
             raise Rejected("this instance has no masks for constraints")
-        if request.request_id in self._jobs:
-            raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
-        span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
-        try:
-            return self._accept(request, span)
-        except BaseException:
-            span.end()
-            raise
+        if request.request_id in self._jobs or request.request_id in self._over:
+            raise Rejected(f"request id {request.request_id!r} is in use, or was", param="request_id")
 
     def _check_pair(self, request: PrefillRequest) -> None:
         """Raises: IncompatibleLayout, naming both values: what we compute would be of no use there."""
@@ -129,7 +148,13 @@ class PrefillService:
             check_same_adapter(request.adapter, ours, request.adapter_identity)
 
     async def pages(self, offer: PagesOffered) -> RoomOk:
-        """Decode's pages for a room. Raises: TransferFailed, when nothing will be written there; decode hears of it."""
+        """Decode's pages for a room; they may come before its question. Raises: TransferFailed, when nothing will be written
+        there; decode hears of it.
+        """
+        if offer.request_id not in self._jobs and offer.request_id not in self._over and len(self._early) < MAX_EARLY:
+            self._early[offer.request_id] = offer
+            asyncio.get_running_loop().call_later(EARLY_FOR_S, self._too_early, offer)
+            return RoomOk(room=offer.room)
         try:
             self._offered(offer)
         except TransferFailed as exc:
@@ -160,6 +185,7 @@ class PrefillService:
         if job is not None:
             job.failure.tell(Cancelled(request.cause))
             await asyncio.wait((job.task,))
+        self._no_more_of(request.request_id)
         return Quiet(request_id=request.request_id)
 
     async def room_failed(self, failed: RoomFailed) -> RoomOk:
@@ -305,10 +331,28 @@ class PrefillService:
         request_id = job.request.request_id
         job.over()
         self._jobs.pop(request_id, None)
+        self._no_more_of(request_id)
         if not self._jobs:
             self._none.set()
         self._engine.post(lambda engine: engine.cancel(request_id))
         self._engine.post(lambda engine: engine.release(request_id))
+
+    def _no_more_of(self, request_id: str) -> None:
+        """Nothing is begun under this name any more: a question or an offer that comes late, or twice, is refused."""
+        self._early.pop(request_id, None)
+        now_s = time.monotonic()
+        self._over[request_id] = now_s
+        self._over.move_to_end(request_id)
+        while self._over and now_s - next(iter(self._over.values())) > OVER_FOR_S:
+            self._over.popitem(last=False)
+
+    def _too_early(self, offer: PagesOffered) -> None:
+        """Nobody has asked for what these pages are for."""
+        if self._early.get(offer.request_id) is offer:
+            self._no_more_of(offer.request_id)
+            self._close_later(offer)
+            error = TransferFailed(f"room {offer.room} is unknown to this prefill instance")
+            self._keep(self._tell_decode(offer.decode_id, offer.request_id, offer.room, error))
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)

@@ -478,6 +478,58 @@ async def test_what_prefill_refuses_is_computed_here(decode: Decode, refusal: Me
     decode.assert_nothing_is_kept()
 
 
+async def test_pages_are_offered_before_prefill_has_answered(decode: Decode) -> None:
+    decode.prefill.answers.clear()
+    await decode.ask()
+    await decode.reserve()
+    assert [offer.room for offer in decode.prefill.offered] == [ROOM]
+    assert decode.queues() == {"transfer": 1}
+    await decode.land()  # its answer is slower than its KV, or was lost
+    assert decode.tokens() == [42]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("ask ")]
+
+
+async def test_a_refusal_that_comes_after_the_pages_were_offered_pins_them_until_prefill_is_quiet(
+    decode: Decode,
+) -> None:
+    decode.prefill.answers.clear()
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await decode.reserve()
+    decode.prefill.refusal = Overloaded("full")
+    decode.prefill.answers.set()
+    await turns()
+    assert decode.engine.did("recompute") == [ID]
+    assert [q.request_id for q in decode.prefill.called_off] == [ID]
+    decode.assert_pinned()
+    decode.prefill.quiets.set()
+    await turns()
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    assert decode.tokens() == [43]
+    decode.assert_nothing_is_kept()
+
+
+async def test_nothing_is_called_off_before_prefill_has_answered(decode: Decode) -> None:
+    """The word would overtake the question, find nothing to stop, and give the pages back that prefill then writes into."""
+    decode.prefill.answers.clear()
+    await decode.ask()
+    await decode.reserve()
+    await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="PrefillLost", cause="gone"))
+    await turns()
+    assert decode.engine.did("recompute") == [ID]
+    assert not decode.prefill.called_off
+    decode.assert_pinned()
+    decode.prefill.answers.set()
+    await decode.until_nothing_runs()
+    assert [q.request_id for q in decode.prefill.called_off] == [ID]
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
 async def test_a_bootstrap_that_is_gone_is_computed_around(decode: Decode) -> None:
     decode.registry.book.remove("boot")
     await decode.ask()

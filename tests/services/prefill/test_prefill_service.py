@@ -232,10 +232,10 @@ async def test_a_message_for_an_earlier_registration_is_stale(prefill: Prefill) 
 async def test_a_decode_whose_pages_or_weights_differ_is_refused_before_anything_is_computed(prefill: Prefill) -> None:
     """Prefill found out when it connected: the prompt was computed for nothing."""
     with pytest.raises(IncompatibleLayout, match="model: m here, n there, page_size: 4 here, 6 there"):
-        await prefill.ask(layout=replace(LAYOUT, model="n", page_size=6))
+        await prefill.ask("r1", layout=replace(LAYOUT, model="n", page_size=6))
     prefill.engine.engine.adapters = {"legal": "w1"}
     with pytest.raises(IncompatibleLayout, match=r"'legal' \(w1 here, w2 there\)"):
-        await prefill.ask(adapter="legal", adapter_identity="w2")
+        await prefill.ask("r2", adapter="legal", adapter_identity="w2")
     assert not prefill.engine.engine.did
     await prefill.ask(layout=LAYOUT, adapter="legal", adapter_identity="w1")
     await turns()
@@ -302,7 +302,6 @@ async def test_a_request_id_in_use_is_refused_and_does_not_touch_its_owner(prefi
     "changes",
     [
         {"room": "another"},
-        {"request_id": "unknown"},
         {"decode_epoch": "2"},
         {"decode_id": "boot"},
         {"pages": [20, 10]},
@@ -330,6 +329,79 @@ async def test_an_offer_that_does_not_fit_is_refused_nothing_is_written_and_deco
     await turns()
     assert prefill.transfer.writes
     prefill.assert_nothing_is_kept()
+
+
+async def test_pages_that_come_before_the_question_are_used_with_it(prefill: Prefill) -> None:
+    """They go by another way, over bootstrap, and decode does not wait for an answer before it offers them."""
+    assert await prefill.offer() == RoomOk(room=ROOM)
+    await prefill.ask()
+    prefill.computed()
+    await turns()
+    assert prefill.transfer.writes
+    prefill.assert_nothing_is_kept()
+    assert not prefill.service._early
+    assert not prefill.failures
+
+
+async def test_pages_that_do_not_fit_are_refused_also_when_they_come_first(prefill: Prefill) -> None:
+    await prefill.offer(pages=[20, 10])
+    assert (await prefill.ask()).number == 1
+    prefill.computed()
+    await turns()
+    assert not prefill.transfer.writes
+    assert prefill.failures == ["TransferFailed"]
+    await prefill.offer()
+    await turns()
+    assert prefill.transfer.writes
+
+
+async def test_pages_that_nobody_asks_about_are_given_back(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.prefill.handlers.EARLY_FOR_S", 0.01)
+    await prefill.offer()
+    async with asyncio.timeout(5):
+        while not prefill.failures:
+            await asyncio.sleep(0.005)
+    assert await prefill.closed() == [ROOM]
+    with pytest.raises(Rejected):
+        await prefill.ask()
+    monkeypatch.setattr("services.prefill.handlers.MAX_EARLY", 0)
+    with pytest.raises(TransferFailed):
+        await prefill.offer(request_id="another")
+
+
+@pytest.mark.parametrize("how", ["quiesced", "refused", "done"])
+async def test_nothing_is_written_for_a_request_that_was_over_once(prefill: Prefill, how: str) -> None:
+    """Decode was told that its pages are safe, or has them: a question and an offer that come twice write nothing there."""
+    if how == "done":
+        await prefill.ask()
+        prefill.computed()
+        await prefill.offer()
+        await turns()
+    elif how == "refused":
+        await prefill.offer()
+        with pytest.raises(StaleInstance):
+            await prefill.ask(epoch="another")
+    else:
+        await prefill.offer()
+        assert await prefill.quiesce() == Quiet(request_id="r")
+    written = len(prefill.transfer.writes)
+    with pytest.raises(TransferFailed):
+        await prefill.offer()
+    with pytest.raises(Rejected, match="was"):
+        await prefill.ask()
+    await turns()
+    assert len(prefill.transfer.writes) == written
+    assert not prefill.service._early
+    assert prefill.service.num_jobs == 0
+
+
+async def test_requests_that_were_over_long_ago_are_forgotten(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.prefill.handlers.OVER_FOR_S", -1.0)
+    for number in range(3):
+        await prefill.quiesce(str(number))
+    assert len(prefill.service._over) == 0
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(2, 5), (8, 2), (16, 1)])
