@@ -128,10 +128,17 @@ def mesh(
             yield server
 
 
-def model_name(port: int) -> str:
-    """What the endpoint at `port` calls its model."""
-    with urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
-        return str(json.load(answer)["data"][0]["id"])
+def model_name(port: int, timeout_s: float = 30.0) -> str:
+    """What the endpoint at `port` calls its model; some listen before they have it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
+            models = json.load(answer)["data"]
+        if models:
+            return str(models[0]["id"])
+        if time.monotonic() > deadline:
+            sys.exit(f"the endpoint at port {port} had no model after {timeout_s:g} s")
+        time.sleep(0.1)
 
 
 def free_port() -> int:

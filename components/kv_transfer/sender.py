@@ -186,7 +186,5 @@ class Sender:
     async def _quietly(self, write: Coroutine[Any, Any, T]) -> T:
         """Await a write to its end even when cancelled: whoever cancelled may reuse the pages as soon as we return."""
         task = asyncio.ensure_future(write)
-        try:
-            return await asyncio.shield(task)
-        finally:
-            await ended(task)
+        await ended(task)
+        return task.result()
