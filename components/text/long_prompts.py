@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 MAX_THREADS: Final = 4
-OVERTAKEN_S_PER_CHAR: Final = 5e-6  # 20 times what tokenising takes: 1 s for 200,000 characters
+OVERTAKEN_S_PER_CHAR: Final = 5e-6  # 20 times what `tokenizers` takes: 1 s for 200,000 characters
 
 
 class LongPrompts:
