@@ -165,9 +165,11 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
         ({"deadline_unix_ms": LATE}, DeadlineExceeded.__name__),
         ({"token_ids": b"\1"}, MalformedMessage.__name__),
     ):
-        await refuses(client, prefill, "prefill", replace(prompt, **changes), error)
+        # of another name: what was refused once is over
+        await refuses(client, prefill, "prefill", replace(prompt, request_id=error, **changes), error)
+    await refuses(client, prefill, "prefill", replace(prompt, request_id="StaleInstance"), "Rejected")
     await refuses(client, prefill, "kv_dump", FetchKvDump(epoch="old"), "StaleInstance")
-    # pages that decode does not have, in a room that there is, and in rooms that there are not
+    # pages that decode does not have, in a room that there is, and in one that there is not; for a request that is over
     await client.bus.call(f"{prefill.subject}.prefill", prompt, PrefillAccepted, timeout_s=5)
     assert decode.kv is not None
     num_pages = -(-40 // decode.kv.layout.page_size)
@@ -187,7 +189,7 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
         {"decode_epoch": "old"},
         {"decode_id": "nobody"},
         {"room": "elsewhere"},
-        {"request_id": "nobody's"},
+        {"request_id": "StaleInstance"},
     ]
     for changes in wrong:
         await refuses(client, prefill, "pages", replace(offer, **changes), "TransferFailed")
