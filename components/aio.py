@@ -117,11 +117,13 @@ class Failure:
         try:
             return await work
         except asyncio.CancelledError:
-            if self._stopped and self._error is not None and task.uncancel() <= before:
+            if self._stopped and self._error is not None and task.cancelling() - 1 <= before:
                 raise self._error from None
             raise
         finally:
             self._task = None
+            if self._stopped:
+                task.uncancel()  # also when the work ended otherwise: who cancels next must not be taken for us
 
     def _stop(self) -> None:
         if self._task is not None and not self._stopped:

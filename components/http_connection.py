@@ -268,7 +268,8 @@ class _HeadWithBody:
     def _flush(self, data: bytes = b"") -> None:
         if not self._passed and self._head:
             self._passed = True
-            self._transport.write(self._head + data)
+            if not self._transport.is_closing():
+                self._transport.write(self._head + data)
 
 
 async def look_at_connections(connections: Iterable[Any], patience: Patience) -> None:

@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 
 from components.errors import BackendUnavailable, DeadlineExceeded, MalformedMessage, MessageTooLarge, PeerLost
 from components.messaging.refusals import Refusals
-from components.messaging.replies import Replies
+from components.messaging.replies import Replies, publish
 from components.telemetry.spans import trace_headers
 from components.wire.codec import pack, unpack
 from components.wire.refused import Refused, raised
@@ -68,7 +68,7 @@ class Bus:
     async def publish_bytes(self, subject: str, data: bytes) -> None:
         """Send bytes already packed; the per-step frames come here."""
         with nats_errors(subject, self.url):
-            await self.client.publish(subject, data)
+            await publish(self.client, subject, data)
 
     @asynccontextmanager
     async def subscription(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:

@@ -17,6 +17,17 @@ STATUS: Final = "Status"  # a header of what the server itself says
 NO_RESPONDERS: Final = "503"
 
 
+async def publish(
+    client: Client, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None
+) -> None:
+    """Send a message. With much unsent nats-py waits for the socket, and forgets a cancellation meanwhile: here it counts."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    await client.publish(subject, data, reply=reply, headers=headers)
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
 class Replies:
     """The answers to the calls of one connection."""
 
@@ -36,7 +47,7 @@ class Replies:
         self._waiting[reply] = answered
         timer = loop.call_later(timeout_s, _late, answered)
         try:
-            await self._client.publish(subject, data, reply=reply, headers=headers)
+            await publish(self._client, subject, data, reply, headers)
             message = await answered
         finally:
             timer.cancel()

@@ -23,6 +23,8 @@ PROBES: Final = (  # what tokenizers differ in, if they do
     "word " * 40 + "x" * 700,
 )
 
+LONG: Final = 100  # times the probes: 150 kB
+
 
 class Encoder:
     """Reads only, so one serves every thread. Its calls let go of Python's lock."""
@@ -42,7 +44,8 @@ class Encoder:
         if self._fast is not None:
             try:
                 return _fast_encoded(self._fast, text, add_special_tokens=add_special_tokens)
-            except Exception as exc:  # noqa: BLE001 - its regular expressions have limits, and raise no class of its own
+            except BaseException as exc:  # noqa: BLE001 - its regular expressions have limits, and raise no class of their own
+                _check_is_its_own(exc)
                 log.warning("encoded by tokenizers", extra={"reason": str(exc), "chars": len(text)})
         return _encoded(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
@@ -61,16 +64,26 @@ def _fast_encoded(tokenizer: Any, text: str, *, add_special_tokens: bool) -> lis
 def _checked(tokenizer: Tokenizer) -> Any:
     """The same tokenizer in `fastokens`; None, when it cannot be, or would not be the same."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    together = "".join(f"{content} a{content}\n" for content in added[:64])
+    together = [
+        "".join(f"{content} a{content}\n" for content in added[at : at + 64]) for at in range(0, len(added), 64)
+    ]
+    long = "".join(PROBES) * LONG  # it has other ways for long texts
     try:
         fast = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
-        for text in (*PROBES, together):
+        for text in (*PROBES, *together, long):
             for special in (False, True):
                 ids = _encoded(tokenizer, text, add_special_tokens=special)
                 if _fast_encoded(fast, text, add_special_tokens=special) != ids:
                     log.info("encoding by tokenizers: fastokens differs", extra={"text": text[:64]})
                     return None
-    except Exception as exc:  # noqa: BLE001 - whatever it does not know of this tokenizer, it raises no class of its own
+    except BaseException as exc:  # noqa: BLE001 - whatever it does not know of this tokenizer, it raises no class of its own
+        _check_is_its_own(exc)
         log.info("encoding by tokenizers: fastokens cannot", extra={"reason": str(exc)})
         return None
     return fast
+
+
+def _check_is_its_own(exc: BaseException) -> None:
+    """Raises: `exc`, unless it is an error or a panic of Rust's, which is no Exception."""
+    if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
+        raise exc

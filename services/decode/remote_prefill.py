@@ -11,6 +11,7 @@ from itertools import count
 from random import getrandbits as randbits
 from typing import Any, TypeVar
 
+from nats.errors import NoRespondersError
 from opentelemetry.trace import SpanKind
 
 from components.aio import ended
@@ -56,6 +57,7 @@ class Fetch:
     asking: asyncio.Task[None] | None = None  # the call to prefill; nobody cancels it while the answer matters
     is_accepted: bool = False
     is_open: bool = False  # the room, with our pages in it
+    nobody_asked: bool = False  # nobody got our question, and without it nobody writes
 
     @property
     def waits_for_prefill(self) -> bool:
@@ -147,7 +149,8 @@ class RemotePrefill:
         was = fetch.receiver.lifecycle.state
         if fetch.receiver.abandon():
             await self._until_asked(fetch)
-            await self._until_quiet(fetch)
+            if not fetch.nobody_asked:
+                await self._until_quiet(fetch)
             fetch.receiver.close()
         elif was is ReceiveState.BOOTSTRAPPING:
             await self._call_off(fetch)
@@ -278,6 +281,7 @@ class RemotePrefill:
 def _asked(fetch: Fetch, asking: asyncio.Task[None]) -> None:
     """Without prefill's word the transfer is in vain, however far it is."""
     error = None if asking.cancelled() else asking.exception()
+    fetch.nobody_asked = error is not None and isinstance(error.__cause__, NoRespondersError)
     if isinstance(error, Exception):
         fetch.receiver.failure.tell(error)
 

@@ -152,6 +152,8 @@ class PrefillService:
         there; decode hears of it.
         """
         if offer.request_id not in self._jobs and offer.request_id not in self._over and len(self._early) < MAX_EARLY:
+            if (other := self._early.get(offer.request_id)) is not None:  # by another bootstrap replica
+                self._close_later(other)
             self._early[offer.request_id] = offer
             asyncio.get_running_loop().call_later(EARLY_FOR_S, self._too_early, offer)
             return RoomOk(room=offer.room)
@@ -339,7 +341,8 @@ class PrefillService:
 
     def _no_more_of(self, request_id: str) -> None:
         """Nothing is begun under this name any more: a question or an offer that comes late, or twice, is refused."""
-        self._early.pop(request_id, None)
+        if (offer := self._early.pop(request_id, None)) is not None:
+            self._close_later(offer)
         now_s = time.monotonic()
         self._over[request_id] = now_s
         self._over.move_to_end(request_id)
@@ -350,7 +353,6 @@ class PrefillService:
         """Nobody has asked for what these pages are for."""
         if self._early.get(offer.request_id) is offer:
             self._no_more_of(offer.request_id)
-            self._close_later(offer)
             error = TransferFailed(f"room {offer.room} is unknown to this prefill instance")
             self._keep(self._tell_decode(offer.decode_id, offer.request_id, offer.room, error))
 

@@ -245,6 +245,32 @@ def test_a_cancellation_from_outside_is_none_of_the_failures() -> None:
     in_loop(test)
 
 
+def test_work_in_vain_that_ends_otherwise_leaves_no_cancellation_behind() -> None:
+    """Who is cancelled next, by a client that leaves or a deadline, would not be taken for that."""
+
+    async def test() -> None:
+        async def works(*, fails: bool) -> str:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if fails:
+                    raise ValueError from None
+            return "done"
+
+        task = asyncio.current_task()
+        assert task is not None
+        for fails in (False, True):
+            failure = Failure()
+            asyncio.get_running_loop().call_soon(failure.tell, Broken())
+            try:
+                assert await failure.unless(works(fails=fails)) == "done"
+            except ValueError:
+                assert fails
+            assert task.cancelling() == 0
+
+    in_loop(test)
+
+
 def test_a_deadline_around_it_and_one_within_stay_deadlines() -> None:
     async def test() -> None:
         with pytest.raises(TimeoutError):

@@ -3,7 +3,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +318,24 @@ async def test_a_bus_waits_for_nats_and_comes_back_after_its_restart(
 
 async def _enter(context: Any) -> tuple[Any, Bus]:
     return context, await context.__aenter__()
+
+
+async def test_a_cancellation_counts_while_much_is_unsent(
+    bus: Bus, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-py waits for its socket then, and forgets it: an answer was generated for nobody, pages stayed."""
+    monkeypatch.setattr(bus.client, "_max_pending_size", 1, raising=False)
+    flushing = asyncio.Event()
+
+    async def flush(*_: Any, **__: Any) -> None:
+        if not flushing.is_set():
+            flushing.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(bus.client, "_flush_pending", flush)
+    calling = asyncio.create_task(ask(bus, f"{namespace}.bootstrap.gone", timeout_s=30))
+    await flushing.wait()
+    calling.cancel()
+    await asyncio.wait((calling,), timeout=5)
+    assert calling.cancelled()

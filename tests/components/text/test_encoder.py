@@ -121,10 +121,60 @@ def test_a_text_that_is_too_much_for_it_is_encoded_by_tokenizers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = fastokens.Tokenizer.from_json_str
-    limited = type("T", (), {"from_json_str": staticmethod(lambda t: Wrong(make(t), off=0, longest=5000))})
+    limited = type("T", (), {"from_json_str": staticmethod(lambda t: Wrong(make(t), off=0, longest=2**18))})
     monkeypatch.setattr(fastokens, "Tokenizer", limited)
     encoder = Encoder(tiny_tokenizer())
     assert encoder.is_fast
-    text = LINES[0] * 500
+    text = LINES[0] * 20_000
     assert encoder.encode(text, add_special_tokens=False) == plain(tiny_tokenizer(), text, add_special_tokens=False)
     assert "match limit exceeded" in str([record.__dict__ for record in caplog.records])
+
+
+class PanicException(BaseException):
+    """As pyo3 names what a panic becomes."""
+
+
+@pytest.mark.parametrize("when", ["made", "asked"])
+def test_a_panic_is_no_end(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    make = fastokens.Tokenizer.from_json_str
+
+    class Panics(Wrong):
+        def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+            if "Paris" in texts[0]:
+                raise PanicException("called `Option::unwrap()` on a `None` value")
+            return super().encode_batch(texts, add_special_tokens)
+
+    def made(text: str) -> Panics:
+        if when == "made":
+            raise PanicException("unreachable")
+        return Panics(make(text), off=0)
+
+    monkeypatch.setattr(fastokens, "Tokenizer", type("T", (), {"from_json_str": staticmethod(made)}))
+    encoder = Encoder(tiny_tokenizer())
+    assert encoder.is_fast == (when == "asked")
+    text = "The capital of France is Paris."
+    assert encoder.encode(text, add_special_tokens=False) == plain(tiny_tokenizer(), text, add_special_tokens=False)
+
+
+def test_who_stops_this_process_is_not_taken_for_a_panic(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fastokens, "Tokenizer", type("T", (), {"from_json_str": staticmethod(stopped)}))
+    with pytest.raises(KeyboardInterrupt):
+        Encoder(tiny_tokenizer())
+
+
+def test_every_added_token_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens([f"<special {i}>" for i in range(200)])
+    make = fastokens.Tokenizer.from_json_str
+
+    class WrongAtTheLast(Wrong):
+        def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+            self._off = int("<special 199>" in texts[0])
+            return super().encode_batch(texts, add_special_tokens)
+
+    wrong = type("T", (), {"from_json_str": staticmethod(lambda t: WrongAtTheLast(make(t)))})
+    monkeypatch.setattr(fastokens, "Tokenizer", wrong)
+    assert not Encoder(tokenizer).is_fast

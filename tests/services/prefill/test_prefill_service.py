@@ -384,6 +384,7 @@ async def test_nothing_is_written_for_a_request_that_was_over_once(prefill: Pref
     else:
         await prefill.offer()
         assert await prefill.quiesce() == Quiet(request_id="r")
+    assert await prefill.closed() == [ROOM]
     written = len(prefill.transfer.writes)
     with pytest.raises(TransferFailed):
         await prefill.offer()
