@@ -261,10 +261,6 @@ class _HeadWithBody:
         """Whether nothing more can be written."""
         return self._transport.is_closing()
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """As of the transport."""
-        return self._transport.get_extra_info(name, default)
-
     def _flush(self, data: bytes = b"") -> None:
         if not self._passed and self._head:
             self._passed = True

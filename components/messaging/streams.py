@@ -46,7 +46,7 @@ class OutStream:
         """The next item of this stream."""
         return StreamItem(
             self.stream_id,
-            self.seq(),
+            self.next_seq(),
             token_ids,
             finish,
             None,
@@ -58,9 +58,9 @@ class OutStream:
 
     def error(self, error: MeshError) -> StreamItem:
         """The last item of this stream: it ends here, and why."""
-        return StreamItem(self.stream_id, self.seq(), [], None, refusal(error))
+        return StreamItem(self.stream_id, self.next_seq(), [], None, refusal(error))
 
-    def seq(self) -> int:
+    def next_seq(self) -> int:
         """The number of the next item, which is taken with it."""
         self._next_seq += 1
         return self._next_seq - 1
@@ -88,7 +88,7 @@ class StreamOutbox:
 
     def put_token(self, stream: OutStream, token_id: int) -> None:
         """Queue an item of one token and nothing else, which is nearly all that there is to send."""
-        self._frames(stream)[-1].token(stream.stream_id, stream.seq(), token_id)
+        self._frames(stream)[-1].token(stream.stream_id, stream.next_seq(), token_id)
 
     async def flushed(self) -> None:
         """Wait until everything queued was handed to NATS."""

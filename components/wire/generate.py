@@ -128,14 +128,6 @@ class FrameDraft:
         return packed
 
 
-def pack_frame(frame: TokenFrame) -> bytes:
-    """Bytes of a frame."""
-    draft = FrameDraft()
-    for item in frame.items:
-        draft.add(item)
-    return draft.pack(frame.instance_id, frame.epoch, frame.step)
-
-
 def _other(item: StreamItem) -> tuple[Any, ...]:
     error = None if item.error is None else (item.error.error, item.error.message, item.error.fields)
     prompt = item.prompt_logprobs

@@ -55,14 +55,24 @@ class Fetch:
     room: str  # where our pages will be offered
     stamp: int  # what the aux slot carries when everything has landed
     asking: asyncio.Task[None] | None = None  # the call to prefill; nobody cancels it while the answer matters
-    is_accepted: bool = False
     is_open: bool = False  # the room, with our pages in it
-    nobody_asked: bool = False  # nobody got our question, and without it nobody writes
 
     @property
     def waits_for_prefill(self) -> bool:
         """And not for our own pages, or for bootstrap."""
-        return not self.is_accepted or self.is_open
+        return self.is_open or self.asking is None or not self.asking.done() or self.refusal is not None
+
+    @property
+    def refusal(self) -> BaseException | None:
+        """Why prefill has not accepted, once that is known."""
+        if self.asking is None or not self.asking.done() or self.asking.cancelled():
+            return None
+        return self.asking.exception()
+
+    @property
+    def was_heard(self) -> bool:
+        """Whether somebody may have got our question: without it nobody writes."""
+        return self.refusal is None or not isinstance(self.refusal.__cause__, NoRespondersError)
 
 
 class RemotePrefill:
@@ -148,8 +158,8 @@ class RemotePrefill:
         """Return when nothing can write into the pages of a fetch any more, whatever became of it."""
         was = fetch.receiver.lifecycle.state
         if fetch.receiver.abandon():
-            await self._until_asked(fetch)
-            if not fetch.nobody_asked:
+            await self._until_answered(fetch)
+            if fetch.was_heard:
                 await self._until_quiet(fetch)
             fetch.receiver.close()
         elif was is ReceiveState.BOOTSTRAPPING:
@@ -169,7 +179,7 @@ class RemotePrefill:
         """Pages of ours. Prefill is asked meanwhile, and may answer when they are offered already."""
         asked_ns = time.time_ns()
         fetch.asking = asyncio.create_task(self._ask(fetch, request), name=f"ask {fetch.engine_id}")
-        fetch.asking.add_done_callback(partial(_asked, fetch))
+        fetch.asking.add_done_callback(partial(_answered, fetch))
         reserved = await fetch.reserved
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
         return reserved
@@ -210,7 +220,6 @@ class RemotePrefill:
             span.set_attribute("kvmesh.prefill.instance", fetch.prefill.instance_id)
             call = self._bus.call(f"{fetch.prefill.subject}.prefill", asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
             accepted = await call
-        fetch.is_accepted = True
         fetch.route.accepted(accepted.number)
 
     async def _offer(self, fetch: Fetch, reserved: Reserved, deadline_unix_ms: int) -> None:
@@ -249,12 +258,12 @@ class RemotePrefill:
         """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline."""
         if fetch.asking is None:
             return
-        await self._until_asked(fetch)
+        await self._until_answered(fetch)
         with suppress(MeshError):  # a prefill that is gone holds nothing
             await self._bus.publish(f"{fetch.prefill.subject}.quiesce", _quiesce(fetch))
 
-    async def _until_asked(self, fetch: Fetch) -> None:
-        """Nothing more is said before prefill has answered: the word would overtake the question, and find nothing to stop."""
+    async def _until_answered(self, fetch: Fetch) -> None:
+        """Prefill is told nothing before: the word would overtake the question, and find nothing to stop."""
         if fetch.asking is not None:
             await ended(fetch.asking)
 
@@ -278,12 +287,10 @@ class RemotePrefill:
                 return
 
 
-def _asked(fetch: Fetch, asking: asyncio.Task[None]) -> None:
+def _answered(fetch: Fetch, _: asyncio.Task[None]) -> None:
     """Without prefill's word the transfer is in vain, however far it is."""
-    error = None if asking.cancelled() else asking.exception()
-    fetch.nobody_asked = error is not None and isinstance(error.__cause__, NoRespondersError)
-    if isinstance(error, Exception):
-        fetch.receiver.failure.tell(error)
+    if isinstance(fetch.refusal, Exception):
+        fetch.receiver.failure.tell(fetch.refusal)
 
 
 def _quiesce(fetch: Fetch) -> Quiesce:

@@ -83,7 +83,7 @@ class PrefillService:
         self._kept: set[asyncio.Task[None]] = set()  # words to others, and peers to forget
         self._closing: dict[str, list[str]] = {}  # rooms that are over, by bootstrap instance
         self._early: dict[str, PagesOffered] = {}  # pages for prompts that nobody has asked for yet
-        self._over: OrderedDict[str, float] = OrderedDict()  # request ids that were here, and until when
+        self._over: OrderedDict[str, float] = OrderedDict()  # request ids that are over here, and since when
         self._tally = Tally(NEXT)
         self._rate = PromptRate()
         self._accepted = 0  # prompts
@@ -111,13 +111,7 @@ class PrefillService:
     async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
         """Start computing. Raises: what makes decode go elsewhere."""
         try:
-            self._check(request)
-            span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
-            try:
-                accepted = self._accept(request, span)
-            except BaseException:
-                span.end()
-                raise
+            accepted = self._begin(request)
         except MeshError:
             if request.request_id not in self._jobs:
                 self._no_more_of(request.request_id)
@@ -126,6 +120,16 @@ class PrefillService:
             with suppress(TransferFailed):  # decode was told
                 await self.pages(offer)
         return accepted
+
+    def _begin(self, request: PrefillRequest) -> PrefillAccepted:
+        """Raises: as `prefill`."""
+        self._check(request)
+        span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
+        try:
+            return self._accept(request, span)
+        except BaseException:
+            span.end()
+            raise
 
     def _check(self, request: PrefillRequest) -> None:
         """Raises: what makes decode go elsewhere."""

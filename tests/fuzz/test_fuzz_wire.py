@@ -14,13 +14,14 @@ from components.kv_transfer.aux import HEAD, AuxBuffer
 from components.messaging.refusals import Refusals
 from components.messaging.streams import StreamInbox
 from components.wire.codec import pack, unpack
-from components.wire.generate import StreamItem, TokenFrame, pack_frame, unpack_frame
+from components.wire.generate import StreamItem, TokenFrame, unpack_frame
 from components.wire.instances import InstanceRecord, dump_record, load_record
 from components.wire.kv_events import KvEventBatch, pack_batch, unpack_batch
 from components.wire.logprobs import unpack_logprobs
 from components.wire.refused import Refused, raised
 from components.wire.tokens import unpack_tokens
 from services.frontend.router import _delta
+from tests.components.wire.frames import pack_frame
 from tests.components.wire.test_kv_event_batches import batches
 from tests.components.wire.test_wire_frames import frames
 from tests.components.wire.test_wire_messages import MESSAGES, instances

@@ -19,7 +19,7 @@ import pytest
 from components.errors import DeadlineExceeded, MalformedMessage, MessageTooLarge
 from components.messaging.deadline import now_ms
 from components.wire.codec import pack, unpack
-from components.wire.generate import CancelStreams, GenerateRequest, StreamItem, TokenFrame, pack_frame
+from components.wire.generate import CancelStreams, GenerateRequest, StreamItem, TokenFrame
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.kv_events import FetchKvDump, KvEventBatch, pack_batch
@@ -27,6 +27,7 @@ from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce
 from components.wire.refused import Refused
 from components.wire.rooms import OpenRoom, PagesOffered
 from components.wire.sampling import Sampling
+from tests.components.wire.frames import pack_frame
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
 

@@ -8,9 +8,10 @@ import pytest
 from components.errors import BackendUnavailable, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
 from components.messaging.bus import connect_bus
 from components.messaging.streams import InStream, OutStream, StreamInbox, StreamOutbox, open_inbox, open_outbox
-from components.wire.generate import TokenFrame, pack_frame, unpack_frame
+from components.wire.generate import TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from tests.components.messaging.fake_bus import FakeBus
+from tests.components.wire.frames import pack_frame
 
 pytestmark = pytest.mark.anyio
 

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.errors import MalformedMessage
-from components.wire.generate import StreamItem, TokenFrame, pack_frame, unpack_frame
+from components.wire.generate import StreamItem, TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import Refused
 from components.wire.tokens import pack_tokens, unpack_tokens
+from tests.components.wire.frames import pack_frame
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 int64 = st.integers(-(2**63), 2**63 - 1)

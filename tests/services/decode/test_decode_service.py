@@ -157,7 +157,7 @@ class Decode:
         return answer.count
 
     async def until_nothing_runs(self) -> None:
-        """The engine refuses in the very moment in which prefill accepts: see `components.aio.ended`."""
+        """What prefill and bootstrap answer comes in several turns of the loop."""
         async with asyncio.timeout(5):
             while self.service._tasks:
                 await asyncio.sleep(0.005)

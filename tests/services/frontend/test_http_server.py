@@ -40,7 +40,7 @@ async def test_connections_do_not_wait_to_fill_packets(
     nodelay: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        transport = receive.__self__.transport
+        transport = receive.__self__.flow._transport
         raw = transport.get_extra_info("socket")
         nodelay.append(raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         await create_app(mesh, text, settings)(scope, receive, send)

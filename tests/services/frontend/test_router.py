@@ -21,7 +21,7 @@ from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import Liveness
 from components.messaging.service import Endpoint
 from components.messaging.streams import OutStream, StreamInbox
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, TokenFrame, pack_frame
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, TokenFrame
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
@@ -32,6 +32,7 @@ from services.frontend.ports import Prompt, TokenDelta
 from services.frontend.router import MeshClient
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
+from tests.components.wire.frames import pack_frame
 
 pytestmark = pytest.mark.anyio
 
