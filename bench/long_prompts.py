@@ -173,7 +173,7 @@ def main(
 ) -> None:
     """Measure short requests alone, then beside long ones."""
     env = {f"MESH_ENGINE__MOCK__{name}": value for name, value in MOCK.items()}
-    env |= {"MESH_ENGINE__NUM_PAGES": "262144", "MESH_ENGINE__MAX_RUNNING": "256", "MESH_TRACES_PER_S": "20"}
+    env |= {"MESH_ENGINE__NUM_PAGES": "262144", "MESH_ENGINE__MAX_RUNNING": "256"}
     env["MESH_ENGINE__MAX_STEP_TOKENS"] = "8192"
     facts = {"label": label, "frontend": frontend, "prefill": prefill, "long_tokens": long_tokens, "seconds": seconds}
     port = free_port()

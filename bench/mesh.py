@@ -19,7 +19,9 @@ import uvloop
 
 from bench.closed_loop import Prompts, figures, measure
 from bench.processes import free_port, mesh, model_name
+from components.settings import MeshSettings
 
+TRACES_PER_S: Final = float(MeshSettings.model_fields["traces_per_s"].default)
 MOCK_SHAPE: Final = {"KV_HEADS": 1, "HEAD_DIM": 8, "DECODE_S": 0, "CONTEXT_TOKEN_S": 0, "PROMPT_TOKEN_S": 0}
 
 
@@ -45,7 +47,7 @@ def main(
     layers: Annotated[
         int, typer.Option(help="of a KV page: 512 bytes each; with 720, NIXL moves what SmolLM2 has")
     ] = 1,
-    traces_per_s: Annotated[float, typer.Option(help="requests traced a second, at most")] = 20.0,
+    traces_per_s: Annotated[float, typer.Option(help="requests traced a second, at most")] = TRACES_PER_S,
     label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
 ) -> None:
     """Measure each level of concurrency in turn."""

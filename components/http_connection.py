@@ -17,6 +17,7 @@ import httptools
 from prometheus_client import CollectorRegistry, Counter
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from components.http_writer import ConnectionWriter, HeldWrites
 from components.openai.errors import from_status
 
 SPARE_FILES: Final = 512  # that a process opens beside its connections
@@ -87,9 +88,10 @@ REFUSALS: Final = {
 class Connection(HttpToolsProtocol):
     """See the module. Whatever closes it says so first, where an answer is still possible."""
 
-    def __init__(self, patience: Patience, most: int, closures: Closures, **options: Any) -> None:
+    def __init__(self, patience: Patience, most: int, closures: Closures, writes: HeldWrites, **options: Any) -> None:
         """Of `most` connections, made by uvicorn with its `options`."""
         super().__init__(**options)
+        self._writes = writes
         self._patience = patience
         self._most = most
         self._closures = closures
@@ -103,6 +105,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
         super().connection_made(transport)
+        self.transport = self._writer = ConnectionWriter(
+            transport, self._writes
+        )  # what waits in it is sent before a close
         self._since_s = self._unread_since_s = self.loop.time()
         if len(self.connections) > self._most:
             self._make_room()
@@ -136,7 +141,7 @@ class Connection(HttpToolsProtocol):
             self._head_too_large = True
             raise httptools.HttpParserError("head too large")
         super().on_headers_complete()
-        self.cycle.transport = _HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]  # all that it uses
+        self._writer.expect_head()
         self._wait(Waits.BODY)
 
     def on_message_complete(self) -> None:
@@ -229,43 +234,6 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         else:  # TLS
             self.transport.close()
-
-
-class _HeadWithBody:
-    """The transport as one answer sees it: its head leaves with the first of its body, and wakes the client once."""
-
-    __slots__ = ("_head", "_loop", "_passed", "_transport")
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._head = b""
-        self._passed = False  # whatever comes now leaves at once
-
-    def write(self, data: bytes) -> None:
-        """The first data waits for the second, but not longer than this turn of the loop."""
-        if self._passed:
-            self._transport.write(data)
-        elif self._head:
-            self._flush(data)
-        else:
-            self._head = data
-            self._loop.call_soon(self._flush)
-
-    def close(self) -> None:
-        """After what was written."""
-        self._flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        """Whether nothing more can be written."""
-        return self._transport.is_closing()
-
-    def _flush(self, data: bytes = b"") -> None:
-        if not self._passed and self._head:
-            self._passed = True
-            if not self._transport.is_closing():
-                self._transport.write(self._head + data)
 
 
 async def look_at_connections(connections: Iterable[Any], patience: Patience) -> None:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from components.aio import background
 from components.http_connection import Closures, Connection, Patience, look_at_connections, most_connections
+from components.http_writer import HeldWrites
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection: the server must not close it under a request
@@ -146,6 +147,7 @@ async def serve_http(
     tls: Tls | None = None,
     patience: Patience = Patience(),  # noqa: B008 - a frozen value
     registry: CollectorRegistry | None = None,
+    writes: HeldWrites | None = None,
 ) -> AsyncGenerator[str, None]:
     """Serve `app` and yield its URL once it listens.
 
@@ -159,12 +161,15 @@ async def serve_http(
         tls: serve https with these.
         patience: with slow clients.
         registry: shows how many connections were closed, and why.
+        writes: to hold what is sent in one turn of the loop.
     Raises: OSError, when the address cannot be bound or a file of `tls` not be used, saying what to do.
     """
     if tls is not None:
         _check_tls(tls)
     listener = _bind(settings.host, settings.port, share_port=share_port)
-    protocol = partial(Connection, patience, patience.connections or most_connections(), Closures(registry))
+    protocol = partial(
+        Connection, patience, patience.connections or most_connections(), Closures(registry), writes or HeldWrites()
+    )
     config = uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]  # it is called, never subclassed

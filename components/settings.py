@@ -72,7 +72,7 @@ class MeshSettings(BaseSettings):
     traces_per_s: Annotated[
         float,
         Field(ge=0, description="requests traced a second, at most, ten seconds' worth at once; inf: every request"),
-    ] = 20.0
+    ] = 5.0
     metrics_host: Annotated[str, Field(description="address of a process's own /metrics and /health")] = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="their port; 0: any free one, found in etcd")] = 0
     log_level: Literal["debug", "info", "warning", "error"] = "info"

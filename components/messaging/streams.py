@@ -197,9 +197,11 @@ class InStream:
 class StreamInbox:
     """All streams of one frontend; they share one NATS subject."""
 
-    def __init__(self, subject: str, refusals: Refusals | None = None) -> None:
+    def __init__(self, subject: str, refusals: Refusals | None = None, dealt: Callable[[], None] | None = None) -> None:
+        """`dealt` is called after each frame, when whoever reads its items is about to run."""
         self.subject = subject
         self._refusals = refusals or Refusals()
+        self._dealt = dealt
         self._streams: dict[int, InStream] = {}
         self._ids = count()
 
@@ -238,11 +240,13 @@ class StreamInbox:
                 stream.put(item)
             else:
                 self._refusals.count("tokens", STRANGER)
+        if self._dealt is not None:
+            self._dealt()
 
 
 @asynccontextmanager
-async def open_inbox(bus: Bus, subject: str) -> AsyncIterator[StreamInbox]:
+async def open_inbox(bus: Bus, subject: str, dealt: Callable[[], None] | None = None) -> AsyncIterator[StreamInbox]:
     """An inbox that receives while inside."""
-    inbox = StreamInbox(subject, bus.refusals)
+    inbox = StreamInbox(subject, bus.refusals, dealt)
     async with bus.subscription(subject, inbox.receive):
         yield inbox

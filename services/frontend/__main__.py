@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Info
 from components.discovery.registry import Registration, join_registry
 from components.http_connection import Patience
 from components.http_server import Tls, serve_http
+from components.http_writer import HeldWrites
 from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
 from components.messaging.heartbeats import watch_heartbeats
@@ -67,6 +68,7 @@ async def main(settings: FrontendSettings) -> None:
     subject = subject_of(settings.namespace, "frontend", me)
     model = settings.served_model_name or served_name(settings.model)
     given_keys = None if settings.api_keys is None else settings.api_keys.get_secret_value()
+    writes = HeldWrites()  # a frame brings tokens of many requests: their events leave together
     keys = key_ring(given_keys, settings.api_keys_file)
     async with (
         start_telemetry(settings, "frontend", me),
@@ -75,7 +77,7 @@ async def main(settings: FrontendSettings) -> None:
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         watch_fleet(bus, settings.namespace, "decode", registry.book, settings.decode_policy) as decodes,
         watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,  # for /workers alone
-        open_inbox(bus, f"{subject}.tokens") as inbox,
+        open_inbox(bus, f"{subject}.tokens", writes.hold) as inbox,
     ):
         folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
         options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
@@ -133,6 +135,7 @@ async def main(settings: FrontendSettings) -> None:
                 tls=tls,
                 patience=patience,
                 registry=metrics,
+                writes=writes,
             ) as url,
         ):
             record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)

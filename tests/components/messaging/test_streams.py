@@ -128,6 +128,24 @@ async def test_a_lost_instance_ends_its_streams_alone_and_whoever_waits_for_some
     assert other._error is None
 
 
+async def test_after_a_frame_is_told_that_its_readers_are_about_to_run() -> None:
+    order: list[str] = []
+    loop = asyncio.get_running_loop()
+    inbox = StreamInbox("s", dealt=lambda: loop.call_soon(order.append, "all have read"))
+    streams = [inbox.open("d", "e") for _ in range(2)]
+
+    async def read(stream: InStream) -> None:
+        await stream.next()
+        order.append("read")
+
+    readers = [asyncio.create_task(read(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    await inbox.receive(frame(*(OutStream("s", stream.stream_id).tokens([1]) for stream in streams), instance_id="d"))
+    await asyncio.gather(*readers)
+    await asyncio.sleep(0)
+    assert order == ["read", "read", "all have read"]
+
+
 @pytest.fixture
 async def outbox() -> AsyncIterator[tuple[StreamOutbox, FakeBus]]:
     bus = FakeBus()
