@@ -15,11 +15,12 @@ from uuid import uuid4
 
 import httptools
 from prometheus_client import CollectorRegistry, Counter
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from components.http_writer import ConnectionWriter, HeldWrites
 from components.openai.errors import from_status
 
+PUSH: Final = "kvmesh.push"  # of a scope: a BodyPush
 SPARE_FILES: Final = 512  # that a process opens beside its connections
 LINGER_S: Final = 2.0  # for a client to read the last word: a socket closed under what it still sends would lose it
 AT_A_TIME: Final = 512  # connections looked at before others get their turn
@@ -142,6 +143,7 @@ class Connection(HttpToolsProtocol):
             raise httptools.HttpParserError("head too large")
         super().on_headers_complete()
         self._writer.expect_head()
+        self.scope[PUSH] = BodyPush(self.cycle)  # type: ignore[typeddict-unknown-key]  # a server may add its own
         self._wait(Waits.BODY)
 
     def on_message_complete(self) -> None:
@@ -234,6 +236,29 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         else:  # TLS
             self.transport.close()
+
+
+class BodyPush:
+    """Sends some of an answer's body without waiting, past ASGI's `send` and what it makes the caller wait for."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer without a length is under way to a client that reads."""
+        cycle = self._cycle
+        return bool(
+            cycle.chunked_encoding
+            and not (cycle.response_complete or cycle.disconnected or cycle.flow.write_paused)
+            and cycle.scope["method"] != "HEAD"
+        )
+
+    def send(self, data: bytes) -> None:
+        """A chunk; while it is open."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 async def look_at_connections(connections: Iterable[Any], patience: Patience) -> None:

@@ -5,7 +5,7 @@ makes the next one is thrown out of its caches at each.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Self
 
 
 class HeldWrites:
@@ -15,11 +15,14 @@ class HeldWrites:
         self._late: list[ConnectionWriter] = []
         self.held = False
 
-    def hold(self) -> None:
-        """What is written from now on waits until everything that is ready to run now has run. From a running event loop."""
-        if not self.held:
-            self.held = True
-            asyncio.get_running_loop().call_soon(self._release)
+    def __enter__(self) -> Self:
+        """What is written inside waits for its end, and what those write who were woken inside waits for the last of them."""
+        self.held = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._flush()
+        asyncio.get_running_loop().call_soon(self._release)
 
     def add(self, writer: "ConnectionWriter") -> None:
         """It has something to send, and is to be told when."""
@@ -27,6 +30,9 @@ class HeldWrites:
 
     def _release(self) -> None:
         self.held = False
+        self._flush()
+
+    def _flush(self) -> None:
         late, self._late = self._late, []
         for writer in late:
             writer.flush()

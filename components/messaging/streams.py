@@ -7,13 +7,13 @@ with DecodeLost, and whoever reads it goes on elsewhere from the tokens it has.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from itertools import count
 
 from nats.aio.msg import Msg
 
 from components.aio import Failure, background
-from components.errors import DecodeLost, MalformedMessage, MeshError
+from components.errors import DecodeLost, InvariantBroken, MalformedMessage, MeshError
 from components.messaging.bus import Bus
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
 from components.wire.generate import FrameDraft, StreamItem, unpack_frame
@@ -136,6 +136,11 @@ async def open_outbox(
                 await asyncio.wait_for(outbox.flushed(), timeout=2)
 
 
+Listener = Callable[
+    [list[StreamItem]], bool
+]  # returns whether it has taken them; what it does not take the reader gets
+
+
 class InStream:
     """One stream as its reader sees it."""
 
@@ -147,21 +152,42 @@ class InStream:
         self._items: list[StreamItem] = []
         self._error: MeshError | None = None
         self.failure = Failure()  # for whoever waits for something else about this stream
+        self.listener: Listener | None = None  # is shown first what comes while the reader waits
         self._next_seq = 0
         self._reader: asyncio.Future[None] | None = None  # waits for an item, or for the end
 
-    def put(self, item: StreamItem) -> None:
-        """An item arrived. A number seen before is a duplicate and dropped; a missing one ends the stream."""
+    def put(self, item: StreamItem) -> bool:
+        """An item arrived. A number seen before is a duplicate and dropped; a missing one ends the stream.
+
+        Returns: whether the reader waits, and this is the first item for it: `deal` when all that has come is here.
+        """
         if item.seq < self._next_seq:
             self._refusals.count("tokens", DUPLICATE)
-            return
+            return False
         if item.seq > self._next_seq:
             self._refusals.count("tokens", GAP)
             self.fail(DecodeLost(f"items {self._next_seq} to {item.seq - 1} of the stream are missing"))
-            return
+            return False
         self._next_seq += 1
         self._items.append(item)
-        if self._reader is not None:
+        return self._reader is not None and len(self._items) == 1
+
+    def deal(self) -> None:
+        """Give what has come to the listener, or wake the reader if that does not take it."""
+        if self._reader is None or self._reader.done():
+            return
+        if self.listener is None:
+            self._wake()
+            return
+        try:
+            taken = self.listener(self._items)
+        except Exception as exc:  # noqa: BLE001 - it is this stream's alone: others have items in the same frame
+            self._items = []
+            self.fail(exc if isinstance(exc, MeshError) else _broken(exc))
+            return
+        if taken:
+            self._items = []
+        else:
             self._wake()
 
     def fail(self, error: MeshError) -> None:
@@ -197,11 +223,14 @@ class InStream:
 class StreamInbox:
     """All streams of one frontend; they share one NATS subject."""
 
-    def __init__(self, subject: str, refusals: Refusals | None = None, dealt: Callable[[], None] | None = None) -> None:
-        """`dealt` is called after each frame, when whoever reads its items is about to run."""
+    def __init__(
+        self, subject: str, refusals: Refusals | None = None, together: AbstractContextManager[object] | None = None
+    ) -> None:
+        """Within `together` items are dealt to their readers, those of all frames that came at once."""
         self.subject = subject
         self._refusals = refusals or Refusals()
-        self._dealt = dealt
+        self._together = together or nullcontext()
+        self._waiting: list[InStream] = []  # streams with items to deal
         self._streams: dict[int, InStream] = {}
         self._ids = count()
 
@@ -232,21 +261,38 @@ class StreamInbox:
             self._refusals.count("tokens", exc)
             log.warning("frame refused", extra={"cause": exc.message})
             return
+        waiting = self._waiting
+        is_first = not waiting
         for item in frame.items:
             stream = self._streams.get(item.stream_id)
             if stream is None:
                 continue  # closed, and its last items were on their way
-            if stream.instance_id == frame.instance_id:
-                stream.put(item)
-            else:
+            if stream.instance_id != frame.instance_id:
                 self._refusals.count("tokens", STRANGER)
-        if self._dealt is not None:
-            self._dealt()
+            elif stream.put(item):
+                waiting.append(stream)
+        if is_first and waiting:
+            asyncio.get_running_loop().call_soon(self._deal)
+
+    def _deal(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        with self._together:
+            for stream in waiting:
+                stream.deal()
+
+
+def _broken(cause: Exception) -> InvariantBroken:
+    """What ended a stream, where only a defect of ours can."""
+    error = InvariantBroken(f"a stream's listener: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 @asynccontextmanager
-async def open_inbox(bus: Bus, subject: str, dealt: Callable[[], None] | None = None) -> AsyncIterator[StreamInbox]:
+async def open_inbox(
+    bus: Bus, subject: str, together: AbstractContextManager[object] | None = None
+) -> AsyncIterator[StreamInbox]:
     """An inbox that receives while inside."""
-    inbox = StreamInbox(subject, bus.refusals, dealt)
+    inbox = StreamInbox(subject, bus.refusals, together)
     async with bus.subscription(subject, inbox.receive):
         yield inbox

@@ -77,7 +77,7 @@ async def main(settings: FrontendSettings) -> None:
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         watch_fleet(bus, settings.namespace, "decode", registry.book, settings.decode_policy) as decodes,
         watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,  # for /workers alone
-        open_inbox(bus, f"{subject}.tokens", writes.hold) as inbox,
+        open_inbox(bus, f"{subject}.tokens", writes) as inbox,
     ):
         folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
         options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)

@@ -66,6 +66,26 @@ class EventStream(Protocol):
         """The last words of a stream that broke."""
 
 
+class EventOutlet:
+    """See `services.frontend.generation.Outlet`: pieces become events and leave in the same turn of the loop."""
+
+    __slots__ = ("_events", "_reply")
+
+    def __init__(self, reply: Reply, events: EventStream) -> None:
+        self._reply = reply
+        self._events = events
+
+    @property
+    def is_open(self) -> bool:
+        """Once the first event is out, and while the client reads."""
+        return self._reply.can_push
+
+    def send(self, piece: Piece) -> None:
+        """Its event."""
+        if data := self._events.piece(piece):
+            self._reply.push(data)
+
+
 class Dialect(ABC):
     """One request as its route sees it; `services.frontend.exchange` is the side that all routes share."""
 

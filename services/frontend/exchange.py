@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from components.aio import time_limit
 from components.errors import InvariantBroken, MeshError, Rejected
+from components.http_connection import PUSH
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check import Unusable
@@ -27,7 +28,7 @@ from services.frontend.admission import Admission, Place
 from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.disconnect import cancelled_on_disconnect
-from services.frontend.endpoints import Answer, Dialect, EventStream
+from services.frontend.endpoints import Answer, Dialect, EventOutlet, EventStream
 from services.frontend.gate import NOBODY, Caller, caller_of
 from services.frontend.generation import Generation, Piece, PromptSpec
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
@@ -72,7 +73,7 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request."""
         self._caller = caller_of(scope)
-        reply = Reply(send, self._dialect.headers(self._caller.label or self._request_id))
+        reply = Reply(send, self._dialect.headers(self._caller.label or self._request_id), scope.get(PUSH))
         with tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span:
             try:
                 # the mesh knows the deadline too; this also covers a client that does not read
@@ -118,10 +119,12 @@ class Exchange(Response):
                 with tracing.tracer.start_as_current_span("frontend.admit"):
                     await place.admitted()
             self._generation = generation
-            async with aclosing(generation.pieces()) as pieces:
-                if request.stream:
-                    await self._stream(reply, generation, pieces)
-                else:
+            if request.stream:
+                self._events = events = self._dialect.events(generation)
+                async with aclosing(generation.pieces(EventOutlet(reply, events))) as pieces:
+                    await self._stream(reply, generation, pieces, events)
+            else:
+                async with aclosing(generation.pieces()) as pieces:
                     await self._collect(reply, request, generation, pieces)
 
     async def _prepare(
@@ -179,8 +182,9 @@ class Exchange(Response):
         self._caller.pay(tokens, place, self._frontend.metrics)
         return place
 
-    async def _stream(self, reply: Reply, generation: Generation, pieces: AsyncGenerator[Piece, None]) -> None:
-        self._events = events = self._dialect.events(generation)
+    async def _stream(
+        self, reply: Reply, generation: Generation, pieces: AsyncGenerator[Piece, None], events: EventStream
+    ) -> None:
         unfinished = len(generation.choices)
         async for piece in pieces:
             data = events.piece(piece)

@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from components.errors import InvariantBroken
 from components.openai.fields import Usage
@@ -69,6 +70,7 @@ class Choice:
         "prompt",
         "prompt_tokens",
         "prompt_told",
+        "told_s",
     )
 
     def __init__(self, index: int, spec: PromptSpec, text: TextModel) -> None:
@@ -76,6 +78,7 @@ class Choice:
         self.prompt = spec.prompt
         self.finish: str | None = None
         self.generated_tokens = 0
+        self.told_s = 0.0  # when its last piece was made, of a clock of ours; 0: none was
         self.prompt_tokens: list[ShownToken] = []  # to tell of before the first token, by then
         self.prompt_told: list[TokenLogprobs] | None = None  # of the prompt, from its second token on
         self._echo = spec.echo
@@ -203,6 +206,17 @@ class Branches:
         choice.prompt_tokens = self._tokens
 
 
+class Outlet(Protocol):
+    """A way to the client that takes a piece without waiting."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it does at the moment."""
+
+    def send(self, piece: Piece) -> None:
+        """Have the piece on its way; while it is open."""
+
+
 class Generation:
     """All choices of one request, generated side by side."""
 
@@ -229,17 +243,24 @@ class Generation:
         self._mesh = mesh
         self._gaps = gaps
         self._began = began
+        self._last: Piece | None = None  # that was made for the outlet, and turned out to be the last
 
     def usage(self) -> Usage:
         """Tokens so far, over all choices; a prompt counts once, whatever the number of its choices."""
         return Usage.of(self._num_prompt, self.num_generated, self._num_cached)
 
-    def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Text as it arrives; closing the generator cancels what still runs. Raises: MeshError."""
-        return merged([self._pieces_of(branches) for branches in self._prompts])
+    def pieces(self, outlet: Outlet | None = None) -> AsyncGenerator[Piece, None]:
+        """Text as it arrives; closing the generator cancels what still runs.
 
-    async def _pieces_of(self, branches: Branches) -> AsyncGenerator[Piece, None]:
-        async with self._mesh.generate(branches.prompt) as streams:
+        What comes while whoever reads it waits may leave by `outlet` instead, in its order; never the first and the last piece.
+        Raises: MeshError.
+        """
+        direct = outlet if len(self.choices) == 1 else None  # others wait in a queue, where order could be lost
+        return merged([self._pieces_of(branches, direct) for branches in self._prompts])
+
+    async def _pieces_of(self, branches: Branches, outlet: Outlet | None) -> AsyncGenerator[Piece, None]:
+        offer = None if outlet is None else partial(self._offered, outlet, branches.choices[0])
+        async with self._mesh.generate(branches.prompt, offer) as streams:
             pairs = zip(branches.choices, streams, strict=True)
             async with aclosing(merged([self._follow(branches, *pair) for pair in pairs])) as pieces:
                 async for piece in pieces:
@@ -248,13 +269,9 @@ class Generation:
     async def _follow(
         self, branches: Branches, choice: Choice, stream: AsyncGenerator[TokenDelta, None]
     ) -> AsyncGenerator[Piece, None]:
-        last: float | None = None
         async with aclosing(stream) as deltas:
             async for delta in deltas:
-                now = time.perf_counter()
-                if last is not None:
-                    self._gaps.observe(now - last)
-                else:
+                if not choice.told_s:
                     self.first_unix_ns = self.first_unix_ns or time.time_ns()
                     if choice is branches.choices[0]:
                         self._num_cached += delta.num_cached_tokens
@@ -263,11 +280,30 @@ class Generation:
                         self._began(0)
                     await branches.tell(choice, delta)
                     await choice.begin()
-                last = now
-                piece = choice.take(delta)
-                self.num_generated += len(piece.token_ids)
+                piece, self._last = self._last or self._piece(choice, delta), None
                 yield piece
                 if choice.finish is not None and delta.finish is None:
                     return  # a stop string, or all that was wanted: closing the deltas cancels the work
         if choice.finish is None:
             raise InvariantBroken("tokens ended without a finish reason", request_id=choice.prompt.request_id)
+
+    def _offered(self, outlet: Outlet, choice: Choice, delta: TokenDelta) -> bool:
+        """Whether the piece that `delta` makes has left by `outlet`."""
+        if not outlet.is_open:
+            return False
+        piece = self._piece(choice, delta)
+        if piece.finish is not None:  # a stop string, or all that was wanted
+            self._last = piece
+            return False
+        outlet.send(piece)
+        return True
+
+    def _piece(self, choice: Choice, delta: TokenDelta) -> Piece:
+        """What `delta` adds, counted."""
+        now = time.perf_counter()
+        if choice.told_s:
+            self._gaps.observe(now - choice.told_s)
+        choice.told_s = now
+        piece = choice.take(delta)
+        self.num_generated += len(piece.token_ids)
+        return piece

@@ -1,6 +1,6 @@
 """What the HTTP side needs of the mesh."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -68,6 +68,9 @@ class FleetRoom(NamedTuple):
     num_waiting: int  # requests accepted that hold no page yet, each of n branches for itself, of all frontends
 
 
+Offer = Callable[[TokenDelta], bool]  # returns whether it has taken the delta
+
+
 class Mesh(Protocol):
     """The mesh as a request sees it."""
 
@@ -80,9 +83,13 @@ class Mesh(Protocol):
     async def embed(self, texts: Texts) -> list[bytes]:
         """Vectors of `texts`, in their order: float32[dimensions] each, little-endian. Raises: MeshError."""
 
-    def generate(self, prompt: Prompt) -> AbstractAsyncContextManager[Sequence[AsyncGenerator[TokenDelta, None]]]:
+    def generate(
+        self, prompt: Prompt, offer: Offer | None = None
+    ) -> AbstractAsyncContextManager[Sequence[AsyncGenerator[TokenDelta, None]]]:
         """The tokens of each branch of `prompt`, while inside.
 
         Closing a generator cancels the work on its branch, leaving the context that on all of them.
+        For a prompt of one branch, `offer` is shown each delta between the first and the last that comes while whoever reads
+        the branch waits, and what it takes the branch does not yield: no task has to wake for it.
         Raises: MeshError, on entering, before a branch's first delta or between two.
         """

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from opentelemetry.trace import SpanKind
@@ -22,7 +23,7 @@ from components.wire.tokens import pack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVING, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls
-from services.frontend.ports import FleetRoom, Prompt, ServedModel, TokenDelta
+from services.frontend.ports import FleetRoom, Offer, Prompt, ServedModel, TokenDelta
 
 DISPATCH_TIMEOUT_S: Final = 10.0
 
@@ -75,7 +76,9 @@ class MeshClient:
         return FleetRoom(held, capacity or None, waiting)
 
     @asynccontextmanager
-    async def generate(self, prompt: Prompt) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
+    async def generate(
+        self, prompt: Prompt, offer: Offer | None = None
+    ) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
         """The tokens of each branch of `prompt`. One whose instance is lost goes on elsewhere, from the tokens it has.
 
         The branches begin together, on an instance that computes the prompt once for them. From then on each goes its own
@@ -84,7 +87,7 @@ class MeshClient:
         """
         tried: list[str] = []
         streams = await self._dispatch(prompt, tried)
-        branches = [self._follow(_of_branch(prompt, i), stream, list(tried)) for i, stream in enumerate(streams)]
+        branches = [self._follow(_of_branch(prompt, i), stream, list(tried), offer) for i, stream in enumerate(streams)]
         try:
             yield branches
         finally:
@@ -92,7 +95,9 @@ class MeshClient:
                 await branch.aclose()
                 self._close(stream)  # it may not have begun to follow
 
-    async def _follow(self, prompt: Prompt, stream: Stream, tried: list[str]) -> AsyncGenerator[TokenDelta, None]:
+    async def _follow(
+        self, prompt: Prompt, stream: Stream, tried: list[str], offer: Offer | None
+    ) -> AsyncGenerator[TokenDelta, None]:
         """The tokens of one branch, whose request is on its way already."""
         generated: list[int] = []
         while True:
@@ -102,6 +107,8 @@ class MeshClient:
                     if not stream.spoke:
                         stream.spoke = True
                         stream.route.succeeded()
+                        if offer is not None:
+                            stream.inner.listener = partial(_offered, offer, generated)
                     stream.over = delta.finish is not None
                     generated += delta.token_ids
                     yield delta
@@ -212,6 +219,17 @@ def _rest_of(prompt: Prompt, generated: list[int]) -> Prompt:
         prompt_logprobs=None,
     )
     return replace(prompt, token_ids=[*prompt.token_ids, *generated], sampling=sampling)
+
+
+def _offered(offer: Offer, generated: list[int], items: list[StreamItem]) -> bool:
+    """Whether `offer` takes these items; then their tokens are among the `generated`."""
+    if items[-1].finish is not None or items[-1].error is not None:
+        return False
+    delta = _delta(items, first=False)
+    if not offer(delta):
+        return False
+    generated += delta.token_ids
+    return True
 
 
 def _delta(items: list[StreamItem], *, first: bool) -> TokenDelta:

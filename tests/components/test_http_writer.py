@@ -94,13 +94,16 @@ async def test_held_writes_leave_after_all_that_was_ready(inner: Recorded, write
         each.write = lambda data: order.append(bytes(data).decode())  # type: ignore[method-assign]
     tasks = [asyncio.create_task(answer(each)) for each in connections]
     await asyncio.sleep(0)
-    ready.set_result(None)  # as a frame's items wake those who wait for them
-    writes.hold()
-    writes.hold()
-    connections[0].write(b"b")
+    with writes:
+        ready.set_result(None)  # as a frame's items wake those who wait for them
+        connections[0].write(b"b")
+        order.append("dealt")
+        connections[1].write(b"b")
+    assert order == ["dealt", "b", "b"]
+    order.clear()
     await asyncio.gather(*tasks)
     await asyncio.sleep(0)
-    assert order == ["made", "made", "made", "ba", "a", "a"]
+    assert order == ["made", "made", "made", "a", "a", "a"]
     connections[0].write(b"c")
     assert order[-1] == "c"
 
@@ -109,17 +112,17 @@ async def test_held_writes_leave_after_all_that_was_ready(inner: Recorded, write
 async def test_what_waits_is_sent_before_an_end(
     writer: ConnectionWriter, inner: Recorded, writes: HeldWrites, end: str, seen: list[Any]
 ) -> None:
-    writes.hold()
-    writer.write(b"last")
-    getattr(writer, end)()
+    with writes:
+        writer.write(b"last")
+        getattr(writer, end)()
     await asyncio.sleep(0)
     assert inner.did == seen
 
 
 async def test_an_abort_sends_nothing(writer: ConnectionWriter, inner: Recorded, writes: HeldWrites) -> None:
-    writes.hold()
-    writer.write(b"lost")
-    writer.abort()
+    with writes:
+        writer.write(b"lost")
+        writer.abort()
     await asyncio.sleep(0)
     assert inner.did == ["abort"]
 
@@ -127,8 +130,8 @@ async def test_an_abort_sends_nothing(writer: ConnectionWriter, inner: Recorded,
 async def test_nothing_is_written_to_a_connection_that_has_gone(
     writer: ConnectionWriter, inner: Recorded, writes: HeldWrites
 ) -> None:
-    writes.hold()
-    writer.write(b"late")
-    inner.closing = True
+    with writes:
+        writer.write(b"late")
+        inner.closing = True
     await asyncio.sleep(0)
     assert inner.did == []

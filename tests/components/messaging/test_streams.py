@@ -8,7 +8,7 @@ import pytest
 from components.errors import BackendUnavailable, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
 from components.messaging.bus import connect_bus
 from components.messaging.streams import InStream, OutStream, StreamInbox, StreamOutbox, open_inbox, open_outbox
-from components.wire.generate import TokenFrame, unpack_frame
+from components.wire.generate import StreamItem, TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.wire.frames import pack_frame
@@ -128,22 +128,75 @@ async def test_a_lost_instance_ends_its_streams_alone_and_whoever_waits_for_some
     assert other._error is None
 
 
-async def test_after_a_frame_is_told_that_its_readers_are_about_to_run() -> None:
-    order: list[str] = []
-    loop = asyncio.get_running_loop()
-    inbox = StreamInbox("s", dealt=lambda: loop.call_soon(order.append, "all have read"))
+async def test_what_comes_at_once_is_dealt_together() -> None:
+    seen: list[Any] = []
+
+    class Together:
+        def __enter__(self) -> None:
+            seen.append("begin")
+
+        def __exit__(self, *error: object) -> None:
+            seen.append("end")
+
+    inbox = StreamInbox("s", together=Together())
     streams = [inbox.open("d", "e") for _ in range(2)]
+    senders = [OutStream("s", stream.stream_id) for stream in streams]
+    read: list[asyncio.Task[list[StreamItem]]] = []
 
-    async def read(stream: InStream) -> None:
-        await stream.next()
-        order.append("read")
+    def take(items: list[StreamItem]) -> bool:
+        seen.append([item.token_ids for item in items])
+        return True
 
-    readers = [asyncio.create_task(read(stream)) for stream in streams]
+    for stream in streams:
+        stream.listener = take
+        read.append(asyncio.create_task(stream.next()))
     await asyncio.sleep(0)
-    await inbox.receive(frame(*(OutStream("s", stream.stream_id).tokens([1]) for stream in streams), instance_id="d"))
-    await asyncio.gather(*readers)
+    for token in (1, 2):
+        await inbox.receive(frame(*(sender.tokens([token]) for sender in senders)))
+    assert seen == []
     await asyncio.sleep(0)
-    assert order == ["read", "read", "all have read"]
+    assert seen == ["begin", [[1], [2]], [[1], [2]], "end"]
+    assert not any(task.done() for task in read)
+
+
+async def test_what_the_listener_does_not_take_the_reader_gets() -> None:
+    ends = Ends()
+    taken: list[int] = []
+
+    def listener(items: list[StreamItem]) -> bool:
+        if items[-1].finish is not None:
+            return False
+        taken.extend(token for item in items for token in item.token_ids)
+        return True
+
+    ends.reader.listener = listener
+    await ends.inbox.receive(frame(ends.sender.tokens([1])))  # nobody waits for it
+    assert await ends.read() == [1]
+    reading = asyncio.create_task(ends.read())
+    await asyncio.sleep(0)
+    for item in (ends.sender.tokens([2]), ends.sender.tokens([3])):
+        await ends.inbox.receive(frame(item))
+        await asyncio.sleep(0)
+    await ends.inbox.receive(frame(ends.sender.tokens([4], "length")))
+    assert await reading == [4]
+    assert taken == [2, 3]
+
+
+@pytest.mark.parametrize(("cause", "told"), [(QueueFull("full"), QueueFull), (KeyError("bug"), InvariantBroken)])
+async def test_a_listener_that_fails_ends_its_stream_alone(cause: Exception, told: type[Exception]) -> None:
+    ends = Ends()
+    other = ends.inbox.open("d", "e")
+    reading = [asyncio.create_task(stream.next()) for stream in (ends.reader, other)]
+    await asyncio.sleep(0)
+
+    def listener(items: list[StreamItem]) -> bool:
+        raise cause
+
+    ends.reader.listener = listener
+    await ends.inbox.receive(frame(ends.sender.tokens([1]), OutStream("s", other.stream_id).tokens([2])))
+    with pytest.raises(told):
+        await reading[0]
+    assert [item.token_ids for item in await reading[1]] == [[2]]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from opentelemetry import trace
 from components.errors import MeshError
 from components.text.tokenizer import TextModel
 from components.wire.logprobs import TokenLogprobs
-from services.frontend.ports import FleetRoom, Prompt, ServedModel, Texts, TokenDelta
+from services.frontend.ports import FleetRoom, Offer, Prompt, ServedModel, Texts, TokenDelta
 
 MODEL = "tiny"
 CONTEXT = 512
@@ -62,20 +62,26 @@ class FakeMesh:
         return self.fleet
 
     @asynccontextmanager
-    async def generate(self, prompt: Prompt) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
+    async def generate(
+        self, prompt: Prompt, offer: Offer | None = None
+    ) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
         self.prompts.append(prompt)
         self.spans.append(trace.get_current_span().get_span_context())
-        branches = [self._branch(prompt, i) for i in range(prompt.sampling.n)]
+        branches = [self._branch(prompt, i, offer) for i in range(prompt.sampling.n)]
         try:
             yield branches
         finally:
             for branch in branches:
                 await branch.aclose()
 
-    async def _branch(self, prompt: Prompt, branch: int) -> AsyncGenerator[TokenDelta, None]:
+    async def _branch(self, prompt: Prompt, branch: int, offer: Offer | None) -> AsyncGenerator[TokenDelta, None]:
         self.running += 1
+        told = False
         try:
             async for delta in self._deltas(prompt, branch):
+                if offer is not None and told and delta.finish is None and offer(delta):
+                    continue  # whoever reads waits: this runs for it
+                told = True
                 yield delta
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled += 1
