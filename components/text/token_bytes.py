@@ -33,7 +33,7 @@ def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     """How to read this tokenizer's pieces, by how it decodes them."""
     kinds = set(_kinds(tokenizer.decoder))
     if "ByteLevel" in kinds:
-        return _read_byte_level
+        return read_byte_level
     if kinds & {"ByteFallback", "Metaspace", "Replace"}:
         return _read_sentence_piece
     return lambda piece: str(tokenizer.decoder.decode([piece])).encode() if tokenizer.decoder else piece.encode()
@@ -47,8 +47,17 @@ def _kinds(decoder: Any) -> Iterator[str]:
             yield part["type"]
 
 
-def _read_byte_level(piece: str) -> bytes:
-    return b"".join(bytes([_BYTES[letter]]) if letter in _BYTES else letter.encode() for letter in piece)
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether it decodes tokens by nothing but the letters of their bytes."""
+    return list(_kinds(tokenizer.decoder)) == ["ByteLevel"]
+
+
+def read_byte_level(piece: str) -> bytes:
+    """The bytes of a byte-level tokenizer's piece; one that has other letters too is a text, as an added token may be."""
+    try:
+        return bytes([_BYTES[letter] for letter in piece])
+    except KeyError:
+        return piece.encode()
 
 
 def _read_sentence_piece(piece: str) -> bytes:

@@ -14,12 +14,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from components.errors import Rejected
 from components.output.formats import FormatOptions, OutputFormats
-from components.text.detokenizer import Detokenizer, SelectiveDetokenizer
+from components.text.detokenizer import ByteDetokenizer, Detokenizer, Pieces, SelectiveDetokenizer, StreamDetokenizer
 from components.text.encoder import Encoder
 from components.text.ending import NEXT_TURN, Ending
 from components.text.long_prompts import LongPrompts
 from components.text.template_names import variables_of
-from components.text.token_bytes import TokenBytes
+from components.text.token_bytes import TokenBytes, is_byte_level
 from components.text.tool_prompt import instructed
 
 T = TypeVar("T")
@@ -68,6 +68,8 @@ class TextModel:
         self._tokenizer.no_truncation()  # a tokenizer.json may bring either: we count tokens ourselves
         self._tokenizer.no_padding()
         self._encoder = Encoder(tokenizer)
+        self._is_byte_level = is_byte_level(tokenizer)
+        self._pieces_by_shown: dict[frozenset[int] | None, Pieces] = {}  # None: all are shown
         self._chat_template = chat_template
         self._tool_template = tool_template or chat_template
         self._special_tokens = dict(special_tokens or {})  # templates name them: bos_token, eos_token
@@ -203,9 +205,19 @@ class TextModel:
         `shown` are special tokens not to skip. Without `skip` none is skipped.
         """
         context = prompt[-CONTEXT_TOKENS:]
+        if self._is_byte_level:
+            return ByteDetokenizer(self._pieces(frozenset(shown), skip=skip), context)
         if shown and skip:
             return SelectiveDetokenizer(self._tokenizer, self.specials - shown, context)
-        return Detokenizer(self._tokenizer, context, skip=skip)
+        return StreamDetokenizer(self._tokenizer, context, skip=skip)
+
+    def _pieces(self, shown: frozenset[int], *, skip: bool) -> Pieces:
+        """Those of all answers that show the same special tokens: a model's formats know few such sets."""
+        key = shown if skip else None
+        if key not in self._pieces_by_shown:
+            skipped = self.specials - shown if skip else frozenset[int]()
+            self._pieces_by_shown[key] = Pieces(self._tokenizer, skipped)
+        return self._pieces_by_shown[key]
 
     def special_ids(self, names: Collection[str]) -> frozenset[int]:
         """Ids of those of these tokens that are special ones."""
