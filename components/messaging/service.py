@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import nats.errors
 from nats import micro
 from nats.micro.request import Request
 from nats.micro.service import EndpointStats
@@ -24,6 +25,7 @@ from components.wire.refused import refusal
 log = logging.getLogger(__name__)
 
 VERSION: Final = "0.1.0"
+STOP_S: Final = 2.0  # for NATS to hear that we leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,5 +138,9 @@ async def serve_calls(
         yield
     finally:
         if bus.client.is_connected:
-            await service.stop()  # a new call is refused at once, instead of lost
+            with suppress(
+                nats.errors.Error, OSError, TimeoutError
+            ):  # NATS hangs or has just gone: no call comes any more
+                async with asyncio.timeout(STOP_S):
+                    await service.stop()  # a new call is refused at once, instead of lost
         await server.drain()

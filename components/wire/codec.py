@@ -22,7 +22,9 @@ MAX_ITEMS: Final = 1 << 20
 _by_tag: dict[str, type[Any]] = {}
 _tags: dict[type[Any], str] = {}
 _adapters: dict[type[Any], TypeAdapter[Any]] = {}
-_fields: dict[type[Any], dict[str, type[Any] | None]] = {}  # of messages and parts: the part that a field holds
+# of messages and parts
+_fields: dict[type[Any], frozenset[str]] = {}
+_parts: dict[type[Any], list[tuple[str, type[Any]]]] = {}  # fields that hold one, and which
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -46,7 +48,9 @@ def part(cls: type[T]) -> type[T]:
     """Make a class a frozen, slotted, validated value inside messages, as `x: Part [| None]` or `x: list[Part]`."""
     config = ConfigDict(extra="ignore", strict=True)
     made: type[T] = pydantic_dataclass(cls, frozen=True, slots=True, kw_only=True, config=config)  # type: ignore[assignment]
-    _fields[made] = {f.name: _part_in(f.type) for f in fields(made)}  # type: ignore[arg-type]
+    _fields[made] = frozenset(f.name for f in fields(made))  # type: ignore[arg-type]
+    inner = {f.name: _part_in(f.type) for f in fields(made)}  # type: ignore[arg-type]
+    _parts[made] = [(name, kind) for name, kind in inner.items() if kind is not None]
     return made
 
 
@@ -82,12 +86,13 @@ def unpack(data: bytes, *expected: type[T]) -> T:
 
 def _build(cls: type[Any], body: dict[str, Any], context: str, path: str) -> Any:
     """An instance of a message or part from the plain values it was packed as. Raises: MalformedMessage."""
-    values = {name: body[name] for name in _fields[cls] if name in body}
-    for name, inner in _fields[cls].items():
-        given = values.get(name) if inner is not None else None
-        if inner is not None and isinstance(given, dict):
+    known = _fields[cls]
+    values = {name: given for name, given in body.items() if name in known}
+    for name, inner in _parts[cls]:
+        given = values.get(name)
+        if isinstance(given, dict):
             values[name] = _build(inner, given, context, f"{path}{name}.")
-        elif inner is not None and isinstance(given, list):
+        elif isinstance(given, list):
             values[name] = [_in_list(inner, item, context, f"{path}{name}.{at}") for at, item in enumerate(given)]
     try:
         return cls(**values)

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -314,6 +315,18 @@ async def test_a_bus_waits_for_nats_and_comes_back_after_its_restart(
                 while not received:
                     await asyncio.sleep(0.01)
         await context.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+async def test_leaving_needs_no_nats_that_answers(tmp_path: Path, namespace: str, how: signal.Signals) -> None:
+    async with running(NATS, tmp_path) as server:
+        assert server.process is not None
+        async with asyncio.timeout(15):
+            async with connect_bus(server.url, "leaves") as bus, served(bus, namespace, ok) as subject:
+                await ask(bus, subject)
+                server.process.send_signal(how)
+        if how is signal.SIGSTOP:
+            server.process.send_signal(signal.SIGCONT)
 
 
 async def _enter(context: Any) -> tuple[Any, Bus]:
