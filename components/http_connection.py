@@ -93,6 +93,7 @@ class Connection(HttpToolsProtocol):
         """Of `most` connections, made by uvicorn with its `options`."""
         super().__init__(**options)
         self._writes = writes
+        self._cycles: list[RequestResponseCycle] = []  # of requests that are not answered: others may wait behind one
         self._patience = patience
         self._most = most
         self._closures = closures
@@ -143,6 +144,7 @@ class Connection(HttpToolsProtocol):
             raise httptools.HttpParserError("head too large")
         super().on_headers_complete()
         self._writer.expect_head()
+        self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
         self.scope[PUSH] = BodyPush(self.cycle)  # type: ignore[typeddict-unknown-key]  # a server may add its own
         self._wait(Waits.BODY)
 
@@ -150,6 +152,11 @@ class Connection(HttpToolsProtocol):
         """The request has come whole."""
         super().on_message_complete()
         self._wait(Waits.REQUEST)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone."""
+        self._end_cycles()
+        super().connection_lost(exc)
 
     def look(self, now_s: float) -> None:
         """Close the connection if its client is too late with anything."""
@@ -179,6 +186,13 @@ class Connection(HttpToolsProtocol):
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _end_cycles(self) -> None:
+        """Nobody waits for their answers any more. uvicorn tells the last request alone, which may wait for another."""
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     @property
     def _is_serving(self) -> bool:
@@ -227,9 +241,7 @@ class Connection(HttpToolsProtocol):
             )
         self._wait(Waits.END)
         self._unset_keepalive_if_required()
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._end_cycles()
         self.flow.resume_writing()
         self.flow.resume_reading()
         if self.transport.can_write_eof():

@@ -21,8 +21,8 @@ class HeldWrites:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._flush()
         asyncio.get_running_loop().call_soon(self._release)
+        self._flush()
 
     def add(self, writer: "ConnectionWriter") -> None:
         """It has something to send, and is to be told when."""
@@ -47,6 +47,7 @@ class ConnectionWriter(asyncio.Transport):
         self._writes = writes
         self._unsent = b""
         self._is_head = False
+        self._ended = False  # what is written from now on goes nowhere
 
     def expect_head(self) -> None:
         """What is written next is an answer's head: it leaves with what follows, and wakes the client once."""
@@ -54,6 +55,8 @@ class ConnectionWriter(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send it; a head leaves at the end of this turn of the loop at the latest, and so does what is held."""
+        if self._ended:
+            return
         if self._unsent:
             self._unsent += data
             if not self._writes.held:
@@ -72,22 +75,29 @@ class ConnectionWriter(asyncio.Transport):
         """Send what waits."""
         if self._unsent:
             data, self._unsent = self._unsent, b""
-            if not self._transport.is_closing():
+            if self._transport.is_closing():
+                return
+            try:
                 self._transport.write(data)
+            except RuntimeError:  # it takes no more; what others wrote stands behind this
+                self.abort()
 
     def close(self) -> None:
         """After what was written."""
         self.flush()
+        self._ended = True
         self._transport.close()
 
     def abort(self) -> None:
         """At once."""
         self._unsent = b""
+        self._ended = True
         self._transport.abort()
 
     def write_eof(self) -> None:
-        """After what was written."""
+        """After what was written, and nothing after it."""
         self.flush()
+        self._ended = True
         self._transport.write_eof()
 
     def can_write_eof(self) -> bool:

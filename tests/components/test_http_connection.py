@@ -12,8 +12,9 @@ from typing import Any, Final
 import pytest
 from prometheus_client import CollectorRegistry
 
-from components.http_connection import Closed, Patience
+from components.http_connection import PUSH, BodyPush, Closed, Patience
 from components.http_server import serve_http
+from components.http_writer import HeldWrites
 
 pytestmark = pytest.mark.anyio
 
@@ -37,10 +38,11 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 class App:
-    """Reads a request's body, answers with its size; `/endless` writes until nobody is there."""
+    """Reads a request's body, answers with its size; `/endless` writes until nobody is there, `/pushed` lets others write."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
+        self.pushes: list[BodyPush] = []
         self.written = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -61,6 +63,13 @@ class App:
                 await asyncio.sleep(0)
             self.left.set()
             return
+        if scope["path"] == "/pushed":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            self.pushes.append(scope[PUSH])
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+            return
         body = str(size).encode()
         headers = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -68,8 +77,9 @@ class App:
 
 
 class Served:
-    def __init__(self, url: str, app: App, registry: CollectorRegistry) -> None:
+    def __init__(self, url: str, app: App, registry: CollectorRegistry, writes: HeldWrites) -> None:
         self.app = app
+        self.writes = writes
         self._registry = registry
         self._port = int(url.rpartition(":")[2])
 
@@ -106,9 +116,9 @@ class Served:
 
 @asynccontextmanager
 async def served(patience: Patience = PATIENCE) -> AsyncIterator[Served]:
-    app, registry = App(), CollectorRegistry()
-    async with serve_http(app, Address(), patience=patience, registry=registry) as url:
-        yield Served(url, app, registry)
+    app, registry, writes = App(), CollectorRegistry(), HeldWrites()
+    async with serve_http(app, Address(), patience=patience, registry=registry, writes=writes) as url:
+        yield Served(url, app, registry, writes)
 
 
 def error_of(answer: bytes, status: int) -> dict[str, Any]:
@@ -286,3 +296,34 @@ async def test_when_all_connections_are_at_work_one_more_is_503() -> None:
             writer.write(b"abc")
             assert (await reader.readuntil(b"\r\n\r\n3")).startswith(b"HTTP/1.1 200")
             writer.close()
+
+
+PUSHED: Final = b"GET /pushed HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("end", ["garbage", "close", "half a body"])
+async def test_a_client_whose_answer_breaks_off_holds_up_no_other(end: str) -> None:
+    """What is pushed leaves together with what others get, and a further request may wait behind the one that breaks."""
+    late = b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nx" if end == "half a body" else b""
+    async with served() as server, server.client() as (_, bad), server.client() as (good_reader, good):
+        async with asyncio.timeout(5):
+            for number, (client, more) in enumerate([(bad, late), (good, b"")], 1):
+                client.write(PUSHED + more)
+                while len(server.app.pushes) < number:
+                    await asyncio.sleep(0.01)
+            if not late:
+                bad.write(GET + (b"\0\0\r\n\r\n" if end == "garbage" else b""))
+            if end == "close":
+                bad.transport.abort()
+            ticks = 0
+            while not server.app.left.is_set() or ticks < 5:
+                with server.writes:
+                    for push in server.app.pushes:
+                        if push.is_open:
+                            push.send(b"tick")
+                ticks += 1
+                await asyncio.sleep(0.01)
+            assert not server.app.pushes[0].is_open
+            got = b""
+            while got.count(b"4\r\ntick\r\n") < ticks:
+                got += await good_reader.read(1000)

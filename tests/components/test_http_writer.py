@@ -135,3 +135,27 @@ async def test_nothing_is_written_to_a_connection_that_has_gone(
         inner.closing = True
     await asyncio.sleep(0)
     assert inner.did == []
+
+
+async def test_nothing_follows_an_end(writer: ConnectionWriter, inner: Recorded) -> None:
+    writer.write_eof()
+    writer.write(b"late")
+    assert inner.did == ["eof"]
+
+
+async def test_a_connection_that_takes_no_more_holds_up_no_other(inner: Recorded, writes: HeldWrites) -> None:
+    broken = Recorded()
+
+    def refuse(data: bytes | bytearray | memoryview) -> None:
+        raise RuntimeError("Cannot call write() after write_eof()")
+
+    broken.write = refuse  # type: ignore[method-assign]
+    first, second = ConnectionWriter(broken, writes), ConnectionWriter(inner, writes)
+    for turn in (b"1", b"2"):
+        with writes:
+            first.write(turn)
+            second.write(turn)
+        await asyncio.sleep(0)
+    assert not writes.held
+    assert broken.did == ["abort"]
+    assert inner.did == [b"1", b"2"]
