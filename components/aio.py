@@ -68,6 +68,25 @@ class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
             raise DeadlineExceeded(f"{self._late} {self._seconds:g} s") from exc
 
 
+class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
+    """Cancels its body's task if, and only if, somebody asked for that: nats-py forgets some, and passes on others' own."""
+
+    __slots__ = ("_before", "_task")
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._before = 0 if self._task is None else self._task.cancelling()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if self._task is not None and self._task.cancelling() > self._before:
+            if kind is None:
+                raise asyncio.CancelledError
+            return False
+        return kind is asyncio.CancelledError
+
+
 async def ended(task: asyncio.Future[Any]) -> None:
     """Wait until `task` is over, whatever it ends with; a cancellation of the waiting one waits for that too."""
     cancelled: asyncio.CancelledError | None = None

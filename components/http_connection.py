@@ -107,9 +107,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
         super().connection_made(transport)
-        self.transport = self._writer = ConnectionWriter(
-            transport, self._writes
-        )  # what waits in it is sent before a close
+        # in uvicorn's hands too: what waits in it is sent before a close
+        self.transport = self._writer = ConnectionWriter(transport, self._writes)
         self._since_s = self._unread_since_s = self.loop.time()
         if len(self.connections) > self._most:
             self._make_room()

@@ -11,6 +11,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from components.aio import exact_cancellation
 from components.errors import BackendUnavailable, DeadlineExceeded, MalformedMessage, MessageTooLarge, PeerLost
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
@@ -196,10 +197,5 @@ async def _close(client: Client) -> None:
             await client.flush(timeout=2)  # the last frames leave before the socket closes
     except (nats.errors.Error, OSError, TimeoutError):
         log.warning("NATS went away before the last messages left")
-    task = asyncio.current_task()
-    before = task.cancelling() if task is not None else 0
-    try:
+    with exact_cancellation():  # the reconnecting that this ends waits for the same socket to close, and is cancelled
         await client.close()
-    except asyncio.CancelledError:  # of the reconnecting that this ends, where both wait for one socket to close
-        if task is None or task.cancelling() > before:
-            raise

@@ -13,6 +13,8 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from components.aio import exact_cancellation
+
 STATUS: Final = "Status"  # a header of what the server itself says
 NO_RESPONDERS: Final = "503"
 
@@ -21,11 +23,8 @@ async def publish(
     client: Client, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None
 ) -> None:
     """Send a message. With much unsent nats-py waits for the socket, and forgets a cancellation meanwhile: here it counts."""
-    task = asyncio.current_task()
-    before = task.cancelling() if task is not None else 0
-    await client.publish(subject, data, reply=reply, headers=headers)
-    if task is not None and task.cancelling() > before:
-        raise asyncio.CancelledError
+    with exact_cancellation():
+        await client.publish(subject, data, reply=reply, headers=headers)
 
 
 class Replies:

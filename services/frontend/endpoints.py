@@ -1,11 +1,10 @@
 """What differs between the routes that generate: how a body becomes prompts, and how text becomes an answer."""
 
-import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import ClassVar, NamedTuple, Protocol, Self, cast
+from typing import ClassVar, NamedTuple, Self, cast
 
 from pydantic import BaseModel
 from starlette.types import Scope
@@ -13,7 +12,7 @@ from starlette.types import Scope
 from components.openai.chat import CallMade, ChatChoice, ChatCompletion, ChatMessage, ChatRequest
 from components.openai.completions import Completion, CompletionChoice, CompletionRequest, check_vocabulary
 from components.openai.errors import ApiError
-from components.openai.events import DONE, NOTHING, Events, More, member
+from components.openai.events import Events
 from components.openai.fields import AskedConstraint, FinishReason, GenerationFields, parse_body
 from components.openai.logprobs import (
     ChatLogprobs,
@@ -26,6 +25,7 @@ from components.output.calls import Call, whole_calls
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
 from services.frontend.conversation import encode_conversation, plan_answer
+from services.frontend.event_streams import EventStream, chunks
 from services.frontend.generation import Generation, Piece
 from services.frontend.stream import Headers, Reply
 
@@ -51,39 +51,6 @@ class Answer(NamedTuple):
             whole_calls([call for piece in pieces for call in piece.calls]),
             [token_id for piece in pieces for token_id in piece.token_ids] if tells_ids else None,
         )
-
-
-class EventStream(Protocol):
-    """The bytes of one stream of server-sent events."""
-
-    def piece(self, piece: Piece) -> bytes:
-        """What a piece of the answer adds; nothing, maybe, but for the first."""
-
-    async def end(self) -> bytes:
-        """What stands behind the last piece."""
-
-    def fail(self, error: ApiError) -> bytes:
-        """The last words of a stream that broke."""
-
-
-class EventOutlet:
-    """See `services.frontend.generation.Outlet`: pieces become events and leave in the same turn of the loop."""
-
-    __slots__ = ("_events", "_reply")
-
-    def __init__(self, reply: Reply, events: EventStream) -> None:
-        self._reply = reply
-        self._events = events
-
-    @property
-    def is_open(self) -> bool:
-        """Once the first event is out, and while the client reads."""
-        return self._reply.can_push
-
-    def send(self, piece: Piece) -> None:
-        """Its event."""
-        if data := self._events.piece(piece):
-            self._reply.push(data)
 
 
 class Dialect(ABC):
@@ -137,106 +104,6 @@ class Dialect(ABC):
     def headers(self, shown_id: str) -> Headers:
         """Of every answer; `shown_id` is what the request is called in it."""
         return [(b"x-request-id", shown_id.encode())]
-
-
-class ChunkStream:
-    """A stream of chunks, as chats and completions have it."""
-
-    __slots__ = ("_events", "_generation", "_logprobs", "_opened", "_tells_usage")
-
-    def __init__(
-        self,
-        events: Events,
-        logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
-        generation: Generation,
-        *,
-        tells_usage: bool,
-    ) -> None:
-        self._events = events
-        self._logprobs = logprobs
-        self._generation = generation
-        self._tells_usage = tells_usage
-        self._opened: set[int] = set()
-
-    def piece(self, piece: Piece) -> bytes:
-        """A chunk for the text, and one for the end of its choice; before its first one, the opening."""
-        index = piece.choice
-        data = self._text(piece) if piece.tells else b""
-        if index not in self._opened:
-            self._opened.add(index)
-            data = self._events.open(index) + data
-        return data if piece.finish is None else data + self._events.finish(index, piece.finish)
-
-    async def end(self) -> bytes:
-        """The usage, when it is asked for, and OpenAI's end mark."""
-        if self._tells_usage:
-            return self._events.usage(self._generation.usage()) + DONE
-        return DONE
-
-    def fail(self, error: ApiError) -> bytes:
-        """The error as an event, and the end mark."""
-        return b"data: " + error.body() + b"\n\n" + DONE
-
-    def _text(self, piece: Piece, more: More = NOTHING) -> bytes:
-        """What is new in it."""
-        index, text, logprobs = piece.choice, piece.text, self._logprobs(piece.tokens)
-        if piece.reasoning or piece.calls:
-            return self._events.parts(index, text, piece.reasoning, piece.calls, logprobs=logprobs, more=more)
-        return self._events.text(index, text, logprobs, more)
-
-
-class TellingStream(ChunkStream):
-    """One whose chunks tell more, as vLLM has it: token ids, and the usage so far in each."""
-
-    __slots__ = ("_tells_ids", "_tells_usage_so_far")
-
-    def __init__(
-        self,
-        events: Events,
-        logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
-        generation: Generation,
-        request: GenerationFields,
-    ) -> None:
-        super().__init__(events, logprobs, generation, tells_usage=request.include_usage)
-        self._tells_ids = bool(request.return_token_ids)
-        self._tells_usage_so_far = request.continuous_usage
-
-    def piece(self, piece: Piece) -> bytes:
-        """A chunk wherever there are new tokens, though they may have no text yet."""
-        index, data = piece.choice, b""
-        usage = member("usage", self._generation.usage().model_dump_json()) if self._tells_usage_so_far else b""
-        first = index not in self._opened
-        if first:
-            self._opened.add(index)
-            data = self._events.open(index, More(usage=usage))
-        if piece.tells or piece.token_ids:
-            # a chat has one prompt, and tells it once
-            once = self._tells_ids and first and self._events.opening is not None and index == 0
-            prompt_ids = self._prompt_ids(index) if once else b""
-            data += self._text(piece, More(self._ids(piece, first=first), prompt_ids, usage))
-        return data if piece.finish is None else data + self._events.finish(index, piece.finish, More(usage=usage))
-
-    def _ids(self, piece: Piece, *, first: bool) -> bytes:
-        """Of a choice; a completion's first chunk tells its prompt's too."""
-        if not self._tells_ids:
-            return b""
-        own = member("token_ids", json.dumps(list(piece.token_ids)))
-        return self._prompt_ids(piece.choice) + own if first and self._events.opening is None else own
-
-    def _prompt_ids(self, index: int) -> bytes:
-        return member("prompt_token_ids", json.dumps(self._generation.choices[index].prompt.token_ids))
-
-
-def _chunks(
-    request: GenerationFields,
-    events: Events,
-    logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
-    generation: Generation,
-) -> ChunkStream:
-    """Decided once: most streams tell nothing more."""
-    if request.return_token_ids or request.continuous_usage:
-        return TellingStream(events, logprobs, generation, request)
-    return ChunkStream(events, logprobs, generation, tells_usage=request.include_usage)
 
 
 def _told_prompt(
@@ -295,7 +162,7 @@ class ChatDialect(Conversing):
             usage_follows=request.announces_usage,
             empty=self.output is None,
         )
-        return _chunks(request, events, self.logprobs, generation)
+        return chunks(request, events, self.logprobs, generation)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
         """A chat completion."""
@@ -376,7 +243,7 @@ class CompletionDialect(Dialect):
         """Chunks with text."""
         request = self.request
         events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
-        return _chunks(request, events, self.logprobs, generation)
+        return chunks(request, events, self.logprobs, generation)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
         """A text completion."""

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from components.aio import time_limit
 from components.errors import InvariantBroken, MeshError, Rejected
-from components.http_connection import PUSH
+from components.http_connection import PUSH, BodyPush
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check import Unusable
@@ -28,7 +28,8 @@ from services.frontend.admission import Admission, Place
 from services.frontend.body import read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.disconnect import cancelled_on_disconnect
-from services.frontend.endpoints import Answer, Dialect, EventOutlet, EventStream
+from services.frontend.endpoints import Answer, Dialect
+from services.frontend.event_streams import EventOutlet, EventStream
 from services.frontend.gate import NOBODY, Caller, caller_of
 from services.frontend.generation import Generation, Piece, PromptSpec
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
@@ -66,6 +67,7 @@ class Exchange(Response):
         self._events: EventStream | None = None  # of a request for a stream, once there is something to send
         self._started = time.perf_counter()
         self._caller: Caller = NOBODY
+        self._push: BodyPush | None = None  # of a server that has one
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
@@ -73,7 +75,8 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request."""
         self._caller = caller_of(scope)
-        reply = Reply(send, self._dialect.headers(self._caller.label or self._request_id), scope.get(PUSH))
+        self._push = scope.get(PUSH)
+        reply = Reply(send, self._dialect.headers(self._caller.label or self._request_id))
         with tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span:
             try:
                 # the mesh knows the deadline too; this also covers a client that does not read
@@ -121,7 +124,8 @@ class Exchange(Response):
             self._generation = generation
             if request.stream:
                 self._events = events = self._dialect.events(generation)
-                async with aclosing(generation.pieces(EventOutlet(reply, events))) as pieces:
+                outlet = None if self._push is None else EventOutlet(reply, self._push, events)
+                async with aclosing(generation.pieces(outlet)) as pieces:
                     await self._stream(reply, generation, pieces, events)
             else:
                 async with aclosing(generation.pieces()) as pieces:

@@ -19,7 +19,8 @@ from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
 from components.output.blocks import Blocks
-from services.frontend.endpoints import Answer, Conversing, EventStream
+from services.frontend.endpoints import Answer, Conversing
+from services.frontend.event_streams import EventStream
 from services.frontend.generation import Generation, Piece
 from services.frontend.stream import Headers
 

@@ -25,7 +25,8 @@ from components.openai.responses import (
     ResponsesUsage,
 )
 from components.output.blocks import Block, Blocks
-from services.frontend.endpoints import Answer, Conversing, EventStream
+from services.frontend.endpoints import Answer, Conversing
+from services.frontend.event_streams import EventStream
 from services.frontend.gate import owner_of
 from services.frontend.generation import Generation, Piece
 from services.frontend.stored import Remembered, StoredResponses, items_before

@@ -5,8 +5,6 @@ from typing import Final
 
 from starlette.types import Send
 
-from components.http_connection import BodyPush
-
 FAREWELL_S: Final = 5.0  # for the last words to a client that may not be reading
 
 Headers = list[tuple[bytes, bytes]]
@@ -15,12 +13,11 @@ Headers = list[tuple[bytes, bytes]]
 class Reply:
     """One HTTP response, begun late and ended once."""
 
-    __slots__ = ("_headers", "_push", "_send", "answered", "status", "streaming")
+    __slots__ = ("_headers", "_send", "answered", "status", "streaming")
 
-    def __init__(self, send: Send, headers: Headers, push: BodyPush | None = None) -> None:
-        """`headers`: of the answer, whatever it is. `push`: of a server that can."""
+    def __init__(self, send: Send, headers: Headers) -> None:
+        """`headers`: of the answer, whatever it is."""
         self._send = send
-        self._push = push
         self._headers = headers
         self.status = 0  # as the client saw it, once it has
         self.streaming = False  # the events have begun: the status is out
@@ -47,16 +44,6 @@ class Reply:
                 True  # only now: the server makes us wait, before it writes, for a client that does not read
             )
         await self._body(data, more=not last)
-
-    @property
-    def can_push(self) -> bool:
-        """Whether events can be sent without waiting: they have begun, and the client reads."""
-        return self.streaming and self._push is not None and self._push.is_open
-
-    def push(self, data: bytes) -> None:
-        """Send events without waiting; where one can."""
-        if self._push is not None:
-            self._push.send(data)
 
     async def fail(self, status: int, body: bytes, headers: Headers, events: bytes) -> None:
         """Tell the client of a failure in the form still open: an answer of its own, or a stream's last events."""

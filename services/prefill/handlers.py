@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from opentelemetry import trace
 
@@ -38,20 +37,16 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import CloseRooms, KvComing, PagesOffered, RoomFailed, RoomOk
+from components.wire.rooms import KvComing, PagesOffered, RoomFailed, RoomOk
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
 from engine.ports import EngineRequest, Phase, StepOutput, TokenMask
 from engine.sampling.wire import sampling_params
 from services.prefill.jobs import NEXT, PrefillJob, PrefillState
+from services.prefill.rooms import Rooms
 
 log = logging.getLogger(__name__)
-
-CLOSE_EVERY_S: Final = 0.02
-EARLY_FOR_S: Final = 10.0  # as long as decode waits for an answer to its question
-MAX_EARLY: Final = 4096
-OVER_FOR_S: Final = 60.0  # longer than any message is late
 
 
 class PrefillService:
@@ -81,9 +76,7 @@ class PrefillService:
         self._none = asyncio.Event()  # no jobs
         self._none.set()
         self._kept: set[asyncio.Task[None]] = set()  # words to others, and peers to forget
-        self._closing: dict[str, list[str]] = {}  # rooms that are over, by bootstrap instance
-        self._early: dict[str, PagesOffered] = {}  # pages for prompts that nobody has asked for yet
-        self._over: OrderedDict[str, float] = OrderedDict()  # request ids that are over here, and since when
+        self._rooms = Rooms(bus, registry, self._keep)
         self._tally = Tally(NEXT)
         self._rate = PromptRate()
         self._accepted = 0  # prompts
@@ -114,9 +107,9 @@ class PrefillService:
             accepted = self._begin(request)
         except MeshError:
             if request.request_id not in self._jobs:
-                self._no_more_of(request.request_id)
+                self._rooms.end(request.request_id)
             raise
-        if (offer := self._early.pop(request.request_id, None)) is not None:
+        if (offer := self._rooms.take(request.request_id)) is not None:
             with suppress(TransferFailed):  # decode was told
                 await self.pages(offer)
         return accepted
@@ -140,7 +133,7 @@ class PrefillService:
         self._check_pair(request)
         if request.sampling.constraint is not None and self._masks is None:
             raise Rejected("this instance has no masks for constraints")
-        if request.request_id in self._jobs or request.request_id in self._over:
+        if request.request_id in self._jobs or self._rooms.is_over(request.request_id):
             raise Rejected(f"request id {request.request_id!r} is in use, or was", param="request_id")
 
     def _check_pair(self, request: PrefillRequest) -> None:
@@ -155,17 +148,13 @@ class PrefillService:
         """Decode's pages for a room; they may come before its question. Raises: TransferFailed, when nothing will be written
         there; decode hears of it.
         """
-        if offer.request_id not in self._jobs and offer.request_id not in self._over and len(self._early) < MAX_EARLY:
-            if (other := self._early.get(offer.request_id)) is not None:  # by another bootstrap replica
-                self._close_later(other)
-            self._early[offer.request_id] = offer
-            asyncio.get_running_loop().call_later(EARLY_FOR_S, self._too_early, offer)
+        if offer.request_id not in self._jobs and self._rooms.hold(offer):
             return RoomOk(room=offer.room)
         try:
             self._offered(offer)
         except TransferFailed as exc:
-            self._close_later(offer)
-            await self._tell_decode(offer.decode_id, offer.request_id, offer.room, exc)
+            self._rooms.close_later(offer)
+            await self._rooms.tell_decode(offer, exc)
             raise
         return RoomOk(room=offer.room)
 
@@ -191,7 +180,7 @@ class PrefillService:
         if job is not None:
             job.failure.tell(Cancelled(request.cause))
             await asyncio.wait((job.task,))
-        self._no_more_of(request.request_id)
+        self._rooms.end(request.request_id)
         return Quiet(request_id=request.request_id)
 
     async def room_failed(self, failed: RoomFailed) -> RoomOk:
@@ -218,7 +207,7 @@ class PrefillService:
     async def drained(self) -> None:
         """Wait for the jobs in flight."""
         await self._none.wait()
-        self._close_rooms()
+        self._rooms.close()
         if self._kept:
             await asyncio.wait(self._kept)
 
@@ -299,66 +288,25 @@ class PrefillService:
         try:
             outcome = await job.run(work())
             if job.offer is not None:
-                self._close_later(job.offer)
+                self._rooms.close_later(job.offer)
             if outcome is None:
                 self._metrics.transferred(job.sender.num_bytes, job.sender.duration_s)
             else:
                 self._metrics.transfer_failed()
-                await self._tell_decode(request.decode_id, request.request_id, request.room, outcome)
+                await self._rooms.tell_decode(request, outcome)
         finally:
             self._forget(job)
-
-    async def _tell_decode(self, decode_id: str, request_id: str, room: str, error: MeshError) -> None:
-        """Why its pages will not be written."""
-        decode = self._registry.book.find(decode_id)
-        if decode is None:
-            return
-        failed = RoomFailed(request_id=request_id, room=room, error=type(error).__name__, cause=error.message)
-        try:
-            await self._bus.publish(f"{decode.subject}.room_failed", failed)
-        except MeshError as exc:
-            log.warning("decode not told", extra={"room": room, "cause": exc.message})
-
-    def _close_later(self, offer: PagesOffered) -> None:
-        """Nobody waits for a room to close: those of some milliseconds go together."""
-        if not self._closing:
-            asyncio.get_running_loop().call_later(CLOSE_EVERY_S, self._close_rooms)
-        self._closing.setdefault(offer.bootstrap_id, []).append(offer.room)
-
-    def _close_rooms(self) -> None:
-        closing, self._closing = self._closing, {}
-        for bootstrap_id, rooms in closing.items():
-            bootstrap = self._registry.book.find(bootstrap_id)
-            if bootstrap is not None:
-                self._keep(self._bus.publish(f"{bootstrap.subject}.close", CloseRooms(rooms=rooms)))
 
     def _forget(self, job: PrefillJob) -> None:
         """Nothing of this job is in flight: its pages go back, what was computed stays in the prefix cache."""
         request_id = job.request.request_id
         job.over()
         self._jobs.pop(request_id, None)
-        self._no_more_of(request_id)
+        self._rooms.end(request_id)
         if not self._jobs:
             self._none.set()
         self._engine.post(lambda engine: engine.cancel(request_id))
         self._engine.post(lambda engine: engine.release(request_id))
-
-    def _no_more_of(self, request_id: str) -> None:
-        """Nothing is begun under this name any more: a question or an offer that comes late, or twice, is refused."""
-        if (offer := self._early.pop(request_id, None)) is not None:
-            self._close_later(offer)
-        now_s = time.monotonic()
-        self._over[request_id] = now_s
-        self._over.move_to_end(request_id)
-        while self._over and now_s - next(iter(self._over.values())) > OVER_FOR_S:
-            self._over.popitem(last=False)
-
-    def _too_early(self, offer: PagesOffered) -> None:
-        """Nobody has asked for what these pages are for."""
-        if self._early.get(offer.request_id) is offer:
-            self._no_more_of(offer.request_id)
-            error = TransferFailed(f"room {offer.room} is unknown to this prefill instance")
-            self._keep(self._tell_decode(offer.decode_id, offer.request_id, offer.room, error))
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)

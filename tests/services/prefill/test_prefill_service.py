@@ -121,7 +121,7 @@ class Prefill:
 
     async def closed(self) -> list[str]:
         """The rooms that bootstrap was told of, which may be a little later."""
-        self.service._close_rooms()
+        self.service._rooms.close()
         await turns()
         return [room for closing in self.bus.of(CloseRooms) for room in closing.rooms]
 
@@ -339,7 +339,7 @@ async def test_pages_that_come_before_the_question_are_used_with_it(prefill: Pre
     await turns()
     assert prefill.transfer.writes
     prefill.assert_nothing_is_kept()
-    assert not prefill.service._early
+    assert not prefill.service._rooms._early
     assert not prefill.failures
 
 
@@ -356,7 +356,7 @@ async def test_pages_that_do_not_fit_are_refused_also_when_they_come_first(prefi
 
 
 async def test_pages_that_nobody_asks_about_are_given_back(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.prefill.handlers.EARLY_FOR_S", 0.01)
+    monkeypatch.setattr("services.prefill.rooms.EARLY_FOR_S", 0.01)
     await prefill.offer()
     async with asyncio.timeout(5):
         while not prefill.failures:
@@ -364,7 +364,7 @@ async def test_pages_that_nobody_asks_about_are_given_back(prefill: Prefill, mon
     assert await prefill.closed() == [ROOM]
     with pytest.raises(Rejected):
         await prefill.ask()
-    monkeypatch.setattr("services.prefill.handlers.MAX_EARLY", 0)
+    monkeypatch.setattr("services.prefill.rooms.MAX_EARLY", 0)
     with pytest.raises(TransferFailed):
         await prefill.offer(request_id="another")
 
@@ -392,17 +392,17 @@ async def test_nothing_is_written_for_a_request_that_was_over_once(prefill: Pref
         await prefill.ask()
     await turns()
     assert len(prefill.transfer.writes) == written
-    assert not prefill.service._early
+    assert not prefill.service._rooms._early
     assert prefill.service.num_jobs == 0
 
 
 async def test_requests_that_were_over_long_ago_are_forgotten(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.prefill.handlers.OVER_FOR_S", -1.0)
+    monkeypatch.setattr("services.prefill.rooms.OVER_FOR_S", -1.0)
     for number in range(3):
         await prefill.quiesce(str(number))
-    assert len(prefill.service._over) == 0
+    assert len(prefill.service._rooms._over) == 0
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(2, 5), (8, 2), (16, 1)])
