@@ -54,6 +54,10 @@ class TimedRunner:
         self._runner = runner
         self.spent_s = 0.0
 
+    @property
+    def takes_cpu(self) -> bool:
+        return self._runner.takes_cpu
+
     def launch(self, chunks: Sequence[Chunk]) -> "TimedStep":
         with self.timed():
             return TimedStep(self, self._runner.launch(chunks))

@@ -14,7 +14,7 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.step_tables import StepLimits
 from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
-from engine.compilation.packages import choose_forward
+from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.cores import SharedCores
@@ -53,7 +53,7 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     pack_linears(loaded.module)
     if loaded.device.type != "cuda":
         forward = choose_forward(model, loaded, config, state_dir, progress)
-        return assemble(loaded, config, forward, cores=_shared_cores(config))
+        return assemble(loaded, config, forward, cores=_shared_cores(config, forward))
     torch.cuda.set_device(loaded.device)  # kernels of ours are launched on this thread's device
     pool = make_pool(loaded, config)
     return assemble(loaded, config, choose_device_forward(loaded, config, pool.attention, progress), pool)
@@ -72,11 +72,15 @@ def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
     return Pool(storage, attention, max_context)
 
 
-def _shared_cores(config: EngineConfig) -> SharedCores | None:
+def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
+    """A compiler gets a core: with none it would be at it for as long as there are requests."""
     if config.shared_cores is None:
         return None
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     try:
-        return SharedCores(config.shared_cores, len(os.sched_getaffinity(0)), torch.get_num_threads())
+        if isinstance(forward, CompiledWhenReady):
+            return SharedCores(config.shared_cores, cores, threads, forward.is_compiling)
+        return SharedCores(config.shared_cores, cores, threads)
     except OSError as exc:
         log.warning("no cores are borrowed from idle workers", extra={"reason": str(exc)})
         return None

@@ -75,7 +75,9 @@ class EngineConfig:
     ] = "auto"
     pipeline: Annotated[
         Literal["auto", "on", "off"],
-        Field(description="plan a step while the device runs the one before; auto: where the device is not the CPU"),
+        Field(
+            description="plan a step while the device runs the one before; auto: on a device, as which the mock counts"
+        ),
     ] = "auto"
     compile_timeout_s: Annotated[float, Field(description="how long compile=wait waits, then runs eagerly")] = 300.0
 

@@ -70,7 +70,7 @@ class EngineCore:
         self._adapters = adapters
         self._pooling = pooling
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
-        self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and region.device != "cpu")
+        self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and not runner.takes_cpu)
         self._events = CacheEvents(config.page_size) if config.kv_events else None
         self._memory = RequestMemory(region.num_pages, config.page_size, config.reserve_tokens, self._events)
         self._scheduler = Scheduler(

@@ -19,6 +19,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -41,8 +42,12 @@ class SharedCores:
     the step. A slot is held by a lock on its first byte, which the kernel lets go of when its holder ends, whatever it dies of.
     """
 
-    def __init__(self, path: Path, cores: int, least: int) -> None:
-        """Take part with `cores` in all; `least` is what this worker has where there is no slot for it. Raises: OSError."""
+    def __init__(self, path: Path, cores: int, least: int, spared: Callable[[], int] = lambda: 0) -> None:
+        """Take part with `cores` in all; `least` is what this worker has where there is no slot for it. Raises: OSError.
+
+        `spared`: how many cores are to be left alone now, for a process that does not take part.
+        """
+        self._spared = spared
         self.look_s = LOOK_S  # how long to wait when `ask` said that it is not yet time
         self._cores = cores
         self._least = least
@@ -82,7 +87,8 @@ class SharedCores:
             self._since[mine] = now  # those who do not wait for anybody need not be told more often
         rested = now - (0 if prompts else RESTED_NS)
         others = [slot for slot, since in enumerate(self._since) if since and self._needs(slot, since, now, rested)]
-        share = max(1, self._cores // (1 + len(others)))
+        cores = self._cores - self._spared()
+        share = max(1, cores // (1 + len(others)))
         if not prompts and self._pauses(others, share, now):
             self.look_s = PAUSED_LOOK_S
             return 0
@@ -91,7 +97,7 @@ class SharedCores:
             return 0
         threads, adapts = share, prompts and self._adapts
         if adapts:
-            threads = max(threads, self._cores - sum(self._used[slot] for slot in others))
+            threads = max(threads, cores - sum(self._used[slot] for slot in others))
         self._allowed[mine] = threads if adapts else 0
         self._since[mine] = now
         self._used[mine] = threads
@@ -157,7 +163,7 @@ class SharedCores:
 
     def _lend(self) -> None:
         """Give the cores that nobody uses to a step that can take them."""
-        free = self._cores - sum(self._used)
+        free = self._cores - self._spared() - sum(self._used)
         now = time.monotonic_ns()
         takers = (slot for slot, allowed in enumerate(self._allowed) if allowed and self._used[slot])
         slot = next((slot for slot in takers if not self._is_late(slot, now)), None)

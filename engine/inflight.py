@@ -33,6 +33,10 @@ class Launched(Protocol):
 class Runner(Protocol):
     """What computes steps, one after the other. On a device it enqueues them and does not wait."""
 
+    @property
+    def takes_cpu(self) -> bool:
+        """Whether a step is computed by the processor that would plan the next one meanwhile."""
+
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Write the KV of `chunks`, one a request. Raises: StepFailed.
 

@@ -55,6 +55,11 @@ class TorchRunner:
         self._drawn_ids = torch.empty(0)  # int64 [S], on the device: what the latest step draws
         self._drawn_for: dict[Request, int] = {}  # where in it
 
+    @property
+    def takes_cpu(self) -> bool:
+        """Unless there is a device."""
+        return self._device.type == "cpu"
+
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> "TorchStep | PooledStep":
         """Enqueue the forward of `chunks`, one a request.

@@ -58,6 +58,10 @@ class CompiledWhenReady:
         if timeout_s > 0:
             self._thread.join(timeout_s)
 
+    def is_compiling(self) -> bool:
+        """Whether a process compiles for it, or for another worker whose package it waits for."""
+        return self._thread.is_alive()
+
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:

@@ -58,6 +58,11 @@ class MockRunner:
         self._busy_until_s = 0.0  # the device that is not there takes one step after the other
         self._drawn: dict[Request, int] = {}  # in the latest step
 
+    @property
+    def takes_cpu(self) -> bool:
+        """No: it waits, as one waits for a device."""
+        return False
+
     def launch(self, chunks: Sequence[Chunk]) -> "MockStep":
         """Mark the tokens of `chunks`. Raises: StepFailed."""
         started_s = max(time.perf_counter(), self._busy_until_s)

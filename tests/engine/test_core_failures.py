@@ -33,6 +33,8 @@ class ScriptedStep:
 class ScriptedRunner:
     """Samples 7 for ever; the step that is launched next fails when told to, at its launch, its draws or its end."""
 
+    takes_cpu = True
+
     def __init__(self) -> None:
         self.errors: dict[str, Exception] = {}
         self.copied: list[tuple[int, int]] = []

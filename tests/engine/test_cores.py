@@ -114,6 +114,27 @@ def test_more_workers_than_slots_have_their_share(tmp_path: Path) -> None:
     assert threads(SharedCores(tmp_path / "cores", 8, 2), prompts=True) == 8
 
 
+def test_cores_that_are_spared_are_neither_taken_nor_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "PAUSE", 0.0)
+    spared = 1
+    prefill, decode = (SharedCores(tmp_path / "cores", 4, 4, lambda: spared) for _ in range(2))
+    prefill.adapt()
+    allowed, used = (cell for cell in prefill.cells() or ())
+    assert prefill.ask(prompts=True) == 3
+    assert decode.ask(prompts=False) == 0
+    assert allowed[0] == 1  # of three each has one, and a prompt what is left
+    used[0] = 1
+    assert decode.ask(prompts=False) == 1
+    decode.done()
+    assert allowed[0] == 3
+    prefill.done()
+    decode.rest()
+    spared = 0
+    assert threads(prefill, prompts=True) == 4
+    spared = 9
+    assert threads(prefill, prompts=True) == 1  # nobody waits for ever
+
+
 def adapting(path: Path, cores: int = 8, least: int = 4) -> SharedCores:
     """One whose steps follow what the file says."""
     worker = SharedCores(path, cores, least)

@@ -39,6 +39,8 @@ PAGE = 16
 class Device:
     """Runs nothing, but keeps the books: what it was told, in order, and what it may be writing into."""
 
+    takes_cpu = False
+
     def __init__(self) -> None:
         self.told: list[str] = []
         self.flying: list[DeviceStep] = []
@@ -151,21 +153,14 @@ def test_without_a_pipeline_each_step_lands_before_the_next_one_is_planned(devic
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "device_name", "pipelined"),
-    [("auto", "cpu", False), ("auto", "cuda:0", True), ("on", "cpu", True), ("off", "cuda:0", False)],
+    ("pipeline", "takes_cpu", "pipelined"),
+    [("auto", True, False), ("auto", False, True), ("on", True, True), ("off", False, False)],
 )
 def test_by_default_steps_are_pipelined_where_the_device_is_not_the_cpu(
-    device: Device, pipeline: str, device_name: str, pipelined: bool
+    device: Device, pipeline: str, takes_cpu: bool, pipelined: bool
 ) -> None:
-    layout = KvLayout(model="m", dtype="float32", page_size=PAGE, layers=1, kv_heads=1, head_dim=8)
-    core = EngineCore(
-        runner=device,
-        config=small(pipeline=pipeline),
-        region=KvRegion(0, 64, layout, device_name),
-        max_context=512,
-        vocab_size=128,
-        eos_token_ids=frozenset(),
-    )
+    device.takes_cpu = takes_cpu
+    core = core_on(device, pipeline=pipeline)
     core.submit(EngineRequest("r", prompt(20), greedy(9)))
     core.step()
     assert bool(device.flying) == pipelined

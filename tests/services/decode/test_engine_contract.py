@@ -14,6 +14,8 @@ from tests.components.kv_transfer.fake_transfer import LAYOUT
 class Sevens:
     """Every token is a seven."""
 
+    takes_cpu = True
+
     def launch(self, chunks: Sequence[Chunk]) -> "Sevens":
         self.token_ids = [7 if chunk.samples else None for chunk in chunks]
         return self
