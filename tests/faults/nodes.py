@@ -60,7 +60,9 @@ POOL_TOKENS: Final = 320  # a few requests fill it, so that pages are soon anoth
 COUNTERS: Final = ("kv_transfer_failures_total", "kv_transfers_corrupt_total", "prompt_recomputes_total")
 
 
-def make_engine(home: Path, page_size: int, adapters: dict[str, str], pool_tokens: int = POOL_TOKENS) -> EngineCore:
+def make_engine(
+    home: Path, page_size: int, adapters: dict[str, str], pool_tokens: int = POOL_TOKENS, *, pipeline: bool = False
+) -> EngineCore:
     """One that answers as every worker of these meshes does."""
     config = EngineConfig(
         page_size=page_size,
@@ -69,6 +71,7 @@ def make_engine(home: Path, page_size: int, adapters: dict[str, str], pool_token
         max_step_tokens=40,
         reserve_tokens=16,
         lora=adapters,
+        pipeline="on" if pipeline else "off",
         mock=MockConfig(speedup=float("inf"), layers=1, kv_heads=1, head_dim=8, answer_tokens=64),
     )
     return build_engine(MODEL, config, home)
@@ -235,7 +238,8 @@ class Worker(Node):
         self.engine.on_output(lambda output: self.kv_events.take(block_changes(output.cache_events)))
 
     def _make_engine(self) -> EngineCore:
-        return make_engine(self.cluster.home, self.cluster.setup.page_size(self.role), self.adapters)
+        setup = self.cluster.setup
+        return make_engine(self.cluster.home, setup.page_size(self.role), self.adapters, pipeline=setup.pipeline)
 
     def count(self, name: str) -> float:
         """What one of its counters says."""

@@ -28,6 +28,7 @@ class Setup:
     http: bool = False  # clients speak it
     local_prefill_on_queue: bool = True
     prefill_step_s: float = STEP_S
+    pipeline: bool = False  # steps are planned ahead, as on a GPU
 
     def __repr__(self) -> str:
         named = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
@@ -64,6 +65,7 @@ def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         on_transfer_failure="recompute" if recomputes or draw.random() < 0.7 else "fail",
         adapters=draw.choice(("none", "none", "everywhere")),
         http=draw.random() < 0.4,
+        pipeline=draw.random() < 0.5,
     )
 
 
@@ -80,6 +82,7 @@ def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         ),
         http=draw.random() < 0.5,
         prefill_step_s=draw.choice((STEP_S, SLOW_STEP_S)),
+        pipeline=draw.random() < 0.5,
     )
 
 

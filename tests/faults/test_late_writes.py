@@ -13,13 +13,15 @@ from tests.faults.setup import EQUAL, LARGE_TO_SMALL, SMALL_TO_LARGE, Setup
 SOON_S, LATE_S, TOO_LATE_S = 0.01, 2.0, 10.0  # the last is longer than a transfer may take
 SIZES: Final = {1: SMALL_TO_LARGE, 2: LARGE_TO_SMALL, 3: EQUAL}  # by seed
 THEN: Final = {"at": "write pages", "after_s": SOON_S}
+# Whose write it is nobody here knows, and two clients are there at most so early.
+CLIENTS_GO: Final = [Fault(Do.CLIENT_GONE, **THEN), Fault(Do.CLIENT_GONE, **THEN)]
 
 # how long the first write takes, and how it is given up meanwhile
 WAYS: Final = {
-    "the client goes": (LATE_S, [Fault(Do.CLIENT_GONE, **THEN)]),
-    "the client goes, prefill stops and goes on writing": (
+    "the clients go": (LATE_S, CLIENTS_GO),
+    "the clients go, prefill stops and goes on writing": (
         LATE_S,
-        [Fault(Do.STOP, "write pages", amount=4.0, role="prefill", after_s=2 * SOON_S), Fault(Do.CLIENT_GONE, **THEN)],
+        [Fault(Do.STOP, "write pages", amount=4.0, role="prefill", after_s=2 * SOON_S), *CLIENTS_GO],
     ),
     "prefill is declared lost and goes on writing": (LATE_S, [Fault(Do.STOP, amount=4.0, role="prefill", **THEN)]),
     "prefill stops for longer than its lease and goes on writing": (
