@@ -101,6 +101,9 @@ class TimedStep:
         with self._runner.timed():
             self._step.sample()
 
+    def wait_s(self) -> float:
+        return self._step.wait_s()
+
     def result(self) -> list[int | None]:
         with self._runner.timed():
             return self._step.result()

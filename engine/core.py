@@ -34,6 +34,7 @@ from engine.ports import (
     EngineRequest,
     Failed,
     KvRegion,
+    Meanwhile,
     Recording,
     Reserved,
     StepOutput,
@@ -79,6 +80,7 @@ class EngineCore:
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
         self._flight: Flight | None = None  # the step that was launched and has not landed
+        self._behind: Flight | None = None  # the one launched behind it, whose tokens are not drawn yet
         self._arrivals = count()
         self._step = 0
         self._prompt_tokens = 0  # computed in the steps that landed in this one
@@ -198,17 +200,18 @@ class EngineCore:
         """Whether a step would do anything; telling of blocks that came or went between steps is something."""
         return self._scheduler.has_work() or self._flight is not None or bool(self._events)
 
-    def step(self) -> StepOutput:
+    def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
         """Plan and launch one step, then tell what the one before gave; of this one too, unless steps are pipelined.
 
-        Without work it computes nothing and reports the pool.
+        Without work it computes nothing and reports the pool. While it waits for the device, `meanwhile` runs; requests
+        that it submits get pages at once, if that is all they need.
         """
         try:
-            return self._stepped()
+            return self._stepped(meanwhile)
         finally:
             self._runner.done()
 
-    def _stepped(self) -> StepOutput:
+    def _stepped(self, meanwhile: Meanwhile | None) -> StepOutput:
         started = perf_counter()
         self._step += 1
         self._prompt_tokens = 0
@@ -216,13 +219,14 @@ class EngineCore:
         if self._scheduler.must_retract():
             self._land(output)
         plan = self._scheduler.schedule()
-        page_size = self._region.layout.page_size
-        for request in plan.reserved:
-            output.reserved.append(Reserved(request.id, list(request.pages), request.num_computed // page_size))
-        launched = self._launch(plan.chunks, output)
+        output.reserved += self._reserved(plan.reserved)
+        self._behind = self._launch(plan.chunks, output)
+        self._wait(output, meanwhile)
         self._land(output)
-        self._flight = self._sample(launched, output)
+        self._behind, behind = None, self._behind
+        self._flight = self._sample(behind, output)
         if not self._pipelined:
+            self._wait(output, meanwhile)
             self._land(output)
         if self._events:
             output.cache_events = self._events.take()
@@ -252,6 +256,19 @@ class EngineCore:
             self._fail(error, flight.chunks, output)
             return None
         return flight
+
+    def _wait(self, output: StepOutput, meanwhile: Meanwhile | None) -> None:
+        """Do something else until the step in flight, if there is one, can land."""
+        if self._flight is None or meanwhile is None:
+            return
+        while wait_s := self._flight.launched.wait_s():
+            told, output.reserved = output.reserved, []
+            meanwhile(told, wait_s)
+            output.reserved += self._reserved(self._scheduler.reserve())
+
+    def _reserved(self, requests: Sequence[Request]) -> list[Reserved]:
+        page_size = self._region.layout.page_size
+        return [Reserved(r.id, list(r.pages), r.num_computed // page_size) for r in requests]
 
     def _land(self, output: StepOutput) -> None:
         """Wait for the step in flight, if there is one, and tell what it gave."""

@@ -5,10 +5,13 @@ Nothing between the launch of one step and that of the next may do that, or the 
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+LOOK_S: Final = 3e-4  # the next step is enqueued already: a device that is done has work meanwhile
 
 
 def to_device(
@@ -37,6 +40,10 @@ class Arrival:
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as torch ships it
             self._event.record(torch.cuda.current_stream(device))
+
+    def wait_s(self) -> float:
+        """After how long to ask again whether `wait` would come back at once; 0: it would."""
+        return 0.0 if self._event is None or self._event.query() else LOOK_S  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Come back when it has; what is enqueued later is not waited for."""

@@ -22,6 +22,9 @@ class Launched(Protocol):
         It comes before the next launch. A chunk that was dropped meanwhile is drawn for as well, or not: nobody looks.
         """
 
+    def wait_s(self) -> float:
+        """After how long to ask again whether `result` would have to wait; 0: it would not. Asked after `sample`."""
+
     def result(self) -> list[int | None]:
         """Wait for the tokens, one for each chunk that `samples`. Raises: StepFailed.
 

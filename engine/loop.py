@@ -8,13 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
+from time import sleep
 from typing import Any, Final, TypeVar
 
 from components.errors import InvariantBroken
 from engine.choose import build_engine
 from engine.config import EngineConfig
 from engine.model.progress import Progress, silent
-from engine.ports import Engine, StepOutput, StepStats
+from engine.ports import Engine, Reserved, StepOutput, StepStats
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +82,11 @@ class EngineLoop:
         self.stats = StepStats()  # of the latest step
         self._build = build
         self._loop = asyncio.get_running_loop()
-        self._calls: Queue[Call | None] = Queue()  # None: stop. No SimpleQueue: see `_wait`
+        self._calls: Queue[Call | None] = Queue()  # None: stop. No SimpleQueue: see `_come_in`
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._callbacks: list[Callable[[StepOutput], None]] = []
+        self._stopping = False  # of the engine's thread
         self._engine: Engine | None = None
         # daemon: a process that is told to exit while a model loads does not wait for it
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -146,45 +148,66 @@ class EngineLoop:
         _tell(self._loop, self._end, error)
 
     def _run(self, engine: Engine) -> None:
-        waiting = 0
+        stats = StepStats()
         wait_s = 0.0
+
+        def meanwhile(reserved: Sequence[Reserved], left_s: float) -> None:
+            if reserved:
+                self._hand_on(self._receive_early, list(reserved))
+            if self._stopping:
+                sleep(left_s)
+            else:
+                self._answer(engine, left_s)
+
         while True:
             if not (busy := engine.has_work()):
                 engine.rest()
-            calls, stopping = self._wait(busy=busy, blocked=waiting > 0, wait_s=wait_s)
-            if calls:  # answered before the step: a first token should not wait for it
-                _tell(self._loop, _settle, [_call(call, engine) for call in calls])
-            if stopping:
+            self._answer(engine, wait_s if busy else BLOCKED_TICK_S if stats.num_waiting else None)
+            if self._stopping:
                 engine.rest()
                 return
             if wait_s := engine.wait_s():
                 continue  # calls are answered meanwhile
-            output = engine.step()
-            waiting = output.stats.num_waiting
-            # one turn of the loop later, so that whoever awaits a call that ran before this step resumes first
-            _tell(self._loop, self._loop.call_soon, self._receive, output)
+            output = engine.step(meanwhile)
+            stats = output.stats
+            self._hand_on(self._receive, output)
 
-    def _wait(self, *, busy: bool, blocked: bool, wait_s: float = 0) -> tuple[list[Call], bool]:
-        """Calls that have come in, after sleeping for the first one if there is nothing to do; whether to stop.
+    def _answer(self, engine: Engine, timeout_s: float | None) -> None:
+        """Run the calls that have come in; they are answered before the next step: a first token should not wait for it."""
+        if calls := self._come_in(timeout_s):
+            _tell(self._loop, _settle, [_call(call, engine) for call in calls])
+
+    def _come_in(self, timeout_s: float | None) -> list[Call]:
+        """Calls, after sleeping for the first one if there is none; None: however long that takes.
 
         With a timeout, `get` of CPython's SimpleQueue waits for ever when its thread loses the processor at the wrong moment.
         """
         calls: list[Call] = []
         try:
-            timeout = wait_s if busy else BLOCKED_TICK_S if blocked else None
-            call = self._calls.get_nowait() if timeout == 0 else self._calls.get(timeout=timeout)
+            call = self._calls.get_nowait() if timeout_s == 0 else self._calls.get(timeout=timeout_s)
             while call is not None:
                 calls.append(call)
                 call = self._calls.get_nowait()
+            self._stopping = True
         except Empty:
-            return calls, False
-        return calls, True
+            pass
+        return calls
+
+    def _hand_on(self, receive: Callable[[T], None], what: T) -> None:
+        """One turn of the loop later, so that whoever awaits a call that ran before this step resumes first."""
+        _tell(self._loop, self._loop.call_soon, receive, what)
 
     def _receive(self, output: StepOutput) -> None:
         """One step's output, on the event loop's thread."""
         self.stats = output.stats
         for callback in self._callbacks:
             callback(output)
+
+    def _receive_early(self, reserved: list[Reserved]) -> None:
+        """Requests that got pages while a step was under way; none of its tokens is counted twice."""
+        stats = self.stats._replace(prompt_tokens=0, decode_tokens=0, step_s=0.0)
+        for callback in self._callbacks:
+            callback(StepOutput(reserved=reserved, stats=stats))
 
     def _end(self, error: BaseException | None) -> None:
         """The thread is over, on the event loop's thread: nobody waits for it any longer."""

@@ -44,6 +44,10 @@ class PooledStep:
                     self._pool(chunk, rows)
             self._arrival = Arrival(hidden.device)
 
+    def wait_s(self) -> float:
+        """After how long to ask again whether the device is done."""
+        return self._arrival.wait_s()
+
     def result(self) -> list[int | None]:
         """Wait for the vectors, which are left in their requests. Raises: StepFailed."""
         self._arrival.wait()

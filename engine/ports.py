@@ -232,6 +232,13 @@ class KvRegion:
         return self.num_pages * self.layout.page_bytes
 
 
+class Meanwhile(Protocol):
+    """What is done while a device computes."""
+
+    def __call__(self, reserved: Sequence[Reserved], wait_s: float, /) -> None:
+        """Tell of requests that have got their pages, whom the step's output leaves out; come back after `wait_s` at most."""
+
+
 def max_request_pages(engine: "Engine") -> int:
     """Pages that the longest request fills."""
     return min(engine.kv_region.layout.pages_for(engine.max_context), engine.kv_region.num_pages)
@@ -308,10 +315,11 @@ class Engine(Protocol):
     def wait_s(self) -> float:
         """After how long to ask again whether the next step would compute at once; 0: it would. `step` waits otherwise."""
 
-    def step(self) -> StepOutput:
+    def step(self, meanwhile: "Meanwhile | None" = None) -> StepOutput:
         """Run one step: admit, compute one batch, sample.
 
-        With `pipeline` it launches that batch and tells what the one before it gave.
+        With `pipeline` it launches that batch and tells what the one before it gave. As long as it has nothing to do but
+        wait for a device, it has `meanwhile` called, which may call everything here but this.
         """
 
     def rest(self) -> None:

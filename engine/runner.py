@@ -198,6 +198,10 @@ class TorchStep:
                 self._runner.drawn([chunk.request for chunk in sampled], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 
+    def wait_s(self) -> float:
+        """After how long to ask again whether the device is done."""
+        return self._arrival.wait_s()
+
     def result(self) -> list[int | None]:
         """Wait for the draws. Raises: StepFailed."""
         self._arrival.wait()

@@ -159,10 +159,13 @@ class MockStep:
         """Masks know all tokens before by now; no penalty changes what the mock says."""
         self._token_ids = self._runner.draw(self._chunks, self._checksums)
 
+    def wait_s(self) -> float:
+        """What is left of its time."""
+        return max(0.0, self._until_s - time.perf_counter())
+
     def result(self) -> list[int | None]:
         """Wait for the device that is not there."""
-        left_s = self._until_s - time.perf_counter()
-        if left_s > 0:
+        if left_s := self.wait_s():
             time.sleep(left_s)
         self._runner.leave(self._chunks, self._checksums, self._token_ids)
         return self._token_ids

@@ -71,6 +71,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens or max_step_tokens
+        self._made_room = False  # the latest plan had to retract somebody
 
     def add(self, request: Request) -> None:
         """Queue a WAITING request."""
@@ -146,7 +147,8 @@ class Scheduler:
             if budget > full:
                 chunks.append(_chunk(request, budget))
                 budget -= chunks[-1].length
-        if self.retractions > retractions:
+        self._made_room = self.retractions > retractions
+        if self._made_room:
             return Plan(chunks, reserved)  # whoever was retracted would be the next to be admitted
         while self._can_admit() and (budget > full or self.waiting[0].phase is Phase.DECODE):
             request = self._admit()
@@ -156,6 +158,13 @@ class Scheduler:
                 chunks.append(_chunk(request, budget))
                 budget -= chunks[-1].length
         return Plan(chunks, reserved)
+
+    def reserve(self) -> list[Request]:
+        """Give pages to those whose turn it is to be given some and no more, while the step that was planned is under way."""
+        reserved: list[Request] = []
+        while not self._made_room and self._can_admit() and self.waiting[0].phase is Phase.DECODE:
+            reserved.append(self._admit())
+        return reserved
 
     def _can_admit(self) -> bool:
         return bool(self.waiting) and self._has_place(self.waiting[0])

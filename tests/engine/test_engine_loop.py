@@ -13,7 +13,8 @@ from engine.core import EngineCore
 from engine.loop import EngineLoop, run_engine, start_engine
 from engine.model.errors import ModelUnavailable
 from engine.model.load import LoadedModel
-from engine.ports import Engine, EngineRequest, Phase, SamplingParams, StepOutput
+from engine.ports import Engine, EngineRequest, Meanwhile, Phase, SamplingParams, StepOutput
+from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import alone, greedy, make_engine, prompt, small
 
 pytestmark = pytest.mark.usefixtures("pipeline")
@@ -153,15 +154,44 @@ def test_what_deliver_returns_is_not_overtaken_by_the_next_step(tiny: LoadedMode
     asyncio.run(main())
 
 
+def test_pages_and_answers_are_had_while_a_device_computes(tmp_path: Path) -> None:
+    async def main() -> None:
+        slow = {"speedup": 1.0, "step_s": 2.0}
+        async with run_engine(lambda: make_mock(tmp_path, mock=slow)) as loop:
+            told: list[str] = []
+            reserved = asyncio.Event()
+
+            def take(output: StepOutput) -> None:
+                told.extend(tokens.request_id for tokens in output.tokens)
+                told.extend(one.request_id for one in output.reserved)
+                if output.reserved:
+                    assert output.stats.step_s == 0.0
+                    reserved.set()
+
+            loop.on_output(take)
+            await loop.post(lambda engine: engine.submit(EngineRequest("computes", prompt(5), greedy(1))))
+            await asyncio.sleep(0.1)
+            request = EngineRequest("waits", prompt(5), greedy(4), Phase.DECODE)
+            await loop.post(lambda engine: engine.submit(request))
+            await reserved.wait()
+            assert await loop.post(lambda engine: engine.deliver("waits", 7))
+            assert told == ["waits"]
+            await loop.post(lambda engine: engine.cancel("waits"))
+            while "computes" not in told:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
 class FailingEngine(EngineCore):
     """Dies in the step after it was told to."""
 
     fatal = False
 
-    def step(self) -> StepOutput:
+    def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
         if self.fatal:
             raise OSError("the device is gone")
-        return super().step()
+        return super().step(meanwhile)
 
 
 def test_a_dead_engine_does_not_look_alive(tiny: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:

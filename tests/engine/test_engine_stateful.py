@@ -1,6 +1,6 @@
 """Random lives of many requests on a pool that is too small for them: pages always add up, tokens are always right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 )
 
 from engine.core import EngineCore
+from engine.inflight import Launched
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase, Reserved, SamplingParams
+from engine.ports import EngineRequest, Meanwhile, Phase, Reserved, SamplingParams
 from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (
@@ -93,6 +94,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
         def start(self, page_size: int) -> None:
             self.page_size = page_size
             self.engine = make(page_size=page_size, num_pages=PAGES_OF[page_size], **SMALL_POOL)
+            _take_time(self.engine)
 
         @rule(
             which=st.integers(0, len(PROMPTS) - 1),
@@ -111,6 +113,11 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
         def step(self, times: int) -> None:
             for _ in range(times):
                 self._step()
+
+        @rule(times=st.integers(1, 4), data=st.data())
+        def step_while_others_ask(self, times: int, data: st.DataObject) -> None:
+            for _ in range(times):
+                self._step(partial(self._ask, data))
 
         @precondition(lambda self: self.reserved)
         @rule(data=st.data())
@@ -229,13 +236,37 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
                 return self.seen.branches.get((name, branch), [])
             return self.first.get(name, []) + self.seen.tokens.get(name, [])
 
-        def _step(self) -> None:
-            output = self.engine.step()
-            self.seen.take(output)
-            assert not output.failed
-            for reserved in output.reserved:
+        def _ask(self, data: st.DataObject, reserved: Sequence[Reserved], _: float) -> None:
+            """One of the rules above, between launch and landing."""
+            self._take_reserved(reserved)
+            able = {"submit": True, "deliver": self.reserved, "recompute": self.reserved, "cancel": self.asked}
+            able |= {"release": self.exposed or self.prefills, "write_late": self.exposed, "nothing": True}
+            match data.draw(st.sampled_from([name for name, can in able.items() if can])):
+                case "submit":
+                    which, how = (data.draw(st.integers(0, len(all_) - 1)) for all_ in (PROMPTS, SAMPLINGS))
+                    self.submit(which, how, data.draw(st.sampled_from(GENERATING)), data.draw(st.integers(0, 1)))
+                case "deliver":
+                    self.deliver(data)
+                case "recompute":
+                    self.recompute(data, data.draw(st.booleans()))
+                case "cancel":
+                    self.cancel(data)
+                case "release":
+                    self.release(data, data.draw(st.booleans()))
+                case "write_late":
+                    self.write_late(data)
+            check_pages(self.engine)
+
+        def _take_reserved(self, told: Sequence[Reserved]) -> None:
+            for reserved in told:
                 self.reserved[reserved.request_id] = reserved
                 self.queued.remove(reserved.request_id)
+
+        def _step(self, meanwhile: Meanwhile | None = None) -> None:
+            output = self.engine.step(meanwhile)
+            self.seen.take(output)
+            assert not output.failed
+            self._take_reserved(output.reserved)
             for computed in output.computed:
                 which, how, _ = self.asked[computed.request_id]
                 self.prefills.add(computed.request_id)
@@ -259,6 +290,22 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
                 write_page(self.engine, page, GARBAGE * self.engine.kv_region.layout.page_bytes)
 
     return Machine
+
+
+class Slow:
+    """A step that looks unfinished three times."""
+
+    def __init__(self, step: Launched) -> None:
+        self.sample, self.result = step.sample, step.result
+        self.left_s = [0.3, 0.2, 0.1]
+
+    def wait_s(self) -> float:
+        return self.left_s.pop(0) if self.left_s else 0.0
+
+
+def _take_time(engine: EngineCore) -> None:
+    launch = engine._runner.launch
+    engine._runner.launch = lambda chunks: Slow(launch(chunks))  # type: ignore[method-assign]
 
 
 @pytest.mark.timeout(300)

@@ -16,7 +16,7 @@ from components.kv_transfer.layout import KvLayout
 from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, SamplingParams
+from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, Reserved, SamplingParams
 from engine.runner import TorchRunner, TorchStep
 from engine.scheduler.scheduler import Chunk
 from tests.engine.tiny_engine import (
@@ -84,6 +84,7 @@ class DeviceStep:
         self.number = number
         self.chunks = chunks
         self.sampled = False
+        self.left_s = [0.2, 0.1]  # as long as it takes
         self.pages = {c.request.pages[at // PAGE] for c in chunks for at in range(c.start, c.end)}
 
     def sample(self) -> None:
@@ -95,6 +96,10 @@ class DeviceStep:
         except StepFailed:
             self.device.flying.remove(self)
             raise
+
+    def wait_s(self) -> float:
+        assert self.device.flying[0] is self
+        return self.left_s.pop(0) if self.left_s else 0.0
 
     def result(self) -> list[int | None]:
         assert self.device.flying[0] is self
@@ -276,6 +281,52 @@ def test_a_delivered_request_joins_behind_the_step_in_flight(core: EngineCore, d
     assert [*first.token_ids, *seen.tokens["d"]] == [9, 7, 7, 7]
     assert seen.branches["d", 1] == [7] * 4
     assert len(seen.tokens["other"]) == 20
+
+
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+def test_pages_are_reserved_while_a_step_is_waited_for(device: Device, pipeline: str) -> None:
+    core = core_on(device, pipeline=pipeline)
+    core.submit(EngineRequest("other", prompt(5), greedy(20)))
+    core.submit(EngineRequest("early", prompt(20, start=1), greedy(3), Phase.DECODE))
+    seen = Seen()
+    told: list[list[str]] = []
+
+    def meanwhile(reserved: Sequence[Reserved], wait_s: float) -> None:
+        told.append([r.request_id for r in reserved])
+        assert device.flying
+        assert wait_s in {0.1, 0.2}
+        if wait_s == 0.2:
+            core.submit(EngineRequest(f"late {len(told)}", prompt(20, start=2), greedy(3), Phase.DECODE))
+
+    while not told:
+        seen.take(core.step(meanwhile))
+    early = [["early"], []][pipeline == "on"]  # else the step that reserved it had none to wait for
+    assert told == [early, ["late 1"]]
+    assert seen.reserved.keys() == {"early"} - {*early}, "nobody is told twice"
+    run_until_idle(core, seen)
+    assert seen.tokens["other"] == [7] * 20
+
+
+def test_a_request_may_end_while_two_steps_of_it_are_under_way(core: EngineCore, device: Device) -> None:
+    core.submit(EngineRequest("goes", prompt(20), greedy(20)))
+    core.submit(EngineRequest("stays", prompt(20, start=1), greedy(20)))
+    seen = Seen()
+    for _ in range(3):
+        seen.take(core.step())
+    told = len(seen.tokens["goes"])
+
+    def meanwhile(_: Sequence[Reserved], __: float) -> None:
+        assert len(device.flying) == 2
+        core.cancel("goes")
+        core.submit(EngineRequest("next", prompt(20, start=2), greedy(2), Phase.DECODE))
+        check_pages(core)
+        core.cancel("next")
+
+    seen.take(core.step(meanwhile))
+    run_until_idle(core, seen)
+    assert len(seen.tokens["goes"]) == told
+    assert seen.tokens["stays"] == [7] * 20
+    assert core.step().stats.held_pages == 0
 
 
 @pytest.mark.parametrize("where", ["launch", "sample", "result"])

@@ -140,7 +140,7 @@ def check_pages(engine: EngineCore) -> None:
     """
     pool = engine._memory.pool
     pool.check()
-    flying = [chunk.request for chunk in engine._flight.chunks] if engine._flight is not None else []
+    flying = {chunk.request for flight in (engine._flight, engine._behind) if flight for chunk in flight.chunks}
     leaving = [request for request in flying if request.state is RequestState.FINISHED]
     tables = [request.pages for request in [*engine._requests, *leaving]]
     held = Counter(page for table in tables for page in table)

@@ -39,8 +39,7 @@ class SteppedEngine(EngineLoop):
         self._receive(self._engine.step())
 
     async def stop(self) -> None:
-        calls, _ = self._wait(busy=True, blocked=False)  # those that came before are still answered
-        _settle([_call(call, self.core) for call in calls])
+        _settle([_call(call, self.core) for call in self._come_in(0)])  # those that came before are still answered
         self._is_over = True
         self._end(None)
 
@@ -56,8 +55,7 @@ class SteppedEngine(EngineLoop):
         if self._is_over:
             return
         loop, core = asyncio.get_running_loop(), self.core
-        calls, _ = self._wait(busy=True, blocked=False)
-        _settle([_call(call, core) for call in calls])
+        _settle([_call(call, core) for call in self._come_in(0)])
         output = core.step()
         output.stats = output.stats._replace(step_s=self._step_s)
         loop.call_soon(self._receive, output)
