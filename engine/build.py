@@ -77,10 +77,9 @@ def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
     if config.shared_cores is None:
         return None
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    spared = forward.is_compiling if isinstance(forward, CompiledWhenReady) else lambda: 0
     try:
-        if isinstance(forward, CompiledWhenReady):
-            return SharedCores(config.shared_cores, cores, threads, forward.is_compiling)
-        return SharedCores(config.shared_cores, cores, threads)
+        return SharedCores(config.shared_cores, cores, threads, spared)
     except OSError as exc:
         log.warning("no cores are borrowed from idle workers", extra={"reason": str(exc)})
         return None

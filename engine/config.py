@@ -76,7 +76,7 @@ class EngineConfig:
     pipeline: Annotated[
         Literal["auto", "on", "off"],
         Field(
-            description="plan a step while the device runs the one before; auto: on a device, as which the mock counts"
+            description="plan a step while the device runs the one before; auto: unless the CPU computes (the mock's does not)"
         ),
     ] = "auto"
     compile_timeout_s: Annotated[float, Field(description="how long compile=wait waits, then runs eagerly")] = 300.0

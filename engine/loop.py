@@ -26,7 +26,7 @@ BLOCKED_TICK_S: Final = 0.25  # how often a step is counted while requests wait 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function to run between two steps, and the future that gets what it returns or raises."""
+    """A function to run between two steps, or while one is waited for, and the future that gets what it returns or raises."""
 
     run: Callable[[Engine], Any]
     future: asyncio.Future[Any]
@@ -98,7 +98,7 @@ class EngineLoop:
         return self._engine
 
     def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Run `call(engine)` on the engine's thread between two steps; what it raises, the future raises.
+        """Run `call(engine)` on the engine's thread, while it waits or between two steps; what it raises, the future raises.
 
         Who awaits the future itself resumes before callbacks get the output of a step that came after the call: the
         first token that `deliver` returns is not overtaken by the second.
