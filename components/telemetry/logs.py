@@ -5,10 +5,15 @@ whoever supervises the process: `ready`, once, when it serves; `progress` with `
 """
 
 import logging
+import math
 import sys
+import time
+from collections.abc import Callable
 from typing import Final, Literal
 
 import structlog
+
+PROGRESS_S: Final = 0.5
 
 status = logging.getLogger("kvmesh.status")  # the contract: heard at every level
 
@@ -50,6 +55,20 @@ def log_ready(**facts: str) -> None:
     status.info("ready", extra=facts)
 
 
-def log_progress(task: str, done: int, total: int) -> None:
-    """Say how far a long start-up step is; a supervisor draws the bar."""
-    status.info("progress", extra={"task": task, "done": done, "total": total})
+class ProgressLog:
+    """Says how far a long start-up step is: its begin, its end, and between them twice a second; a supervisor draws the bar."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told: dict[str, float] = {}
+
+    def __call__(self, task: str, done: int, total: int) -> None:
+        """`done` of `total` steps of `task` are over."""
+        now = self._clock()
+        if 0 < done < total and now - self._told.get(task, -math.inf) < PROGRESS_S:
+            return
+        self._told[task] = now
+        status.info("progress", extra={"task": task, "done": done, "total": total})
+
+
+log_progress: Final = ProgressLog()

@@ -19,8 +19,10 @@ LAST_WORDS: Final = 300  # characters of what a command that failed has to say
 class ComposeConnector:
     """Services are named after roles, as in deploy/compose."""
 
-    def __init__(self, command: str, file: str | None = None, project: str | None = None) -> None:
-        self._command = [*shlex.split(command), *(["-f", file] if file else []), *(["-p", project] if project else [])]
+    def __init__(self, command: str, files: str | None = None, project: str | None = None) -> None:
+        """`files`: one, or several with a colon between, the later over the earlier."""
+        flags = [word for file in (files or "").split(":") if file for word in ("-f", file)]
+        self._command = [*shlex.split(command), *flags, *(["-p", project] if project else [])]
         self._under_way: dict[Planned, int] = {}  # a scaling down lasts as long as its worker drains
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -61,7 +61,9 @@ class PlannerSettings(MeshSettings):
     headroom: Annotated[float, Field(ge=0, description="load that must fit besides before a worker is let go")] = 0.15
     backlog_s: Annotated[PositiveFloat, Field(description="a queue shall be cleared in so long, seconds")] = 30.0
     leader_ttl_s: Annotated[float, Field(ge=2.0, description="a planner silent for so long is replaced")] = 10.0
-    compose_file: Annotated[str | None, Field(description="compose: the file, as docker compose -f")] = None
+    compose_file: Annotated[
+        str | None, Field(description="compose: the file, as docker compose -f; several: a colon between")
+    ] = None
     compose_project: Annotated[str | None, Field(description="compose: the project, as docker compose -p")] = None
     compose_command: Annotated[str, Field(description="compose: the command")] = "docker compose"
     kubernetes_namespace: Annotated[str | None, Field(description="kubernetes: default: the planner's own")] = None

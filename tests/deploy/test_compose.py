@@ -18,6 +18,8 @@ COMPOSE: Final = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 BASE: Final = COMPOSE / "docker-compose.yml"
 GPU: Final = COMPOSE / "docker-compose.gpu.yml"
 BACKENDS: Final = {"etcd", "nats", "jaeger"}
+OURS: Final = (*ROLES, "planner")
+DOCKER_SOCKET: Final = "/var/run/docker.sock:/var/run/docker.sock"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def variables_of(service: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("file", [BASE, GPU], ids=lambda path: path.stem)
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", OURS)
 def test_every_variable_is_a_setting_of_its_service(file: Path, role: str) -> None:
     service = load(file)["services"].get(role, {})
     variables = variables_of(service)
@@ -62,8 +64,9 @@ def test_every_nested_variable_is_a_setting_of_the_engine() -> None:
 
 def test_what_the_caller_may_set_has_the_names_of_settings() -> None:
     known = {f"MESH_{name.upper()}" for name in SHARED} | {
-        f"MESH_{role.upper()}_{name.upper()}" for role in ROLES for name in settings_of(role).model_fields
+        f"MESH_{role.upper()}_{name.upper()}" for role in OURS for name in settings_of(role).model_fields
     }
+    known.add("COMPOSE_PROJECT_NAME")  # which Compose itself sets
     text = BASE.read_text() + GPU.read_text()
     assert set(re.findall(r"\$\{(\w+)", text)) <= known
     assert all(default for default in re.findall(r"\$\{\w+(:-\S+?)?\}", text))  # it starts with nothing set
@@ -78,14 +81,14 @@ def test_every_service_has_a_health_check_and_comes_back() -> None:
         assert service["restart"] == "unless-stopped", name
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", OURS)
 def test_health_checks_ask_the_port_that_the_service_is_given(role: str) -> None:
     service = load(BASE)["services"][role]
     port = variables_of(service)["MESH_FRONTEND_PORT" if role == "frontend" else "MESH_METRICS_PORT"]
     assert f"http://127.0.0.1:{port}/health" in " ".join(service["healthcheck"]["test"])
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", OURS)
 def test_services_run_the_module_of_their_name_after_etcd_and_nats(role: str) -> None:
     service = load(BASE)["services"][role]
     assert service["command"] == ["python", "-m", f"services.{role}"]
@@ -95,17 +98,18 @@ def test_services_run_the_module_of_their_name_after_etcd_and_nats(role: str) ->
     }
 
 
-def test_all_our_services_share_one_image() -> None:
+def test_all_our_services_share_one_image_but_the_planner() -> None:
     ours = {name: service for name, service in load(BASE)["services"].items() if name not in BACKENDS}
-    assert set(ours) == {*ROLES, "model"}
-    assert {service["image"] for service in ours.values()} == {"kvmesh"}
+    assert set(ours) == {*OURS, "model"}
+    assert {service["image"] for service in ours.values()} == {"kvmesh", "kvmesh-planner"}
+    assert ours["planner"]["profiles"] == ["planner"], "nobody gets it, and the Docker socket in it, unasked"
 
 
 def test_images_are_pinned_and_nothing_names_this_machine() -> None:
     for name, service in load(BASE)["services"].items():
         if name in BACKENDS:
             assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+[\w.-]*", service["image"]), name
-        for volume in service.get("volumes", []):
+        for volume in set(service.get("volumes", [])) - ({DOCKER_SOCKET} if name == "planner" else set()):
             assert not volume.startswith(("/", "~")), f"{name}: {volume}"
     for path in COMPOSE.iterdir():
         assert not re.search(r"/(root|home|work|Users)/", path.read_text()), path
@@ -122,6 +126,15 @@ def test_nats_accepts_the_same_payload_as_on_one_box() -> None:
     size = re.search(r"max_payload: (\d+)MB", (COMPOSE / "nats.conf").read_text())
     assert size is not None
     assert int(size[1]) * 1024 * 1024 == MAX_PAYLOAD_BYTES
+
+
+def test_the_planner_adds_workers_like_those_that_are_there() -> None:
+    """It interpolates the file again with its own environment: what the caller may set for workers must be in it."""
+    services = load(BASE)["services"]
+    asked = {name for role in ("prefill", "decode") for name in re.findall(r"\$\{(\w+)", str(services[role]))}
+    assert asked <= set(variables_of(services["planner"]))
+    file = variables_of(services["planner"])["MESH_PLANNER_COMPOSE_FILE"]
+    assert f":-{BASE.relative_to(BASE.parents[2])}}}" in file, "where it is mounted, seen from the image's directory"
 
 
 def test_the_gpu_override_changes_only_services_that_exist() -> None:

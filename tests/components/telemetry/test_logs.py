@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from components.telemetry.logs import configure_logs, log_progress
+from components.telemetry.logs import ProgressLog, configure_logs, log_progress
 
 log = logging.getLogger("components.test")
 
@@ -33,6 +33,17 @@ def test_a_line_is_one_object_with_its_facts(capsys: pytest.CaptureFixture[str])
     assert {"event": "ready", "instance": "i", "level": "info", "logger": "components.test"}.items() <= one.items()
     assert isinstance(one["ts"], str)
     assert {"event": "progress", "task": "load", "done": 1, "total": 3}.items() <= two.items()
+
+
+def test_progress_is_told_at_its_ends_and_twice_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", "json")
+    now = 0.0
+    told = ProgressLog(lambda: now)
+    for done in range(273):
+        told("load", done, 272)
+        told("compile", min(done, 1), 1)
+        now = 0.01 * done
+    assert [line["done"] for line in lines(capsys) if line["task"] == "load"] == [0, 51, 101, 151, 201, 251, 272]
 
 
 def test_a_traceback_does_not_show_what_the_variables_held(capsys: pytest.CaptureFixture[str]) -> None:

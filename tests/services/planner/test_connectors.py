@@ -1,4 +1,4 @@
-"""compose and Kubernetes against a fake command and a fake API: neither has run against the real thing."""
+"""compose and Kubernetes against a fake command and a fake API, which answer as the real ones did when they were tried by hand."""
 
 import asyncio
 import json
@@ -45,6 +45,12 @@ async def test_compose_scales_one_service_and_leaves_the_others_alone(
     [up] = said(tmp_path, "up")
     assert up[:5] == ["compose", "-f", "deploy/compose/docker-compose.yml", "-p", "mesh"]
     assert up[5:] == ["up", "--detach", "--no-deps", "--no-recreate", "--scale", "prefill=1", "prefill"]
+
+
+def test_compose_files_are_given_one_over_the_other() -> None:
+    assert ComposeConnector("docker compose", "a.yml:b.yml", "mesh")._command == [
+        "docker", "compose", "-f", "a.yml", "-f", "b.yml", "-p", "mesh",
+    ]  # fmt: skip
 
 
 async def test_a_compose_command_that_fails_shows_in_the_counts(
