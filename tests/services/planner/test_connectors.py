@@ -1,4 +1,4 @@
-"""compose and Kubernetes against a fake command and a fake API, which answer as the real ones did when they were tried by hand."""
+"""compose and Kubernetes against a fake command and a fake API, which answer as the real ones did when tried by hand."""
 
 import asyncio
 import json
