@@ -200,6 +200,10 @@ class EngineCore:
         """Whether a step would do anything; telling of blocks that came or went between steps is something."""
         return self._scheduler.has_work() or self._flight is not None or bool(self._events)
 
+    def computes(self) -> bool:
+        """Whether a step would have the device compute, or wait for it."""
+        return self._flight is not None or self._scheduler.computes()
+
     def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
         """Plan and launch one step, then tell what the one before gave; of this one too, unless steps are pipelined.
 

@@ -1,4 +1,8 @@
-"""The engine on a thread of its own, and asyncio beside it: calls go in through a queue, outputs come back in batches."""
+"""The engine on a thread of its own, and asyncio beside it: calls go in through a queue, outputs come back in batches.
+
+While the thread sleeps because there is nothing to compute, a call that needs no device runs where it is made: to wake a
+thread, and to be woken by it, takes many times as long as to hand out pages.
+"""
 
 import asyncio
 import logging
@@ -82,11 +86,18 @@ class EngineLoop:
         self.stats = StepStats()  # of the latest step
         self._build = build
         self._loop = asyncio.get_running_loop()
-        self._calls: Queue[Call | None] = Queue()  # None: stop. No SimpleQueue: see `_come_in`
+        self._calls: Queue[Call | None] = Queue()  # None: look around. No SimpleQueue: see `_come_in`
+        self._own = (
+            threading.Lock()
+        )  # whoever holds it may use the engine: its thread, but while it sleeps for want of work
+        self._unsettled = 0  # calls in the queue, or whose results have not come from the thread
+        self._told = self._heard = 0  # outputs of the engine; the first of them is written under the lock
+        self._num_waiting = 0  # requests that wait for pages, as of the last step
+        self._broken: Exception | None = None  # what a step raised that the event loop's thread made
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._callbacks: list[Callable[[StepOutput], None]] = []
-        self._stopping = False  # of the engine's thread
+        self._stopping = False
         self._engine: Engine | None = None
         # daemon: a process that is told to exit while a model loads does not wait for it
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -107,7 +118,23 @@ class EngineLoop:
         if self._ended.done():
             future.set_exception(_dead(self._ended.result()))
         else:
+            self._unsettled += 1
             self._calls.put(Call(call, future))
+        return future
+
+    def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """The same for a `call` that touches no device: it runs at once if the engine rests, and its future is done then.
+
+        In either case what was posted before it has run, and whoever waited for that, or for outputs, has been told.
+        """
+        if (engine := self._engine) is None or not self._take():
+            return self.post(call)
+        try:
+            future: asyncio.Future[T] = self._loop.create_future()
+            _settle([_call(Call(call, future), engine)])
+            self._go_on(engine)
+        finally:
+            self._own.release()
         return future
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
@@ -125,21 +152,50 @@ class EngineLoop:
         try:
             self._engine = await self._ready
         except asyncio.CancelledError:
-            self._calls.put(None)  # nobody will: the thread ends when it has loaded
+            self._end_thread()  # nobody else will: it ends when it has loaded
             raise
 
     async def stop(self) -> None:
         """Let the current step end, then the thread."""
-        self._calls.put(None)
+        self._end_thread()
         await asyncio.shield(self._ended)
         self._thread.join()
+
+    def _end_thread(self) -> None:
+        self._stopping = True
+        self._calls.put(None)
+
+    def _take(self) -> bool:
+        """Have the engine for this thread, if it rests and everything that it said was heard; to be given back by `_own`."""
+        if self._unsettled or self._stopping or self._ended.done() or not self._own.acquire(blocking=False):
+            return False
+        if self._told == self._heard and self._broken is None:
+            return True
+        self._own.release()
+        return False
+
+    def _go_on(self, engine: Engine) -> None:
+        """Make the step that follows a call, unless it would compute: that is for the engine's thread."""
+        if not engine.computes():
+            try:
+                output = engine.step()
+            except Exception as exc:  # noqa: BLE001 - the thread raises it: it ends of what its own steps raise, too
+                self._broken = exc
+            else:
+                self._told += 1
+                self._loop.call_soon(self._receive, output)
+                if not (engine.has_work() or output.stats.num_waiting):
+                    return
+                self._num_waiting = output.stats.num_waiting
+        self._calls.put(None)
 
     def _main(self) -> None:
         """The engine's thread."""
         error: BaseException | None = None
+        self._own.acquire()  # an engine that died is never given back
         try:
             engine = self._build()
-            _tell(self._loop, self._receive, engine.step())  # nothing to do yet: the size of the pool
+            self._hand_on(self._receive, engine.step())  # nothing to do yet: the size of the pool
             _tell(self._loop, _resolve, self._ready, engine)
             self._run(engine)
         except Exception as exc:  # the process's edge: whatever it was, the service learns of it
@@ -148,7 +204,6 @@ class EngineLoop:
         _tell(self._loop, self._end, error)
 
     def _run(self, engine: Engine) -> None:
-        stats = StepStats()
         wait_s = 0.0
 
         def meanwhile(reserved: Sequence[Reserved], left_s: float) -> None:
@@ -160,51 +215,69 @@ class EngineLoop:
                 self._answer(engine, left_s)
 
         while True:
-            if not (busy := engine.has_work()):
+            if engine.has_work():
+                self._answer(engine, wait_s)
+            else:
                 engine.rest()
-            self._answer(engine, wait_s if busy else BLOCKED_TICK_S if stats.num_waiting else None)
+                self._answer(engine, BLOCKED_TICK_S if self._num_waiting else None, rests=True)
             if self._stopping:
                 engine.rest()
                 return
+            if self._broken is not None:
+                raise self._broken
             if wait_s := engine.wait_s():
                 continue  # calls are answered meanwhile
             output = engine.step(meanwhile)
-            stats = output.stats
+            self._num_waiting = output.stats.num_waiting
             self._hand_on(self._receive, output)
 
-    def _answer(self, engine: Engine, timeout_s: float | None) -> None:
+    def _answer(self, engine: Engine, timeout_s: float | None, *, rests: bool = False) -> None:
         """Run the calls that have come in; they are answered before the next step: a first token should not wait for it."""
-        if calls := self._come_in(timeout_s):
-            _tell(self._loop, _settle, [_call(call, engine) for call in calls])
+        if calls := self._come_in(timeout_s, rests=rests):
+            _tell(self._loop, self._settle, [_call(call, engine) for call in calls])
 
-    def _come_in(self, timeout_s: float | None) -> list[Call]:
+    def _come_in(self, timeout_s: float | None, *, rests: bool = False) -> list[Call]:
         """Calls, after sleeping for the first one if there is none; None: however long that takes.
 
         With a timeout, `get` of CPython's SimpleQueue waits for ever when its thread loses the processor at the wrong moment.
+        `rests`: the event loop's thread may have the engine until then.
         """
         calls: list[Call] = []
+        if rests:
+            self._own.release()
         try:
             call = self._calls.get_nowait() if timeout_s == 0 else self._calls.get(timeout=timeout_s)
-            while call is not None:
-                calls.append(call)
+            while True:
+                if call is not None:
+                    calls.append(call)
                 call = self._calls.get_nowait()
-            self._stopping = True
         except Empty:
             pass
+        finally:
+            if rests:
+                self._own.acquire()
         return calls
+
+    def _settle(self, finished: Sequence[Done]) -> None:
+        """Results of calls, on the event loop's thread."""
+        self._unsettled -= len(finished)
+        _settle(finished)
 
     def _hand_on(self, receive: Callable[[T], None], what: T) -> None:
         """One turn of the loop later, so that whoever awaits a call that ran before this step resumes first."""
+        self._told += 1
         _tell(self._loop, self._loop.call_soon, receive, what)
 
     def _receive(self, output: StepOutput) -> None:
         """One step's output, on the event loop's thread."""
+        self._heard += 1
         self.stats = output.stats
         for callback in self._callbacks:
             callback(output)
 
     def _receive_early(self, reserved: list[Reserved]) -> None:
         """Requests that got pages while a step was under way; none of its tokens is counted twice."""
+        self._heard += 1
         stats = self.stats._replace(prompt_tokens=0, decode_tokens=0, step_s=0.0)
         for callback in self._callbacks:
             callback(StepOutput(reserved=reserved, stats=stats))

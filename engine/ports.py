@@ -252,7 +252,11 @@ class Recording(Protocol):
 
 
 class Engine(Protocol):
-    """The engine's face. All but `peek_prefix` are called from the one thread that owns it."""
+    """The engine's face. All but `peek_prefix` are called from the one thread that owns it.
+
+    While `computes` is false others may call it in its place, for what touches no device: all but the profile's calls, and
+    `deliver` to a request with branches, whose pages are copied.
+    """
 
     @property
     def kv_region(self) -> KvRegion:
@@ -311,6 +315,9 @@ class Engine(Protocol):
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
+
+    def computes(self) -> bool:
+        """Whether a step would have the device compute, or wait for it."""
 
     def wait_s(self) -> float:
         """After how long to ask again whether the next step would compute at once; 0: it would. `step` waits otherwise."""

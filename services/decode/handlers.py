@@ -203,7 +203,7 @@ class DecodeService:
                 self._active.fail(active, exc)
             except Exception as exc:
                 log.exception("request failed", extra={"request": active.engine_id})
-                self._engine.post(lambda engine: engine.cancel(active.engine_id))
+                self._engine.call(lambda engine: engine.cancel(active.engine_id))
                 self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
 
     async def _mask_of(self, active: ActiveRequest) -> TokenMask | None:
@@ -259,9 +259,8 @@ class DecodeService:
             record = await self._remote.run(fetch, active.request)
             route.succeeded()
             active.wait("decode.first_token")
-            outputs = await self._engine.post(
-                lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs)
-            )
+            run = self._engine.call if active.sampling.n == 1 else self._engine.post  # branches: pages are copied
+            outputs = await run(lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs))
         except MeshError as exc:
             if fetch.waits_for_prefill or isinstance(exc, PrefillLost):
                 route.failed(exc)
@@ -280,14 +279,14 @@ class DecodeService:
         if isinstance(cause, KvCorrupt):
             self._metrics.corrupt()
         if self._on_transfer_failure == "fail" and not active.request.sampling.num_generated:
-            self._engine.post(lambda engine: engine.cancel(active.engine_id))
+            self._engine.call(lambda engine: engine.cancel(active.engine_id))
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
         log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": cause.message})
         active.span.add_event("recompute", {"cause": cause.message})
         self._metrics.recomputed()
         active.enter(DecodeState.WAITING)
         active.wait(SPAN_LOCAL_PREFILL)
-        self._engine.post(lambda engine: engine.recompute(active.engine_id))
+        self._engine.call(lambda engine: engine.recompute(active.engine_id))
 
     def _submit(self, active: ActiveRequest, phase: Phase) -> None:
         request = active.request
@@ -318,19 +317,19 @@ class DecodeService:
                 failed = error if isinstance(error, MeshError) else PeerLost(f"decode failed: {type(error).__name__}")
                 self._stop(active, failed)
 
-        self._engine.post(submit).add_done_callback(submitted)
+        self._engine.call(submit).add_done_callback(submitted)
 
     def _stop_branch(self, active: ActiveRequest, branch: int) -> None:
         """Nobody reads this branch any more."""
         if len(active.streams) == 1:
             self._stop(active, Cancelled("the client has gone"))
             return
-        self._engine.post(lambda engine: engine.cancel(active.engine_id, branch))
+        self._engine.call(lambda engine: engine.cancel(active.engine_id, branch))
         self._active.drop(active, branch)
 
     def _stop(self, active: ActiveRequest, error: MeshError) -> None:
         """No more work on this request, from now on."""
-        self._engine.post(lambda engine: engine.cancel(active.engine_id))
+        self._engine.call(lambda engine: engine.cancel(active.engine_id))
         self._active.fail(active, error)
         if (task := self._tasks.get(active.engine_id)) is not None:
             task.cancel()
@@ -340,7 +339,7 @@ class DecodeService:
 
         async def settle() -> None:
             await self._remote.settle(fetch)
-            self._engine.post(lambda engine: engine.release(fetch.engine_id))
+            self._engine.call(lambda engine: engine.release(fetch.engine_id))
 
         self._keep(f"settle {fetch.engine_id}", settle())
 

@@ -41,7 +41,7 @@ from components.wire.rooms import KvComing, PagesOffered, RoomFailed, RoomOk
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
-from engine.ports import EngineRequest, Phase, StepOutput, TokenMask
+from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
 from engine.sampling.wire import sampling_params
 from services.prefill.jobs import NEXT, PrefillJob, PrefillState
 from services.prefill.rooms import Rooms
@@ -256,7 +256,7 @@ class PrefillService:
         return PrefillAccepted(request_id=request.request_id, number=self._accepted)
 
     def _submit(self, job: PrefillJob, prompt: EngineRequest) -> None:
-        submitted = self._engine.post(lambda engine: engine.submit(prompt))
+        submitted = self._engine.call(lambda engine: engine.submit(prompt))
         submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
 
     async def _mask_of(self, request: PrefillRequest, token_ids: Sequence[int]) -> TokenMask | None:
@@ -305,8 +305,12 @@ class PrefillService:
         self._rooms.end(request_id)
         if not self._jobs:
             self._none.set()
-        self._engine.post(lambda engine: engine.cancel(request_id))
-        self._engine.post(lambda engine: engine.release(request_id))
+
+        def forget(engine: Engine) -> None:
+            engine.cancel(request_id)
+            engine.release(request_id)
+
+        self._engine.call(forget)
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from engine.core import EngineCore
-from engine.loop import BLOCKED_TICK_S, EngineLoop, _call, _settle
+from engine.loop import BLOCKED_TICK_S, EngineLoop, _call
 from engine.ports import Engine
 
 T = TypeVar("T")
@@ -34,12 +34,21 @@ class SteppedEngine(EngineLoop):
             self._wake()
         return future
 
+    def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
+        if self._is_over or self._next_is_step:
+            return self.post(call)
+        future = super().call(call)
+        if not self._calls.empty():
+            self._wake()
+        return future
+
     async def start(self) -> None:
         self._engine = self._build()
+        self._told += 1
         self._receive(self._engine.step())
 
     async def stop(self) -> None:
-        _settle([_call(call, self.core) for call in self._come_in(0)])  # those that came before are still answered
+        self._settle([_call(call, self.core) for call in self._come_in(0)])  # those that came before are still answered
         self._is_over = True
         self._end(None)
 
@@ -55,9 +64,10 @@ class SteppedEngine(EngineLoop):
         if self._is_over:
             return
         loop, core = asyncio.get_running_loop(), self.core
-        _settle([_call(call, core) for call in self._come_in(0)])
+        self._settle([_call(call, core) for call in self._come_in(0)])
         output = core.step()
         output.stats = output.stats._replace(step_s=self._step_s)
+        self._told += 1
         loop.call_soon(self._receive, output)
         self._next, self._next_is_step = None, False
         if core.has_work():

@@ -65,6 +65,8 @@ class FakeEngineLoop:
         loop.call_soon(self._run, call, future)
         return future
 
+    call = post
+
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
         self.callbacks.append(callback)
 
