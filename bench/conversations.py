@@ -41,7 +41,7 @@ from components.discovery.registry import join_registry
 from components.wire.instances import Role
 
 SETTLE_S: Final = 0.3  # after the last answer, until what counts transfers has counted it
-TALK_S: Final = 1200.0  # for all conversations of a round: then something hangs
+TURN_S: Final = 15.0  # for a turn on average: then something hangs
 TARGETS: Final = {  # of a policy over the first one
     "computed": 0.40,
     "load_spread": 1.10,
@@ -141,7 +141,7 @@ def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: in
 
     async def load(some: Sequence[Sequence[Turn]]) -> tuple[Run, list[list[str]]]:
         total = sum(map(len, some))
-        async with asyncio.timeout(TALK_S):
+        async with asyncio.timeout(TURN_S * max(total, 10)):
             with progress_bar(who.name, total) as done:
                 run, answers = await converse(who.url, model, some, users, done)
         await asyncio.sleep(SETTLE_S)

@@ -30,7 +30,7 @@ BLOCKED_TICK_S: Final = 0.25  # how often a step is counted while requests wait 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function to run between two steps, or while one is waited for, and the future that gets what it returns or raises."""
+    """A function for the engine's thread, and the future that gets what it returns or raises."""
 
     run: Callable[[Engine], Any]
     future: asyncio.Future[Any]
@@ -87,9 +87,7 @@ class EngineLoop:
         self._build = build
         self._loop = asyncio.get_running_loop()
         self._calls: Queue[Call | None] = Queue()  # None: look around. No SimpleQueue: see `_come_in`
-        self._own = (
-            threading.Lock()
-        )  # whoever holds it may use the engine: its thread, but while it sleeps for want of work
+        self._own = threading.Lock()  # who holds it may use the engine: its thread, unless that sleeps for want of work
         self._unsettled = 0  # calls in the queue, or whose results have not come from the thread
         self._told = self._heard = 0  # outputs of the engine; the first of them is written under the lock
         self._num_waiting = 0  # requests that wait for pages, as of the last step
@@ -104,7 +102,7 @@ class EngineLoop:
 
     @property
     def engine(self) -> Engine:
-        """For kv_region, max_context and peek_prefix; everything else goes through `post`."""
+        """For kv_region, max_context and peek_prefix; everything else goes through `post` and `call`."""
         assert self._engine is not None, "the engine is not loaded yet"
         return self._engine
 
@@ -115,8 +113,8 @@ class EngineLoop:
         first token that `deliver` returns is not overtaken by the second.
         """
         future: asyncio.Future[T] = self._loop.create_future()
-        if self._ended.done():
-            future.set_exception(_dead(self._ended.result()))
+        if self._ended.done() or self._broken is not None:
+            future.set_exception(_dead(self._broken or self._ended.result()))
         else:
             self._unsettled += 1
             self._calls.put(Call(call, future))
@@ -125,7 +123,8 @@ class EngineLoop:
     def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
         """The same for a `call` that touches no device: it runs at once if the engine rests, and its future is done then.
 
-        In either case what was posted before it has run, and whoever waited for that, or for outputs, has been told.
+        Whatever was posted before it has run, and whoever waited for that, or for outputs, has been told. Who awaits the
+        future at once resumes before callbacks get the output of the step that follows; a done-callback comes after them.
         """
         if (engine := self._engine) is None or not self._take():
             return self.post(call)
@@ -176,17 +175,16 @@ class EngineLoop:
 
     def _go_on(self, engine: Engine) -> None:
         """Make the step that follows a call, unless it would compute: that is for the engine's thread."""
-        if not engine.computes():
-            try:
+        try:
+            if not engine.computes():
                 output = engine.step()
-            except Exception as exc:  # noqa: BLE001 - the thread raises it: it ends of what its own steps raise, too
-                self._broken = exc
-            else:
                 self._told += 1
                 self._loop.call_soon(self._receive, output)
-                if not (engine.has_work() or output.stats.num_waiting):
+                ticks, self._num_waiting = bool(self._num_waiting), output.stats.num_waiting
+                if not engine.has_work() and (ticks or not self._num_waiting):
                     return
-                self._num_waiting = output.stats.num_waiting
+        except Exception as exc:  # noqa: BLE001 - the thread raises it: it ends of what its own steps raise, too
+            self._broken = exc
         self._calls.put(None)
 
     def _main(self) -> None:
@@ -270,17 +268,20 @@ class EngineLoop:
 
     def _receive(self, output: StepOutput) -> None:
         """One step's output, on the event loop's thread."""
-        self._heard += 1
         self.stats = output.stats
-        for callback in self._callbacks:
-            callback(output)
+        self._hear(output)
 
     def _receive_early(self, reserved: list[Reserved]) -> None:
         """Requests that got pages while a step was under way; none of its tokens is counted twice."""
-        self._heard += 1
         stats = self.stats._replace(prompt_tokens=0, decode_tokens=0, step_s=0.0)
-        for callback in self._callbacks:
-            callback(StepOutput(reserved=reserved, stats=stats))
+        self._hear(StepOutput(reserved=reserved, stats=stats))
+
+    def _hear(self, output: StepOutput) -> None:
+        try:
+            for callback in self._callbacks:
+                callback(output)
+        finally:
+            self._heard += 1  # what a callback calls runs when all have heard
 
     def _end(self, error: BaseException | None) -> None:
         """The thread is over, on the event loop's thread: nobody waits for it any longer."""

@@ -254,8 +254,8 @@ class Recording(Protocol):
 class Engine(Protocol):
     """The engine's face. All but `peek_prefix` are called from the one thread that owns it.
 
-    While `computes` is false others may call it in its place, for what touches no device: all but the profile's calls, and
-    `deliver` to a request with branches, whose pages are copied.
+    While no step is under way or in flight others may call it in its place, for what touches no device: all but the profile's
+    calls, `deliver` to a request with branches, whose pages are copied, and a step that `computes`.
     """
 
     @property

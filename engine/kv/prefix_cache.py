@@ -8,7 +8,7 @@ from engine.kv.events import CacheEvents
 class PrefixCache:
     """A two-way map between block hashes and pages. It owns no page: `PagePool` says when one must be forgotten.
 
-    `match` reads one dict, so another thread may call it for a hint; everything else belongs to the engine's thread.
+    `match` reads one dict, so another thread may call it for a hint; everything else belongs to whoever has the engine.
     `events`, when given, is told of every block that comes and goes.
     """
 

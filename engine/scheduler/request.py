@@ -37,7 +37,7 @@ ENDS_WITH_PROMPT: Final = frozenset({Phase.PREFILL, Phase.EMBED})
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request from submit to its end. Mutable, and owned by the engine's thread."""
+    """One request from submit to its end. Mutable, and owned by whoever has the engine."""
 
     id: str
     tokens: list[int]  # prompt, then what was generated

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Final
 
 from opentelemetry import trace
 
@@ -47,6 +47,8 @@ from services.decode.remote_prefill import Fetch, RemotePrefill
 from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, DecodeState
 
 log = logging.getLogger(__name__)
+
+LIGHT_TOKENS: Final = 4096  # a prompt that is checked and hashed in less than a millisecond
 
 
 class DecodeService:
@@ -259,7 +261,10 @@ class DecodeService:
             record = await self._remote.run(fetch, active.request)
             route.succeeded()
             active.wait("decode.first_token")
-            run = self._engine.call if active.sampling.n == 1 else self._engine.post  # branches: pages are copied
+            light = (
+                active.sampling.n == 1 and active.mask is None
+            )  # for branches pages are copied, and masks take their time
+            run = self._engine.call if light else self._engine.post
             outputs = await run(lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs))
         except MeshError as exc:
             if fetch.waits_for_prefill or isinstance(exc, PrefillLost):
@@ -317,7 +322,10 @@ class DecodeService:
                 failed = error if isinstance(error, MeshError) else PeerLost(f"decode failed: {type(error).__name__}")
                 self._stop(active, failed)
 
-        self._engine.call(submit).add_done_callback(submitted)
+        # A prompt to be computed is for the engine's thread anyway, and a long one is checked and hashed for milliseconds.
+        light = phase is Phase.DECODE and len(active.token_ids) <= LIGHT_TOKENS
+        run = self._engine.call if light else self._engine.post
+        run(submit).add_done_callback(submitted)
 
     def _stop_branch(self, active: ActiveRequest, branch: int) -> None:
         """Nobody reads this branch any more."""

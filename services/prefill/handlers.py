@@ -256,7 +256,7 @@ class PrefillService:
         return PrefillAccepted(request_id=request.request_id, number=self._accepted)
 
     def _submit(self, job: PrefillJob, prompt: EngineRequest) -> None:
-        submitted = self._engine.call(lambda engine: engine.submit(prompt))
+        submitted = self._engine.post(lambda engine: engine.submit(prompt))
         submitted.add_done_callback(lambda done: _pass_on_failure(done, job))
 
     async def _mask_of(self, request: PrefillRequest, token_ids: Sequence[int]) -> TokenMask | None:

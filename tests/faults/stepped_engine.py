@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class SteppedEngine(EngineLoop):
-    """See `engine.loop.EngineLoop`. A step takes, and says that it took, `step_s`."""
+    """See `engine.loop.EngineLoop`. A step that computes takes, and says that it took, `step_s`."""
 
     _next: asyncio.Handle | None = None  # the turn that is due
     _next_is_step = False  # calls wait for it
@@ -65,6 +65,8 @@ class SteppedEngine(EngineLoop):
             return
         loop, core = asyncio.get_running_loop(), self.core
         self._settle([_call(call, core) for call in self._come_in(0)])
+        if self._broken is not None:
+            raise self._broken
         output = core.step()
         output.stats = output.stats._replace(step_s=self._step_s)
         self._told += 1
