@@ -22,7 +22,7 @@
 #include <type_traits>
 #include <vector>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -73,8 +73,17 @@ inline void narrow_all(const float* from, int64_t count, Bf16* to) {
 }
 #endif
 
-typedef float Lanes __attribute__((vector_size(64)));  // where vectors are shorter, the compiler uses several
-constexpr int64_t LANES = sizeof(Lanes) / sizeof(float);
+// A vector is as long as the processor's: a longer one the compiler keeps in memory, where each sum waits for the one before.
+#ifdef __AVX512F__
+constexpr int64_t LANES = 16;
+constexpr int TILE = 8;  // rows of a product whose sums fit into the registers, 32 of them
+constexpr int WIDE = 4;  // vectors of a value row that are added at a time, for four query rows
+#else
+constexpr int64_t LANES = 8;
+constexpr int TILE = 6;  // of 16 registers
+constexpr int WIDE = 2;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
 
 inline Lanes load(const float* from) {
   Lanes lanes;
@@ -82,7 +91,7 @@ inline Lanes load(const float* from) {
   return lanes;
 }
 inline Lanes load(const _Float16* from) {
-  _Float16 __attribute__((vector_size(32))) narrow;
+  _Float16 __attribute__((vector_size(2 * LANES))) narrow;
   std::memcpy(&narrow, from, sizeof narrow);
   return __builtin_convertvector(narrow, Lanes);
 }
@@ -90,10 +99,13 @@ inline Lanes load(const Bf16* from) {
 #ifdef __AVX512F__  // one instruction, where gcc 12 makes four of the general form
   const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return reinterpret_cast<Lanes>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+#elif defined(__AVX2__)
+  const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return reinterpret_cast<Lanes>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
 #else
-  uint16_t __attribute__((vector_size(32))) narrow;
+  uint16_t __attribute__((vector_size(2 * LANES))) narrow;
   std::memcpy(&narrow, from, sizeof narrow);
-  typedef uint32_t Bits __attribute__((vector_size(64)));
+  typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
   return reinterpret_cast<Lanes>(__builtin_convertvector(narrow, Bits) << 16);
 #endif
 }
@@ -305,7 +317,7 @@ inline void add_values(const Bf16* weights, const Bf16* values, int64_t from, in
 template <int GROUP, typename L, typename T>
 inline void add_page(const L* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows) {
   int64_t d = 0;
-  for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<GROUP, 4>(weights, values + d, from, to, dim, rows + d);
+  for (; d + WIDE * LANES <= dim; d += WIDE * LANES) add_values<GROUP, WIDE>(weights, values + d, from, to, dim, rows + d);
   for (; d < dim; d += LANES) add_values<GROUP, 1>(weights, values + d, from, to, dim, rows + d);
 }
 
@@ -441,7 +453,7 @@ template <typename A, typename B>
 void multiply(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
   for (int64_t column = 0; column < width; column += 2 * LANES) {
     int64_t i = 0;
-    for (; i + 8 <= rows; i += 8) multiply_tile<8>(c + i * ldc + column, ldc, a + i * lda, lda, b + column, ldb, depth, add);
+    for (; i + TILE <= rows; i += TILE) multiply_tile<TILE>(c + i * ldc + column, ldc, a + i * lda, lda, b + column, ldb, depth, add);
     for (; i < rows; ++i) multiply_tile<1>(c + i * ldc + column, ldc, a + i * lda, lda, b + column, ldb, depth, add);
   }
 }
@@ -661,7 +673,7 @@ Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor 
   require(query.scalar_type() == dtype && key.scalar_type() == dtype && value.scalar_type() == dtype, "query, key, value and pool differ in dtype");
   require(plan.scalar_type() == ScalarType::Int, "the plan must be int32");
   require(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
-  require(query.size(3) % LANES == 0, "the head size must be a multiple of 16");
+  require(query.size(3) % 16 == 0, "the head size must be a multiple of 16");
   require(pool.is_contiguous() && plan.is_contiguous(), "pool and plan must be contiguous");
   require(pool.size(1) == key.size(1) && pool.size(5) == query.size(3) && query.size(1) % key.size(1) == 0, "heads do not match the pool");
   if (dtype == ScalarType::BFloat16) return attend_with<Bf16>(query, key, value, pool, plan, layer, scaling, window, softcap);
