@@ -232,14 +232,18 @@ def test_a_call_to_an_engine_that_computes_waits_for_its_thread(tmp_path: Path) 
 
 @given(ways=st.lists(st.sampled_from(["post", "call", "turn", "pause", "busy", "request"]), min_size=2, max_size=30))
 @settings(max_examples=40, deadline=None)
-def test_calls_run_in_the_order_in_which_they_are_made(ways: list[str]) -> None:
+def test_calls_run_in_the_order_in_which_they_are_made(
+    tmp_path_factory: pytest.TempPathFactory, ways: list[str]
+) -> None:
     """Here or on the engine's thread, and whoever waits for one has heard all that the engine said before it ran."""
+
+    home = tmp_path_factory.getbasetemp()
 
     async def main() -> None:
         ran: list[int] = []
         heard: list[int] = []
 
-        async with run_engine(lambda: make_mock(Path("unused"), num_pages=512)) as loop:
+        async with run_engine(lambda: make_mock(home, num_pages=512)) as loop:
             loop.on_output(lambda output: heard.append(output.stats.step))
 
             async def wait(future: asyncio.Future[int]) -> None:
