@@ -29,9 +29,8 @@ LAST_HANDSHAKES_S: Final = 0.1  # from a client's first packet to its connection
 LAST_REQUESTS_S: Final = 1.0  # for a request on a connection that is open already
 TICK_S: Final = 0.005
 DATE_S: Final = 1.0  # how long the date of answers may stand
-SEND_BUFFER_BYTES: Final = (
-    256 * 1024
-)  # of a connection in the kernel, which takes twice that: what may wait unread there
+# Of a connection in the kernel, which takes twice that: what may wait unread there.
+SEND_BUFFER_BYTES: Final = 256 * 1024
 SO_ATTACH_FILTER: Final = 26  # of Linux; Python has no name for it
 NO_NEW_CONNECTION: Final = (  # a socket filter, classic BPF, that sees packets from their TCP header on
     (0x30, 0, 0, 13),  # load the byte with the flags

@@ -21,9 +21,8 @@ SERIALIZED: Final = re.compile(r"^  serialized_pb=_b\(('.*')\)$", re.MULTILINE)
 
 
 def _serialized_descriptor(source: str) -> bytes:
-    found = SERIALIZED.search(
-        source
-    )  # parsing the whole file takes a tenth of a second, at every start of every process
+    # Parsing the whole file takes a tenth of a second, at every start of every process.
+    found = SERIALIZED.search(source)
     if found is None:
         raise ImportError("this etcd3 release has no serialized descriptors; kvmesh needs etcd3 0.12.0")
     return str(ast.literal_eval(found[1])).encode("latin1")

@@ -18,9 +18,8 @@ LISTENER_LOOKS_UP_S: Final = 1.0
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else a dozen lines on stderr for each engine, and each peer has one
 os.environ.setdefault("MC_FORCE_TCP", "1")  # without it a machine with RDMA would use what nobody has run here
-os.environ.setdefault(
-    "MC_TCP_ENABLE_CONNECTION_POOL", "1"
-)  # off, posting a write first waits for a connection of its own
+# Off, posting a write first waits for a connection of its own.
+os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
 os.environ["MC_TCP_PROTO"] = "2"  # 1 takes a write for complete when it has left: then an aux slot could overtake pages
 
 try:

@@ -65,9 +65,8 @@ class ReasoningFormat:
 
 _DEEPSEEK: Final = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 _MISTRAL: Final = (TOOL_CALLS, ARGS, CALL_ID)
-MISTRAL_NAMED: Final = CallStyle(
-    TOOL_CALLS + "{}" + ARGS, "", "", marker=TOOL_CALLS
-)  # since version 11 of its tokenizer
+# Since version 11 of its tokenizer.
+MISTRAL_NAMED: Final = CallStyle(TOOL_CALLS + "{}" + ARGS, "", "", marker=TOOL_CALLS)
 PLAIN_JSON: Final = ToolFormat(
     "json", plain_json, style=CallStyle('{"name": "{}", "arguments": ', "}", ", ", before="[", after="]")
 )

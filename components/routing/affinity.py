@@ -39,9 +39,8 @@ class SessionAffinity:
         self._limit = sessions
         self._spill = spill
         self._spill_tokens = spill_tokens
-        self._sessions: OrderedDict[str, tuple[str, float]] = (
-            OrderedDict()
-        )  # → (instance id, last request), oldest first
+        # → (instance id, last request), oldest first
+        self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def __len__(self) -> int:
         """Sessions that are remembered."""

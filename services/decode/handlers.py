@@ -261,9 +261,8 @@ class DecodeService:
             record = await self._remote.run(fetch, active.request)
             route.succeeded()
             active.wait("decode.first_token")
-            light = (
-                active.sampling.n == 1 and active.mask is None
-            )  # for branches pages are copied, and masks take their time
+            # For branches pages are copied, and masks take their time.
+            light = active.sampling.n == 1 and active.mask is None
             run = self._engine.call if light else self._engine.post
             outputs = await run(lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs))
         except MeshError as exc:

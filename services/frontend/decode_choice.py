@@ -33,12 +33,8 @@ WAIT_FOR_DECODE_S: Final = 30.0  # for a stream that has begun: a decode instanc
 MOVES: Final = 5
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is asked again; doubles
 MOST_BACK_OFF_S: Final = 1.0
-MOVING: Final = (
-    PeerLost,
-    Overloaded,
-    BackendUnavailable,
-    DeadlineExceeded,
-)  # with these a request tries another instance
+# With these a request tries another instance.
+MOVING: Final = (PeerLost, Overloaded, BackendUnavailable, DeadlineExceeded)
 
 
 class DecodeChoice:

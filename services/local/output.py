@@ -13,9 +13,8 @@ from services.local.progress import ProgressLines
 
 COLOURS: Final = ("cyan", "magenta", "green", "blue", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 LEVEL_STYLES: Final = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
-NOT_FACTS: Final = frozenset(
-    {"ts", "level", "logger", "event", "exception", "color_message"}
-)  # last: uvicorn's event again
+# color_message: uvicorn's event again.
+NOT_FACTS: Final = frozenset({"ts", "level", "logger", "event", "exception", "color_message"})
 
 
 class _Console(Console):

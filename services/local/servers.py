@@ -147,9 +147,8 @@ def _binary(name: str, beside: Path | None, package: str) -> str:
 
 
 def _ask(port: int, method: str, path: str) -> bytes:
-    connection = http.client.HTTPConnection(
-        HOST, port, timeout=1.0
-    )  # unlike urllib, takes no proxy from the environment
+    # Unlike urllib it takes no proxy from the environment.
+    connection = http.client.HTTPConnection(HOST, port, timeout=1.0)
     try:
         connection.request(method, path, body="{}" if method == "POST" else None)
         answer = connection.getresponse()
