@@ -27,3 +27,8 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     """
     build = cast("Builder", import_module(MOCK if is_mock(model) else TORCH).build_engine)
     return build(model, config, state_dir, progress)
+
+
+def has_thread(model: str, config: EngineConfig) -> bool:
+    """Whether the engine is stepped on a thread of its own, as one must be whose steps keep a processor busy."""
+    return not is_mock(model) or config.mock.thread

@@ -14,7 +14,7 @@ for. So a step is planned before the tokens of the one before are known, as if e
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count
 from time import perf_counter
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from engine.ports import (
     EngineRequest,
     Failed,
     KvRegion,
-    Meanwhile,
+    Pause,
     Recording,
     Reserved,
     StepOutput,
@@ -204,18 +204,27 @@ class EngineCore:
         """Whether a step would have the device compute, or wait for it."""
         return self._flight is not None or self._scheduler.computes()
 
-    def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
+    def step(self) -> StepOutput:
         """Plan and launch one step, then tell what the one before gave; of this one too, unless steps are pipelined.
 
-        Without work it computes nothing and reports the pool. While it waits for the device, `meanwhile` runs; requests
-        that it submits get pages at once, if that is all they need.
+        Without work it computes nothing and reports the pool.
         """
+        (output,) = self._stepping(pauses=False)
+        assert isinstance(output, StepOutput)
+        return output
+
+    def stepping(self) -> Iterator[Pause | StepOutput]:
+        """The same with a pause wherever the device is waited for; who submits then gets pages at once, if it needs no more."""
+        return self._stepping(pauses=True)
+
+    def _stepping(self, *, pauses: bool) -> Iterator[Pause | StepOutput]:
         try:
-            return self._stepped(meanwhile)
+            output = yield from self._stepped(pauses=pauses)
         finally:
             self._runner.done()
+        yield output
 
-    def _stepped(self, meanwhile: Meanwhile | None) -> StepOutput:
+    def _stepped(self, *, pauses: bool) -> Generator[Pause, None, StepOutput]:
         started = perf_counter()
         self._step += 1
         self._prompt_tokens = 0
@@ -225,12 +234,14 @@ class EngineCore:
         plan = self._scheduler.schedule()
         output.reserved += self._reserved(plan.reserved)
         self._behind = self._launch(plan.chunks, output)
-        self._wait(output, meanwhile)
+        if pauses:
+            yield from self._pauses(output)
         self._land(output)
         self._behind, behind = None, self._behind
         self._flight = self._sample(behind, output)
         if not self._pipelined:
-            self._wait(output, meanwhile)
+            if pauses:
+                yield from self._pauses(output)
             self._land(output)
         if self._events:
             output.cache_events = self._events.take()
@@ -261,13 +272,11 @@ class EngineCore:
             return None
         return flight
 
-    def _wait(self, output: StepOutput, meanwhile: Meanwhile | None) -> None:
-        """Do something else until the step in flight, if there is one, can land."""
-        if self._flight is None or meanwhile is None:
-            return
-        while wait_s := self._flight.launched.wait_s():
+    def _pauses(self, output: StepOutput) -> Iterator[Pause]:
+        """Until the step in flight, if there is one, can land."""
+        while self._flight is not None and (wait_s := self._flight.launched.wait_s()):
             told, output.reserved = output.reserved, []
-            meanwhile(told, wait_s)
+            yield Pause(told, wait_s)
             output.reserved += self._reserved(self._scheduler.reserve())
 
     def _reserved(self, requests: Sequence[Request]) -> list[Reserved]:

@@ -5,7 +5,7 @@ A request is submitted for one of four phases. Its pages are *exposed* while ano
 becomes of it, until `release` says that no transfer touches them any more.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from pathlib import Path
@@ -232,11 +232,11 @@ class KvRegion:
         return self.num_pages * self.layout.page_bytes
 
 
-class Meanwhile(Protocol):
-    """What is done while a device computes."""
+class Pause(NamedTuple):
+    """A step waits for its device."""
 
-    def __call__(self, reserved: Sequence[Reserved], wait_s: float, /) -> None:
-        """Tell of requests that have got their pages, whom the step's output leaves out; come back after `wait_s` at most."""
+    reserved: list[Reserved]  # have got their pages meanwhile; the step's output leaves them out
+    wait_s: float  # after which to go on; earlier is no harm
 
 
 def max_request_pages(engine: "Engine") -> int:
@@ -322,11 +322,13 @@ class Engine(Protocol):
     def wait_s(self) -> float:
         """After how long to ask again whether the next step would compute at once; 0: it would. `step` waits otherwise."""
 
-    def step(self, meanwhile: "Meanwhile | None" = None) -> StepOutput:
-        """Run one step: admit, compute one batch, sample.
+    def step(self) -> StepOutput:
+        """Run one step: admit, compute one batch, sample. With `pipeline` launch it, and tell what the one before it gave."""
 
-        With `pipeline` it launches that batch and tells what the one before it gave. As long as it has nothing to do but
-        wait for a device, it has `meanwhile` called, which may call everything here but this.
+    def stepping(self) -> Iterator[Pause | StepOutput]:
+        """The same in pieces: a pause whenever there is nothing to do but wait for a device, and at last the output.
+
+        During a pause everything here may be called but another step. One that is given up is never heard of.
         """
 
     def rest(self) -> None:

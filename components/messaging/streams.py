@@ -67,13 +67,21 @@ class OutStream:
 
 
 class StreamOutbox:
-    """Collects items and sends them as frames: whatever gathers while one send is under way leaves with the next."""
+    """Collects items and sends them as frames.
 
-    def __init__(self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int]) -> None:
+    What comes after a rest leaves at once, what follows gathers: tokens that are made faster than anybody reads them are
+    not worth a frame, an event and two switches of processes each.
+    """
+
+    def __init__(
+        self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
+    ) -> None:
+        """`interval_s`: from one sending to the next, at least."""
         self._bus = bus
         self._instance_id = instance_id
         self._epoch = epoch
         self._step = step
+        self._interval_s = interval_s
         self._pending: dict[str, list[FrameDraft]] = {}  # of each frontend, frame by frame
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -96,8 +104,13 @@ class StreamOutbox:
 
     async def run(self) -> None:
         """Send frames for ever."""
+        loop = asyncio.get_running_loop()
+        rests_until_s = 0.0
         while True:
             await self._wake.wait()
+            if (rest_s := rests_until_s - loop.time()) > 0:
+                await asyncio.sleep(rest_s)
+            rests_until_s = loop.time() + self._interval_s
             self._wake.clear()
             pending, self._pending = self._pending, {}
             for reply_to, frames in pending.items():
@@ -124,10 +137,10 @@ class StreamOutbox:
 
 @asynccontextmanager
 async def open_outbox(
-    bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int]
+    bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
 ) -> AsyncIterator[StreamOutbox]:
     """An outbox whose frames leave while inside; leaving sends what is queued."""
-    outbox = StreamOutbox(bus, instance_id, epoch, step)
+    outbox = StreamOutbox(bus, instance_id, epoch, step, interval_s)
     async with background(outbox.run(), "stream-outbox"):
         try:
             yield outbox

@@ -27,6 +27,9 @@ class MockConfig:
     layers: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
     kv_heads: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
     head_dim: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
+    thread: Annotated[
+        bool, Field(description="a thread for the engine, as a model's has; else it is stepped on the event loop")
+    ] = False
 
     def duration_s(self, prompt_tokens: int, decodes: int, context_tokens: int, pairs: int = 0) -> float:
         """How long a step takes, 0 for one that has nothing to do.

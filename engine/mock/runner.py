@@ -69,10 +69,7 @@ class MockRunner:
         checksums: list[int] = []
         prompt_tokens = decodes = context_tokens = pairs = 0
         for chunk in chunks:
-            request = chunk.request
-            tokens = [*request.tokens, self._drawn[request]] if chunk.ahead else request.tokens
-            origin = self._origins.get(request.adapter, 0)
-            checksums.append(self._pages.compute(request.pages, tokens, chunk.start, chunk.end, origin))
+            checksums.append(self._mark(chunk))
             if chunk.length == 1:
                 decodes += 1
                 context_tokens += chunk.end
@@ -81,6 +78,17 @@ class MockRunner:
                 pairs += attended(chunk.start, chunk.length)
         self._busy_until_s = started_s + self._config.duration_s(prompt_tokens, decodes, context_tokens, pairs)
         return MockStep(self, chunks, checksums, self._busy_until_s)
+
+    def _mark(self, chunk: Chunk) -> int:
+        request = chunk.request
+        origin = self._origins.get(request.adapter, 0)
+        if not chunk.ahead:
+            return self._pages.compute(request.pages, request.tokens, chunk.start, chunk.end, origin)
+        request.tokens.append(self._drawn[request])  # for as long as this takes: to copy them all would take longer
+        try:
+            return self._pages.compute(request.pages, request.tokens, chunk.start, chunk.end, origin)
+        finally:
+            request.tokens.pop()
 
     def draw(self, chunks: Sequence[Chunk], checksums: Sequence[int]) -> list[int | None]:
         """A token for each chunk that `samples`, from the checksum of all before it."""

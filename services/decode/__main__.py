@@ -21,10 +21,10 @@ from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.kv.events import block_changes
-from engine.loop import start_engine
 from engine.model.resolve import model_dir, served_name
 from engine.ports import KvRegion, max_request_pages
 from engine.profiler import EngineProfiler
+from engine.start import start_engine
 from services.decode.config import DecodeSettings
 from services.decode.handlers import DecodeService
 from services.decode.remote_prefill import RemotePrefill
@@ -70,7 +70,9 @@ async def main(settings: DecodeSettings) -> None:
         publish_kv_events(bus, subject, me, lambda: registration.epoch, on=settings.engine.kv_events) as kv_events,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
         watch_fleet(bus, settings.namespace, "prefill", registry.book, settings.prefill_policy) as prefills,
-        open_outbox(bus, me, lambda: registration.epoch, lambda: engine.stats.step) as outbox,
+        open_outbox(
+            bus, me, lambda: registration.epoch, lambda: engine.stats.step, settings.frame_interval_ms / 1e3
+        ) as outbox,
     ):
         checksums = page_checksums(engine.engine.kv_region) if settings.verify_kv else None
         remote = RemotePrefill(

@@ -15,10 +15,10 @@ from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from engine.kv.events import block_changes
-from engine.loop import start_engine
 from engine.model.resolve import model_dir, served_name
 from engine.ports import max_request_pages
 from engine.profiler import EngineProfiler
+from engine.start import start_engine
 from services.prefill.config import PrefillSettings
 from services.prefill.handlers import PrefillService
 

@@ -18,9 +18,9 @@ from engine import cores
 from engine.build import assemble
 from engine.compilation.forward import EagerForward
 from engine.cores import SLOTS, SharedCores
-from engine.loop import run_engine
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, StepOutput
+from engine.start import run_engine
 from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 
 WORKING = """

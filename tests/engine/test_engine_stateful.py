@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from engine.core import EngineCore
 from engine.inflight import Launched
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Meanwhile, Phase, Reserved, SamplingParams
+from engine.ports import EngineRequest, Phase, Reserved, SamplingParams, StepOutput
 from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (
@@ -117,7 +117,12 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
         @rule(times=st.integers(1, 4), data=st.data())
         def step_while_others_ask(self, times: int, data: st.DataObject) -> None:
             for _ in range(times):
-                self._step(partial(self._ask, data))
+                for said in self.engine.stepping():
+                    if isinstance(said, StepOutput):
+                        self._take(said)
+                    else:
+                        self._take_reserved(said.reserved)
+                        self._ask(data)
 
         @precondition(lambda self: self.reserved)
         @rule(data=st.data())
@@ -236,9 +241,8 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
                 return self.seen.branches.get((name, branch), [])
             return self.first.get(name, []) + self.seen.tokens.get(name, [])
 
-        def _ask(self, data: st.DataObject, reserved: Sequence[Reserved], _: float) -> None:
+        def _ask(self, data: st.DataObject) -> None:
             """One of the rules above, between launch and landing."""
-            self._take_reserved(reserved)
             able = {"submit": True, "deliver": self.reserved, "recompute": self.reserved, "cancel": self.asked}
             able |= {"release": self.exposed or self.prefills, "write_late": self.exposed, "nothing": True}
             match data.draw(st.sampled_from([name for name, can in able.items() if can])):
@@ -262,8 +266,10 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
                 self.reserved[reserved.request_id] = reserved
                 self.queued.remove(reserved.request_id)
 
-        def _step(self, meanwhile: Meanwhile | None = None) -> None:
-            output = self.engine.step(meanwhile)
+        def _step(self) -> None:
+            self._take(self.engine.step())
+
+        def _take(self, output: StepOutput) -> None:
             self.seen.take(output)
             assert not output.failed
             self._take_reserved(output.reserved)

@@ -16,7 +16,7 @@ from components.kv_transfer.layout import KvLayout
 from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, Reserved, SamplingParams
+from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, SamplingParams, StepOutput
 from engine.runner import TorchRunner, TorchStep
 from engine.scheduler.scheduler import Chunk
 from tests.engine.tiny_engine import (
@@ -291,15 +291,16 @@ def test_pages_are_reserved_while_a_step_is_waited_for(device: Device, pipeline:
     seen = Seen()
     told: list[list[str]] = []
 
-    def meanwhile(reserved: Sequence[Reserved], wait_s: float) -> None:
-        told.append([r.request_id for r in reserved])
-        assert device.flying
-        assert wait_s in {0.1, 0.2}
-        if wait_s == 0.2:
-            core.submit(EngineRequest(f"late {len(told)}", prompt(20, start=2), greedy(3), Phase.DECODE))
-
     while not told:
-        seen.take(core.step(meanwhile))
+        for said in core.stepping():
+            if isinstance(said, StepOutput):
+                seen.take(said)
+                continue
+            told.append([r.request_id for r in said.reserved])
+            assert device.flying
+            assert said.wait_s in {0.1, 0.2}
+            if said.wait_s == 0.2:
+                core.submit(EngineRequest(f"late {len(told)}", prompt(20, start=2), greedy(3), Phase.DECODE))
     early = [["early"], []][pipeline == "on"]  # else the step that reserved it had none to wait for
     assert told == [early, ["late 1"]]
     assert seen.reserved.keys() == {"early"} - {*early}, "nobody is told twice"
@@ -315,14 +316,15 @@ def test_a_request_may_end_while_two_steps_of_it_are_under_way(core: EngineCore,
         seen.take(core.step())
     told = len(seen.tokens["goes"])
 
-    def meanwhile(_: Sequence[Reserved], __: float) -> None:
+    for said in core.stepping():
+        if isinstance(said, StepOutput):
+            seen.take(said)
+            continue
         assert len(device.flying) == 2
         core.cancel("goes")
         core.submit(EngineRequest("next", prompt(20, start=2), greedy(2), Phase.DECODE))
         check_pages(core)
         core.cancel("next")
-
-    seen.take(core.step(meanwhile))
     run_until_idle(core, seen)
     assert len(seen.tokens["goes"]) == told
     assert seen.tokens["stays"] == [7] * 20

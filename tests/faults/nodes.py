@@ -28,6 +28,7 @@ from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.inline_loop import InlineLoop
 from engine.kv.events import block_changes
 from engine.mock.build import build_engine
 from engine.mock.config import MockConfig
@@ -46,7 +47,6 @@ from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
 from tests.faults.setup import STEP_S, Setup
-from tests.faults.stepped_engine import SteppedEngine, run_stepped
 from tests.faults.virtual_loop import Process
 
 NAMESPACE: Final = "mesh"
@@ -61,9 +61,15 @@ COUNTERS: Final = ("kv_transfer_failures_total", "kv_transfers_corrupt_total", "
 
 
 def make_engine(
-    home: Path, page_size: int, adapters: dict[str, str], pool_tokens: int = POOL_TOKENS, *, pipeline: bool = False
+    home: Path,
+    page_size: int,
+    adapters: dict[str, str],
+    pool_tokens: int = POOL_TOKENS,
+    *,
+    pipeline: bool = False,
+    step_s: float = 0.0,
 ) -> EngineCore:
-    """One that answers as every worker of these meshes does."""
+    """One that answers as every worker of these meshes does. A step that computes takes `step_s`."""
     config = EngineConfig(
         page_size=page_size,
         num_pages=pool_tokens // page_size,
@@ -72,7 +78,16 @@ def make_engine(
         reserve_tokens=16,
         lora=adapters,
         pipeline="on" if pipeline else "off",
-        mock=MockConfig(speedup=float("inf"), layers=1, kv_heads=1, head_dim=8, answer_tokens=64),
+        mock=MockConfig(
+            step_s=step_s,
+            decode_s=0.0,
+            context_token_s=0.0,
+            prompt_token_s=0.0,
+            layers=1,
+            kv_heads=1,
+            head_dim=8,
+            answer_tokens=64,
+        ),
     )
     return build_engine(MODEL, config, home)
 
@@ -215,18 +230,31 @@ class Frontend(Node):
         return [f"{len(self.inbox._streams)} streams"] if self.inbox._streams else []
 
 
+class BuiltHere(InlineLoop):
+    """The engine's loop as the mock's is, but for the thread that builds it."""
+
+    @property
+    def core(self) -> EngineCore:
+        assert isinstance(self._engine, EngineCore)
+        return self._engine
+
+    async def start(self) -> None:
+        self._engine = self._build()
+        self._receive(self._engine.step())
+
+
 class Worker(Node):
     """A process with an engine."""
 
-    engine: SteppedEngine
+    engine: "BuiltHere"
     transfer: MemoryTransfer
     service: Any
 
     async def _start_engine(self, stack: AsyncExitStack) -> None:
-        setup = self.cluster.setup
-        step_s = setup.prefill_step_s if self.role == "prefill" else STEP_S
         self.metrics = WorkerMetrics()
-        self.engine = await stack.enter_async_context(run_stepped(self._make_engine, step_s))
+        self.engine = BuiltHere(self._make_engine)
+        await self.engine.start()
+        stack.push_async_callback(self.engine.stop)
         engine = self.engine.engine
         self.transfer = MemoryTransfer(
             self.cluster.fabric, engine.kv_region, max_request_pages(engine), self.id, self.process, self._exposed_for
@@ -239,7 +267,13 @@ class Worker(Node):
 
     def _make_engine(self) -> EngineCore:
         setup = self.cluster.setup
-        return make_engine(self.cluster.home, setup.page_size(self.role), self.adapters, pipeline=setup.pipeline)
+        return make_engine(
+            self.cluster.home,
+            setup.page_size(self.role),
+            self.adapters,
+            pipeline=setup.pipeline,
+            step_s=setup.prefill_step_s if self.role == "prefill" else STEP_S,
+        )
 
     def count(self, name: str) -> float:
         """What one of its counters says."""

@@ -16,6 +16,8 @@ from unittest import mock
 from weakref import WeakSet
 
 from components.messaging import deadline, fleet, heartbeats, kv_publisher, kv_subscriber
+from engine import core
+from engine.mock import runner
 from services.frontend import decode_choice, exchange
 
 T = TypeVar("T")
@@ -181,6 +183,16 @@ class VirtualTime:
         return int(self.time() * 1e9)
 
 
+class DeviceTime:
+    """The `time` module as a device that is not there has it: by the loop's clock too."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.perf_counter = loop.time
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError(f"an engine waited for its device, {seconds} s, instead of letting others go on")
+
+
 @contextmanager
 def _clock(loop: VirtualLoop) -> Iterator[None]:
     clock = VirtualTime(loop)
@@ -198,6 +210,8 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(kv_subscriber, "time", clock),
         mock.patch.object(decode_choice, "time", clock),
         mock.patch.object(exchange, "time", clock),
+        mock.patch.object(runner, "time", DeviceTime(loop)),
+        mock.patch.object(core, "perf_counter", loop.time),
     ):
         yield
 

@@ -229,6 +229,28 @@ async def test_items_that_come_while_a_frame_leaves_follow_in_the_next(outbox: t
     assert [i.seq for i in items] == [i.token_ids[0] for i in items] == list(range(20))
 
 
+async def test_tokens_gather_for_an_interval_but_the_first_after_a_rest_leaves_at_once() -> None:
+    bus = FakeBus()
+    stream = OutStream("a", 1)
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=0.2) as box:
+        for sent in (1, 2):
+            box.put_token(stream, 0)
+            await asyncio.sleep(0.02)
+            assert len(bus.frames) == 2 * sent - 1, "at once"
+            for token in range(1, 4):
+                box.put_token(stream, token)
+                await asyncio.sleep(0.01)
+            assert len(bus.frames) == 2 * sent - 1
+            await asyncio.sleep(0.5)
+            assert len(bus.frames) == 2 * sent
+        box.put_token(stream, 9)
+        await asyncio.sleep(0.02)
+        box.put_token(stream, 10)
+    frames = [unpack_frame(data) for _, data in bus.frames]
+    gathered = [[token for item in frame.items for token in item.token_ids] for frame in frames]
+    assert gathered == [[0], [1, 2, 3], [0], [1, 2, 3], [9], [10]], "and leaving sends what is there"
+
+
 @pytest.mark.parametrize("error", [BackendUnavailable("away"), MessageTooLarge("huge")])
 async def test_a_frame_that_cannot_leave_is_seen_as_a_gap_and_the_outbox_lives(
     outbox: tuple[StreamOutbox, FakeBus], error: BackendUnavailable | MessageTooLarge

@@ -1,0 +1,128 @@
+"""An engine whose steps are planned between two turns of the event loop, because a device computes them by itself.
+
+A thread of its own would have to wait for Python's lock, and the event loop for that thread, at every step.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
+
+from engine.loop import BLOCKED_TICK_S, Call, EngineLoop, dead, resolve, tell
+from engine.ports import Engine, Pause, StepOutput
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SHORTEST_S: Final = 1e-3  # of uvloop's timers; what is shorter it takes for none, and would turn round and round
+
+
+class InlineLoop(EngineLoop):
+    """See `EngineLoop`. Calls run where they are made, also while the device computes.
+
+    A step is begun in one turn of the event loop and ended in a later one, when the device is done with what came before.
+    """
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        super().__init__(build)
+        self._step: Iterator[Pause | StepOutput] | None = None  # the one that waits for the device
+        self._next: asyncio.Handle | None = None  # the turn to come
+        self._is_soon = False  # and that it comes in the next turn of the event loop
+
+    def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """See `EngineLoop.post`: it runs at once, always."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self._ended.done():
+            future.set_exception(dead(self._ended.result()))
+        else:
+            Call(call, future).made(self.engine).settle()
+            self._soon()
+        return future
+
+    def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """See `EngineLoop.call`."""
+        return self.post(call)
+
+    async def start(self) -> None:
+        """Build the engine on a thread that ends with that, and have it tell the size of its pool."""
+        built: asyncio.Future[Engine] = self._loop.create_future()
+
+        def build() -> None:
+            try:
+                engine = self._build()
+            except Exception as exc:  # noqa: BLE001 - raised where it is waited for
+                tell(self._loop, _fail, built, exc)
+            else:
+                tell(self._loop, resolve, built, engine)
+
+        # daemon: a process that is told to exit while a model loads does not wait for it
+        threading.Thread(target=build, name="engine", daemon=True).start()
+        self._engine = await built
+        self._receive(self._engine.step())
+
+    async def stop(self) -> None:
+        """See `EngineLoop.stop`."""
+        self._stopping = True
+        if self._step is None:
+            self._end(None)
+        await asyncio.shield(self._ended)
+
+    def _turn(self) -> None:
+        """Go on with a step, or begin one."""
+        self._next = None
+        try:
+            said = self._went_on()
+        except Exception as exc:  # the process's edge: whatever it was, the service learns of it
+            log.exception("engine died")
+            self._end(exc)
+            return
+        if isinstance(said, StepOutput):
+            self._receive(said)
+        elif said is not None and said.reserved:
+            self._receive_early(said.reserved)
+
+    def _went_on(self) -> Pause | StepOutput | None:
+        """What the step has to say by now, and when the next turn is. None: it is not begun, others have the cores."""
+        if self._step is None:
+            if wait_s := self.engine.wait_s():
+                self._later(wait_s)
+                return None
+            self._step = self.engine.stepping()
+        said = next(self._step)
+        if isinstance(said, Pause):
+            self._later(said.wait_s)
+            return said
+        self._step = None
+        if self._stopping:
+            self._end(None)
+        elif self.engine.has_work():
+            self._soon()
+        else:
+            self.engine.rest()
+            if said.stats.num_waiting:
+                self._later(BLOCKED_TICK_S)
+        return said
+
+    def _soon(self) -> None:
+        if self._next is not None:
+            if self._is_soon:
+                return
+            self._next.cancel()
+        self._next, self._is_soon = self._loop.call_soon(self._turn), True
+
+    def _later(self, wait_s: float) -> None:
+        self._next, self._is_soon = self._loop.call_later(max(wait_s, SHORTEST_S), self._turn), False
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        if self._engine is not None and error is None:
+            self._engine.rest()
+        resolve(self._ended, error)
+
+
+def _fail(future: asyncio.Future[Engine], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

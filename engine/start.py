@@ -1,0 +1,48 @@
+"""An engine is built and runs beside asyncio, on a thread of its own or, where a device computes by itself, without one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from engine.choose import build_engine, has_thread
+from engine.config import EngineConfig
+from engine.inline_loop import InlineLoop
+from engine.loop import EngineLoop, tell
+from engine.model.progress import Progress, silent
+from engine.ports import Engine
+from engine.threaded_loop import ThreadedLoop
+
+
+@asynccontextmanager
+async def start_engine(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent
+) -> AsyncIterator[EngineLoop]:
+    """Load `model` on a thread, then run it until the context is left.
+
+    `progress` is called on the event loop's thread. Raises: what loading raises, such as ModelUnavailable.
+    """
+    loop = asyncio.get_running_loop()
+
+    def report(task: str, done: int, total: int) -> None:
+        tell(loop, progress, task, done, total)
+
+    def build() -> Engine:
+        return build_engine(model, config, state_dir, report)
+
+    async with run_engine(build, thread=has_thread(model, config)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def run_engine(build: Callable[[], Engine], *, thread: bool = True) -> AsyncIterator[EngineLoop]:
+    """Build an engine on a new thread and run it, there or on the event loop, until the context is left.
+
+    Its last `step` is waited for. With `pipeline` one more batch may then be on the device; nobody hears of it.
+    """
+    running = ThreadedLoop(build) if thread else InlineLoop(build)
+    await running.start()
+    try:
+        yield running
+    finally:
+        await running.stop()

@@ -1,0 +1,69 @@
+"""What tests of engines beside asyncio share."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+from engine.core import EngineCore
+from engine.loop import EngineLoop
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest, Pause, SamplingParams, StepOutput
+from engine.start import run_engine
+from tests.engine.tiny_engine import make_engine
+
+
+class Listener:
+    """Collects tokens on the event loop's thread."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, asyncio.Event] = {}
+        self.threads: set[int] = set()
+        self.outputs: list[StepOutput] = []
+        loop.on_output(self.take)
+
+    def take(self, output: StepOutput) -> None:
+        self.threads.add(threading.get_ident())
+        self.outputs.append(output)
+        for tokens in output.tokens:
+            self.tokens.setdefault(tokens.request_id, []).extend(tokens.token_ids)
+            if tokens.finish:
+                self.ended[tokens.request_id].set()
+
+    async def ask(self, loop: EngineLoop, name: str, ids: Sequence[int], sampling: SamplingParams) -> list[int]:
+        self.ended[name] = asyncio.Event()
+        await loop.post(lambda engine: engine.submit(EngineRequest(name, ids, sampling)))
+        await self.ended[name].wait()
+        return self.tokens[name]
+
+
+@asynccontextmanager
+async def running(tiny: LoadedModel, *, thread: bool = True, **changes: object) -> AsyncIterator[EngineLoop]:
+    async with run_engine(lambda: make_engine(tiny, **changes), thread=thread) as loop:
+        yield loop
+
+
+class FailingEngine(EngineCore):
+    """Dies in the step after it was told to."""
+
+    fatal = False
+
+    def _stepping(self, *, pauses: bool) -> Iterator[Pause | StepOutput]:
+        if self.fatal:
+            raise OSError("the device is gone")
+        return super()._stepping(pauses=pauses)
+
+
+def failing(engine: EngineCore) -> EngineCore:
+    """Make it one."""
+    engine.__class__ = FailingEngine
+    return engine
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if true():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("never became true")
