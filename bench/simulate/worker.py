@@ -1,15 +1,16 @@
 """One simulated worker: the engine's scheduler and cost model, with many steps taken at once.
 
-A step computes a token of each running decode, then chunks of prompts, first come first served, from one budget of
+A step computes a token of each running decode, then chunks of prompts, each in its turn, from one budget of
 tokens (`engine/scheduler/scheduler.py`). It takes as long as `MockConfig.duration_s` says. Between two events that change
 what is in a step, each step is longer than the one before by the same amount, because each context and the prompt's
 start have grown alike. So such steps are one `Run`, with its end in closed form, however many tokens are in it.
 """
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import Protocol
+from operator import attrgetter
+from typing import Final, Protocol
 
 from bench.simulate.clock import Clock
 from bench.simulate.prefix import PagePool
@@ -17,6 +18,9 @@ from bench.simulate.steps import Part, Progress, Run, Stay
 from bench.simulate.traffic import Request
 from components.routing.local_prefill import SMOOTHING
 from engine.mock.config import MockConfig, attended
+from engine.scheduler.scheduler import turn
+
+by_turn: Final = attrgetter("turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Worker:
         self.slowness = 1.0  # factor of every step
         self.since_s = clock.now_s
         self.until_s: float | None = None  # when it ended
-        self.waiting: deque[Stay] = deque()
+        self.waiting: list[Stay] = []  # by turn
         self.prompts: list[Stay] = []
         self.reserved: dict[Stay, None] = {}  # in the order of their admission
         self.decodes = 0
@@ -79,6 +83,7 @@ class Worker:
         self._version = 0
         self._settling = False  # a run has ended, the next one is not planned yet
         self._number = 0
+        self._arrivals = 0
         self._clock = clock
         self._owner = owner
 
@@ -116,7 +121,9 @@ class Worker:
         """Queue a stay."""
         if stay.part is not Part.DECODE:
             self.queued_tokens += stay.tokens
-        self.waiting.append(stay)
+        stay.turn = turn(self._arrivals, 0, stay.tokens)
+        self._arrivals += 1
+        insort(self.waiting, stay, key=by_turn)
         if self.waiting[0] is stay:  # who is behind another waits for the same pages or places
             self.poke()
 
@@ -162,7 +169,7 @@ class Worker:
             return
         if self._run is None:
             self._begin()
-        elif self._admit_reserved() and self.running < self.engine.max_running and not self._is_full(self._run):
+        elif self._admit_reserved() and self.running < self.engine.max_running and self._may_join(self._run):
             self._interrupt()
 
     def set_slowness(self, slowness: float) -> None:
@@ -171,8 +178,11 @@ class Worker:
         if self._run is not None:
             self._interrupt()
 
-    def _is_full(self, run: Run) -> bool:
-        return run.decodes + sum(length for _, length in run.chunks) >= self.engine.max_step_tokens
+    def _may_join(self, run: Run) -> bool:
+        """Whether whoever is in front would be in the step that follows `run`: there is budget left, or he goes first."""
+        spent = run.decodes + sum(length for _, length in run.chunks)
+        first = self.waiting[0].turn
+        return spent < self.engine.max_step_tokens or any(stay.turn > first for stay, _ in run.chunks)
 
     def _interrupt(self) -> None:
         """End the run with the step that is under way."""
@@ -211,26 +221,31 @@ class Worker:
         """The prompts of the next step."""
         budget = self.engine.max_step_tokens - self.decodes
         chunks = []
-        for stay in self.prompts:
-            if not budget:
-                break
-            chunks.append((stay, min(budget, stay.tokens - stay.computed)))
-            budget -= chunks[-1][1]
-        while self._admit_reserved() and budget and self._admit(self.waiting[0]):
-            stay = self.waiting.popleft()
-            stay.began_s = self._clock.now_s
-            self.queued_tokens -= stay.cached
-            self.prompts.append(stay)
+        begun = sorted(self.prompts, key=by_turn, reverse=True)
+        while (stay := self._next(begun, budget)) is not None:
             chunks.append((stay, min(budget, stay.tokens - stay.computed)))
             budget -= chunks[-1][1]
         return chunks
+
+    def _next(self, begun: list[Stay], budget: int) -> Stay | None:
+        """Whose turn it is: one of those `begun`, the last of which comes first, or who waits and is admitted now."""
+        others = self._admit_reserved()
+        if not budget:
+            return None
+        if others and not (begun and begun[-1].turn < self.waiting[0].turn) and self._admit(self.waiting[0]):
+            stay = self.waiting.pop(0)
+            stay.began_s = self._clock.now_s
+            self.queued_tokens -= stay.cached
+            self.prompts.append(stay)
+            return stay
+        return begun.pop() if begun else None
 
     def _admit_reserved(self) -> bool:
         """Let those in front who wait for pages alone have them. Returns: whether another one is in front."""
         while self.waiting and self.waiting[0].part is Part.DECODE:
             if not self._admit(self.waiting[0]):
                 return False
-            stay = self.waiting.popleft()
+            stay = self.waiting.pop(0)
             self.reserved[stay] = None
             self._owner.reserved(self, stay)
         return bool(self.waiting)

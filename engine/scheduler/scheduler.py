@@ -1,9 +1,11 @@
 """Who computes what in a step: running decodes first, then prompt chunks by priority, from one token budget.
 
-Priority, as in vLLM: the lower number goes first, 0 is the default. Within one priority it is first in, first out.
-Nobody starves: a request waits behind at most `OVERTAKERS` later arrivals for each step of priority that they are
-better, and admission never skips whoever is first in line. A running request keeps its place: only when pages run out
-does the youngest of the worst priority give its own up, to compute its tokens again later.
+Priority, as in vLLM: the lower number goes first, 0 is the default. Within one priority it is first in, first out, but
+that a long prompt lets shorter ones pass, also between two of its chunks: one of 60,000 tokens that is computed for
+seconds holds nobody up for longer than a step. Nobody starves: a request waits behind at most `OVERTAKERS` later arrivals
+for each step of priority that they are better, and one for each `OVERTAKEN_TOKENS` that its prompt is longer; admission
+never skips whoever is first in line. A running request keeps its place: only when pages run out does the youngest of the
+worst priority give its own up, to compute its tokens again later.
 """
 
 import logging
@@ -19,13 +21,20 @@ from engine.scheduler.request import Request, RequestState
 log = logging.getLogger(__name__)
 
 OVERTAKERS: Final = 256
+OVERTAKEN_TOKENS: Final = 256
 
 by_rank = attrgetter("priority", "arrival")  # the last is the first to be retracted
 
 
-def by_turn(request: Request) -> int:
-    """Place in the line for admission: each step of priority is worth so many arrivals."""
-    return request.arrival + request.priority * OVERTAKERS
+def turn(arrival: int, priority: int, prompt_len: int) -> tuple[int, int]:
+    """Place in the line: each step of priority is worth so many arrivals, and so is a prompt's length, but less than a step."""
+    length = min(prompt_len // OVERTAKEN_TOKENS, OVERTAKERS - 1)
+    return arrival + priority * OVERTAKERS + length, arrival
+
+
+def by_turn(request: Request) -> tuple[int, int]:
+    """When it is admitted, and its prompt computed."""
+    return turn(request.arrival, request.priority, request.prompt_len)
 
 
 class Chunk(NamedTuple):
@@ -143,19 +152,14 @@ class Scheduler:
                 chunks.append(Chunk(request, start, start + 1, True, start == len(request.tokens)))
         budget -= len(chunks)
         full = max(0, budget - self._pack_tokens)  # with so much of the budget left, no further prompt is begun
-        for request in [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else ():
-            if budget > full:
-                chunks.append(_chunk(request, budget))
-                budget -= chunks[-1].length
+        prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
+        prompts.sort(key=by_turn, reverse=True)
         self._made_room = self.retractions > retractions
-        if self._made_room:
-            return Plan(chunks, reserved)  # whoever was retracted would be the next to be admitted
-        while self._can_admit() and (budget > full or self.waiting[0].phase is Phase.DECODE):
-            request = self._admit()
-            if request.phase is Phase.DECODE:
-                reserved.append(request)
+        while (following := self._next(prompts, admit=not self._made_room, more=budget > full)) is not None:
+            if following.state is RequestState.RESERVED:
+                reserved.append(following)
             else:
-                chunks.append(_chunk(request, budget))
+                chunks.append(_chunk(following, budget))
                 budget -= chunks[-1].length
         return Plan(chunks, reserved)
 
@@ -165,6 +169,17 @@ class Scheduler:
         while not self._made_room and self._can_admit() and self.waiting[0].phase is Phase.DECODE:
             reserved.append(self._admit())
         return reserved
+
+    def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
+        """Whose turn it is: one of the running `prompts`, the last of which comes first, or who waits and is admitted now.
+
+        `admit`: whoever was retracted in this step would be the next. `more`: there is budget for a prompt.
+        """
+        if admit and self._can_admit():
+            first = self.waiting[0]
+            if first.phase is Phase.DECODE or (more and not (prompts and by_turn(prompts[-1]) < by_turn(first))):
+                return self._admit()
+        return prompts.pop() if prompts and more else None
 
     def _can_admit(self) -> bool:
         return bool(self.waiting) and self._has_place(self.waiting[0])

@@ -1,6 +1,7 @@
 """One simulated worker: schedules worked out by hand, and a model that takes every step by itself."""
 
 import random
+from bisect import insort
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +14,7 @@ from bench.simulate.steps import Part, Stay
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Worker
 from engine.mock.config import MockConfig, attended
+from engine.scheduler.scheduler import turn
 
 COST = MockConfig(step_s=1.0, prompt_token_s=0.1, decode_s=0.5, context_token_s=0.01)
 
@@ -62,32 +64,35 @@ def stepwise(engine: Engine, requests: list[Request]) -> tuple[dict[int, float],
     first_s: dict[int, float] = {}
     last_s: dict[int, float] = {}
     coming = sorted(requests, key=lambda r: (r.at_s, r.number))
-    waiting: list[Request] = []
+    turns: dict[Request, tuple[int, int]] = {}
+    waiting: list[Request] = []  # by turn
     computed: dict[Request, int] = {}
     drawn: dict[Request, int] = {}
     while coming or waiting or computed:
         while coming and coming[0].at_s <= now_s + 1e-9:
-            waiting.append(coming.pop(0))
+            turns[coming[0]] = turn(len(turns), 0, coming[0].prompt)
+            insort(waiting, coming.pop(0), key=turns.__getitem__)
         budget, tokens, decodes, context, pairs = engine.max_step_tokens, 0, 0, 0, 0
         done: list[Request] = []
         for request, tokens_there in computed.items():
             if tokens_there == request.prompt:
                 decodes, context, budget = decodes + 1, context + request.prompt + drawn[request], budget - 1
                 done.append(request)
-        while waiting and len(computed) < engine.max_running:
-            at_work = sum(r.prompt - computed[r] for r in computed if computed[r] < r.prompt)
-            if at_work >= budget:
-                break
-            computed[waiting[0]], drawn[waiting[0]] = 0, 0
-            waiting.pop(0)
-        for request, start in list(computed.items()):
+        begun = sorted((r for r in computed if computed[r] < r.prompt), key=turns.__getitem__)
+        while budget and (begun or (waiting and len(computed) < engine.max_running)):
+            joins = waiting and len(computed) < engine.max_running
+            if joins and not (begun and turns[begun[0]] < turns[waiting[0]]):
+                request = waiting.pop(0)
+                computed[request] = drawn[request] = 0
+            else:
+                request = begun.pop(0)
+            start = computed[request]
             length = min(budget, request.prompt - start)
-            if length:
-                pairs += attended(start, length)
-                computed[request] = start + length
-                tokens, budget = tokens + length, budget - length
-                if start + length == request.prompt:
-                    done.append(request)
+            pairs += attended(start, length)
+            computed[request] = start + length
+            tokens, budget = tokens + length, budget - length
+            if start + length == request.prompt:
+                done.append(request)
         if not tokens and not decodes:
             now_s = coming[0].at_s
             continue

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.ports import EngineRequest, SamplingParams
-from engine.scheduler.scheduler import OVERTAKERS
+from engine.scheduler.scheduler import OVERTAKEN_TOKENS, OVERTAKERS
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import Seen, check_pages, greedy, prompt, run
 
@@ -76,3 +76,55 @@ def test_a_retracted_request_of_bad_priority_still_ends_under_a_stream_of_better
         if "poor" in seen.finish:
             break
     assert len(seen.tokens["poor"]) == 80
+
+
+def test_a_long_prompt_lets_shorter_ones_pass_that_come_soon_after_it(tmp_path: Path) -> None:
+    engine = make_mock(tmp_path, num_pages=512, max_running=1, max_step_tokens=48)
+    length = 4 * OVERTAKEN_TOKENS
+    long = [request("long", 0, length), request("longer", 0, 2 * length), request("as long", 0, length)]
+    order = order_of_first_tokens(engine, [*long, *(request(f"{i}", 0) for i in range(8))])
+    assert order == ["0", "long", "1", "2", "as long", "3", "4", "5", "longer", "6", "7"]
+
+
+def test_a_long_prompt_that_is_being_computed_holds_nobody_up(tmp_path: Path) -> None:
+    """A short one waits for the step under way, and for the one launched behind it."""
+    engine = make_mock(tmp_path, num_pages=512, max_step_tokens=48)
+    engine.submit(request("long", 0, 40 * 48))
+    for _ in range(3):
+        engine.step()
+    seen = Seen()
+    engine.submit(request("short", 0, max_tokens=20))
+    engine.submit(request("as long", 0, 40 * 48))
+    for _ in range(3):
+        seen.take(engine.step())
+    assert "short" in seen.tokens
+    steps = 0
+    while "long" not in seen.tokens:
+        assert "as long" not in seen.tokens
+        seen.take(engine.step())
+        steps += 1
+        check_pages(engine)
+    assert steps < 42, "it goes on beside the short one's answer"
+
+
+def test_a_stream_of_short_prompts_passes_a_long_one_so_often_and_no_more(tmp_path: Path) -> None:
+    """Even where each step has no room for more than a short one."""
+    engine = make_mock(tmp_path, num_pages=512, max_step_tokens=48, pack_tokens=16)
+    engine.submit(request("long", 0, 8 * OVERTAKEN_TOKENS))
+    engine.step()
+    seen = Seen()
+    passed = 0
+    while "long" not in seen.tokens:
+        engine.submit(request(f"{passed}", 0, 40))
+        passed += 1
+        seen.take(engine.step())
+        check_pages(engine)
+        assert passed < 2 * (8 + 8 * OVERTAKEN_TOKENS // 48)
+
+
+def test_a_step_of_priority_is_worth_more_than_any_length(tmp_path: Path) -> None:
+    engine = make_mock(tmp_path, num_pages=8192, max_running=1, max_step_tokens=8192, model="mock")
+    requests = [request("long", -1, 4000), request("short", 0)]
+    engine.submit(request("computes", 0))
+    engine.step()
+    assert order_of_first_tokens(engine, requests)[-2:] == ["long", "short"]
