@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Final, overload
 
 from components.wire.tokens import pack_tokens
 
@@ -38,21 +38,57 @@ def _chain(tokens: bytes, page_size: int, parent: bytes) -> Iterator[bytes]:
         yield parent
 
 
+class BlockHashes(Sequence[bytes]):
+    """The hashes of one prompt's full pages, each made when it is first asked for, and once."""
+
+    __slots__ = ("_len", "_made", "_rest")
+
+    def __init__(self, tokens: bytes, page_size: int, seed: bytes) -> None:
+        """`tokens`: int32[T] bytes."""
+        self._made: list[bytes] = []
+        self._rest = _chain(tokens, page_size, seed)
+        self._len = len(tokens) // (4 * page_size)
+
+    def __len__(self) -> int:
+        """Full pages."""
+        return self._len
+
+    def __iter__(self) -> Iterator[bytes]:
+        """From the first on: whoever looks for a prefix stops at the first that is unknown, and has cost no more."""
+        made, at = self._made, 0
+        while at < self._len:
+            if at == len(made):
+                made.append(next(self._rest))
+            yield made[at]
+            at += 1
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        """As of a list; all of them are made."""
+        self._made.extend(self._rest)
+        return self._made[index]
+
+
 class PromptBlocks:
-    """The hashes of one prompt's full pages, for each page size that somebody asks for, made once."""
+    """The hashes of one prompt's full pages, for each page size that somebody asks for."""
 
     def __init__(self, tokens: bytes, seed: bytes) -> None:
         """`tokens`: int32[T], as on the wire; `seed`: see `seed_hash`."""
         self._tokens = tokens
         self._seed = seed
-        self._by_page_size: dict[int, list[bytes]] = {}
+        self._by_page_size: dict[int, BlockHashes] = {}
 
-    def __call__(self, page_size: int) -> list[bytes]:
+    def __call__(self, page_size: int) -> BlockHashes:
         """By pages of so many tokens."""
-        hashes = self._by_page_size.get(page_size)
-        if hashes is None:
-            hashes = self._by_page_size[page_size] = list(_chain(self._tokens, page_size, self._seed))
-        return hashes
+        blocks = self._by_page_size.get(page_size)
+        if blocks is None:
+            blocks = self._by_page_size[page_size] = BlockHashes(self._tokens, page_size, self._seed)
+        return blocks
 
     def prefix(self) -> bytes:
         """Of its first tokens, whatever the page size."""

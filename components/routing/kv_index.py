@@ -44,23 +44,22 @@ class KvIndex:
 
     def find(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
         """How many of a prompt's blocks each instance holds, counted from the first; those that hold none are left out."""
-        if not block_hashes:
-            return {}
-        shards, live = self._shards, self._live
-        mask = shards[block_hashes[0][0]].get(block_hashes[0], 0)
-        alive = mask & live
+        shards, alive, mask, depth = self._shards, self._live, -1, 0
         ended: list[tuple[int, int]] = []  # (how many blocks, slots that hold just these)
-        for depth, block in enumerate(block_hashes):
-            if not alive:
-                break
+        for (
+            block
+        ) in block_hashes:  # no further than to the first that nobody holds: they may be made as they are asked for
             at = shards[block[0]].get(block, 0)
-            if at is mask:
-                continue
-            mask, before = at, alive
-            alive &= at
-            if alive != before:
-                ended.append((depth, before ^ alive))
-        ended.append((len(block_hashes), alive))
+            if at is not mask:
+                mask, before = at, alive
+                alive &= at
+                if depth and alive != before:
+                    ended.append((depth, before ^ alive))
+                if not alive:
+                    break
+            depth += 1
+        if depth:
+            ended.append((depth, alive))
         return {self._ids[slot]: depth for depth, slots in ended for slot in _bits(slots)}
 
     def add(self, instance_id: str, blocks: Iterable[bytes]) -> None:

@@ -2,7 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.routing.block_hash import HASH_BYTES, SPAN, block_hashes, each_block_hash, seed_hash
+from components.routing.block_hash import HASH_BYTES, SPAN, PromptBlocks, block_hashes, each_block_hash, seed_hash
+from components.routing.kv_index import KvIndex
+from components.wire.tokens import pack_tokens
 
 tokens = st.lists(st.integers(0, 50_000), max_size=70)
 SEED = seed_hash("m", "l", "s")
@@ -65,3 +67,28 @@ def test_a_long_prompt_is_hashed_across_spans_and_no_further_than_it_is_asked_fo
     Counted.read = 0
     assert next(each_block_hash(prompt, 4, SEED)) == hashes[0]
     assert Counted.read == 1
+
+
+def test_a_prompt_s_hashes_are_made_as_far_as_somebody_looks() -> None:
+    tokens = list(range(4 * 10 + 3))
+    expected = block_hashes(tokens, 4, SEED)
+    blocks = PromptBlocks(pack_tokens(tokens), SEED)(4)
+    assert len(blocks) == 10
+    one, two = iter(blocks), iter(blocks)
+    assert [next(one), next(one)] == expected[:2]
+    assert blocks._made == expected[:2], "and no further"
+    assert list(two) == expected
+    assert list(one) == expected[2:], "each reader gets all, whoever made them"
+    fresh = PromptBlocks(pack_tokens(tokens), SEED)(4)
+    assert (fresh[:3], fresh[-1], len(fresh)) == (expected[:3], expected[-1], 10)
+    assert list(PromptBlocks(b"", SEED)(4)) == []
+
+
+def test_a_lookup_stops_at_the_first_block_that_nobody_holds() -> None:
+    tokens = list(range(4 * 100))
+    index = KvIndex()
+    index.add("a", block_hashes(tokens[: 4 * 3], 4, SEED))
+    index.add("b", block_hashes(tokens[: 4 * 7], 4, SEED))
+    blocks = PromptBlocks(pack_tokens(tokens), SEED)(4)
+    assert index.find(blocks) == {"a": 3, "b": 7}
+    assert len(blocks._made) == 8
