@@ -21,7 +21,9 @@ class KvWeights:
     """What makes the cost. The defaults reckon in prompt tokens to compute."""
 
     cached: float = 1.0  # saved by each cached token of the prompt; less: spread more
-    queued: float = 1.0  # for each prompt token queued there
+    queued: float = (
+        0.5  # for each prompt token queued there: an engine lets shorter prompts pass, so half of them go first
+    )
     request: float = REQUEST_TOKENS  # for each request there
     temperature: float = 0.0  # in prompts: how much more cost makes a choice e times less likely; 0: never chosen
     near: float = 0.05  # in prompts: costs so little above the smallest one are taken for equal
@@ -71,7 +73,7 @@ class _Given:
 
 
 class KvAware:
-    """Smallest expected work, in tokens: `(queued + request * running + prompt - cached) * usual speed / its speed`.
+    """Smallest expected work, in tokens: `(queued / 2 + request * running + prompt - cached) * usual speed / its speed`.
 
     Several routers know nothing of each other's requests, and what they do know is late. So a difference that means nothing
     decides nothing: neither of speeds within `usual_speeds`, nor of costs within `near`. Of those that are equal in that

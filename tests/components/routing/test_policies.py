@@ -265,12 +265,12 @@ def test_kv_aware_goes_to_the_cache_while_that_is_less_work_than_elsewhere() -> 
     members, policy = fleet(4), KvAware(Random(0), KvWeights(near=0))
     ask, cached = Ask(4000), {"i0002": 3000}
     assert choose(policy, ask, members, cached).member is members[2]
-    members[2].queued_tokens = 2990
+    members[2].queued_tokens = 5990  # half of which goes first
     assert choose(policy, ask, members, cached).member is members[2]
-    members[2].queued_tokens = 3010
+    members[2].queued_tokens = 6010
     assert choose(policy, ask, members, cached).member is not members[2]
     half = KvAware(Random(0), KvWeights(cached=0.5, near=0))
-    members[2].queued_tokens = 1510
+    members[2].queued_tokens = 3010
     assert choose(half, ask, members, cached).member is not members[2]
     assert choose(policy, ask, members, cached).member is members[2]
 
@@ -291,7 +291,7 @@ def test_a_slow_instance_gets_less_and_one_that_boasts_or_moans_is_believed_so_f
 
 def test_temperature_makes_the_worse_choice_e_times_less_likely_for_a_prompt_of_cost() -> None:
     members, policy = fleet(2), KvAware(Random(6), KvWeights(temperature=0.5))
-    members[1].queued_tokens = 500  # of a prompt of 1000: half a prompt, one temperature
+    members[1].queued_tokens = 1000  # half of which counts: of a prompt of 1000 half a prompt, one temperature
     found = Counter(choose(policy, Ask(1000), members).member.instance_id for _ in range(5000))
     assert found["i0000"] / found["i0001"] == pytest.approx(math.e, rel=0.1)
 

@@ -162,7 +162,7 @@ def test_an_explanation_names_who_was_compared_and_is_remembered_by_nobody() -> 
     assert [(c.instance_id, c.cached_tokens, c.queued_tokens, c.cost) for c in explained.candidates] == [
         ("b", 32, 0, 32.0),
         ("a", 0, 0, 64.0),
-        ("c", 0, 1000, 1064.0),
+        ("c", 0, 1000, 564.0),
     ]
     facts = explained.facts()
     assert json.loads(str(facts["kvmesh.route.compared"]))[0] == {

@@ -51,7 +51,7 @@ def test_neither_torch_nor_transformers_is_imported_on_its_way(tmp_path: Path) -
     """Nor within the loop that a worker starts: a mock worker is there at once."""
     script = (
         "import asyncio, sys, time; from pathlib import Path\n"
-        "from engine.loop import start_engine; from engine.config import EngineConfig\n"
+        "from engine.start import start_engine; from engine.config import EngineConfig\n"
         "async def main():\n"
         "    async with start_engine('mock', EngineConfig(num_pages=8), Path(sys.argv[1])) as loop:\n"
         "        assert loop.stats.total_pages == 8\n"
