@@ -222,7 +222,7 @@ def test_kv_aware_at_temperature_zero_is_the_least_expected_work_of_those_not_to
 
     def cost(member: Member) -> float:
         hit = min(cached.get(member.instance_id, 0), ask.num_tokens)
-        return member.queued_tokens + REQUEST_TOKENS * member.running + ask.num_tokens - hit
+        return member.queued_tokens / 2 + REQUEST_TOKENS * member.running + ask.num_tokens - hit
 
     fit = [
         m
