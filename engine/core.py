@@ -230,6 +230,8 @@ class EngineCore:
         self._prompt_tokens = 0
         output = StepOutput()
         if self._scheduler.must_retract():
+            if pauses:  # without giving pages away: there are too few
+                yield from self._pauses(output, reserve=False)
             self._land(output)
         plan = self._scheduler.schedule()
         output.reserved += self._reserved(plan.reserved)
@@ -272,12 +274,13 @@ class EngineCore:
             return None
         return flight
 
-    def _pauses(self, output: StepOutput) -> Iterator[Pause]:
+    def _pauses(self, output: StepOutput, *, reserve: bool = True) -> Iterator[Pause]:
         """Until the step in flight, if there is one, can land."""
         while self._flight is not None and (wait_s := self._flight.launched.wait_s()):
             told, output.reserved = output.reserved, []
             yield Pause(told, wait_s)
-            output.reserved += self._reserved(self._scheduler.reserve())
+            if reserve:
+                output.reserved += self._reserved(self._scheduler.reserve())
 
     def _reserved(self, requests: Sequence[Request]) -> list[Reserved]:
         page_size = self._region.layout.page_size

@@ -58,14 +58,16 @@ class InlineLoop(EngineLoop):
                 tell(self._loop, resolve, built, engine)
 
         # daemon: a process that is told to exit while a model loads does not wait for it
-        threading.Thread(target=build, name="engine", daemon=True).start()
+        thread = threading.Thread(target=build, name="engine", daemon=True)
+        thread.start()
         self._engine = await built
+        thread.join()
         self._receive(self._engine.step())
 
     async def stop(self) -> None:
         """See `EngineLoop.stop`."""
         self._stopping = True
-        if self._step is None:
+        if self._step is None or self._next is None:  # none is under way, or none that will ever go on
             self._end(None)
         await asyncio.shield(self._ended)
 
@@ -116,6 +118,8 @@ class InlineLoop(EngineLoop):
         self._next, self._is_soon = self._loop.call_later(max(wait_s, SHORTEST_S), self._turn), False
 
     def _end(self, error: BaseException | None) -> None:
+        if self._ended.done():
+            return
         if self._next is not None:
             self._next.cancel()
         if self._engine is not None and error is None:

@@ -6,7 +6,7 @@ what is in a step, each step is longer than the one before by the same amount, b
 start have grown alike. So such steps are one `Run`, with its end in closed form, however many tokens are in it.
 """
 
-from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -65,7 +65,7 @@ class Worker:
         self.slowness = 1.0  # factor of every step
         self.since_s = clock.now_s
         self.until_s: float | None = None  # when it ended
-        self.waiting: list[Stay] = []  # by turn
+        self.waiting: deque[Stay] = deque()
         self.prompts: list[Stay] = []
         self.reserved: dict[Stay, None] = {}  # in the order of their admission
         self.decodes = 0
@@ -123,9 +123,9 @@ class Worker:
             self.queued_tokens += stay.tokens
         stay.turn = turn(self._arrivals, 0, stay.tokens)
         self._arrivals += 1
-        insort(self.waiting, stay, key=by_turn)
-        if self.waiting[0] is stay:  # who is behind another waits for the same pages or places
-            self.poke()
+        self.waiting.append(stay)
+        if self.waiting[0] is stay or (self._run and self._passes(self._run)):
+            self.poke()  # else who is behind another waits for the same pages or places
 
     def deliver(self, stay: Stay) -> None:
         """The KV of a reserved stay is here: it decodes from the next step on."""
@@ -179,10 +179,13 @@ class Worker:
             self._interrupt()
 
     def _may_join(self, run: Run) -> bool:
-        """Whether whoever is in front would be in the step that follows `run`: there is budget left, or he goes first."""
+        """Whether one who waits would be in the step that follows `run`: there is budget left, or he goes first."""
         spent = run.decodes + sum(length for _, length in run.chunks)
-        first = self.waiting[0].turn
-        return spent < self.engine.max_step_tokens or any(stay.turn > first for stay, _ in run.chunks)
+        return spent < self.engine.max_step_tokens or self._passes(run)
+
+    def _passes(self, run: Run) -> bool:
+        first = min(map(by_turn, self.waiting))
+        return any(stay.turn > first for stay, _ in run.chunks)
 
     def _interrupt(self) -> None:
         """End the run with the step that is under way."""
@@ -228,24 +231,30 @@ class Worker:
         return chunks
 
     def _next(self, begun: list[Stay], budget: int) -> Stay | None:
-        """Whose turn it is: one of those `begun`, the last of which comes first, or who waits and is admitted now."""
-        others = self._admit_reserved()
-        if not budget:
-            return None
-        if others and not (begun and begun[-1].turn < self.waiting[0].turn) and self._admit(self.waiting[0]):
-            stay = self.waiting.pop(0)
-            stay.began_s = self._clock.now_s
+        """Whose turn it is, the last of those `begun`; those in line up to one who is before all of them join them."""
+        while self._admit_reserved() and budget:
+            if begun and min(map(by_turn, self.waiting)) > begun[-1].turn:
+                break
+            if not self._admit(self.waiting[0]):
+                break
+            stay = self.waiting.popleft()
             self.queued_tokens -= stay.cached
             self.prompts.append(stay)
-            return stay
-        return begun.pop() if begun else None
+            begun.append(stay)
+            begun.sort(key=by_turn, reverse=True)
+        if not budget or not begun:
+            return None
+        stay = begun.pop()
+        if stay.computed == stay.cached:
+            stay.began_s = self._clock.now_s
+        return stay
 
     def _admit_reserved(self) -> bool:
         """Let those in front who wait for pages alone have them. Returns: whether another one is in front."""
         while self.waiting and self.waiting[0].part is Part.DECODE:
             if not self._admit(self.waiting[0]):
                 return False
-            stay = self.waiting.pop(0)
+            stay = self.waiting.popleft()
             self.reserved[stay] = None
             self._owner.reserved(self, stay)
         return bool(self.waiting)

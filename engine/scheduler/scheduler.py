@@ -1,11 +1,12 @@
 """Who computes what in a step: running decodes first, then prompt chunks by priority, from one token budget.
 
-Priority, as in vLLM: the lower number goes first, 0 is the default. Within one priority it is first in, first out, but
-that a long prompt lets shorter ones pass, also between two of its chunks: one of 60,000 tokens that is computed for
-seconds holds nobody up for longer than a step. Nobody starves: a request waits behind at most `OVERTAKERS` later arrivals
-for each step of priority that they are better, and one for each `OVERTAKEN_TOKENS` that its prompt is longer; admission
-never skips whoever is first in line. A running request keeps its place: only when pages run out does the youngest of the
-worst priority give its own up, to compute its tokens again later.
+Priority, as in vLLM: the lower number goes first, 0 is the default. Within one priority pages and places are given first
+in, first out, so that nobody waits for what a later one holds: decode and prefill each hold pages until the other one is
+ready, and must agree on who goes first. Of those who have pages a long prompt lets shorter ones pass, also between two of
+its chunks: one of 60,000 tokens that is computed for seconds holds nobody up for longer than a step. Nobody starves: a
+request waits behind at most `OVERTAKERS` later arrivals for each step of priority that they are better, and one for each
+`OVERTAKEN_TOKENS` that its prompt is longer; admission never skips whoever is first in line. A running request keeps its
+place: only when pages run out does the youngest of the worst priority give its own up, to compute its tokens again later.
 """
 
 import logging
@@ -27,14 +28,20 @@ by_rank = attrgetter("priority", "arrival")  # the last is the first to be retra
 
 
 def turn(arrival: int, priority: int, prompt_len: int) -> tuple[int, int]:
-    """Place in the line: each step of priority is worth so many arrivals, and so is a prompt's length, but less than a step."""
+    """Place among prompts: a step of priority is worth so many arrivals, and so is a prompt's length, but less than a step."""
     length = min(prompt_len // OVERTAKEN_TOKENS, OVERTAKERS - 1)
     return arrival + priority * OVERTAKERS + length, arrival
 
 
 def by_turn(request: Request) -> tuple[int, int]:
-    """When it is admitted, and its prompt computed."""
-    return turn(request.arrival, request.priority, request.prompt_len)
+    """When its prompt is computed. One that was retracted, or has moved here, is not to wait again."""
+    fresh = not (request.has_begun or request.num_generated or request.branch)
+    return turn(request.arrival, request.priority, request.prompt_len if fresh else 0)
+
+
+def in_line(request: Request) -> int:
+    """When it is given pages."""
+    return request.arrival + request.priority * OVERTAKERS
 
 
 class Chunk(NamedTuple):
@@ -84,7 +91,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a WAITING request."""
-        insort(self.waiting, request, key=by_turn)
+        insort(self.waiting, request, key=in_line)
 
     def start(self, request: Request) -> None:
         """A RESERVED request has its KV: it joins the batch."""
@@ -171,14 +178,24 @@ class Scheduler:
         return reserved
 
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
-        """Whose turn it is: one of the running `prompts`, the last of which comes first, or who waits and is admitted now.
+        """Whose turn it is: one of the running `prompts`, the last of which comes first, or a DECODE that is given pages.
 
-        `admit`: whoever was retracted in this step would be the next. `more`: there is budget for a prompt.
+        `admit`: whoever was retracted in this step would be the next. `more`: there is budget for a prompt. As long as one
+        who waits is before all `prompts` by turn, those in line up to it are given pages, and become prompts, too.
         """
-        if admit and self._can_admit():
-            first = self.waiting[0]
-            if first.phase is Phase.DECODE or (more and not (prompts and by_turn(prompts[-1]) < by_turn(first))):
-                return self._admit()
+        while admit and self.waiting:
+            if self.waiting[0].phase is not Phase.DECODE:
+                if not more:
+                    break
+                if prompts and min(map(by_turn, self.waiting)) > by_turn(prompts[-1]):
+                    break
+            if not self._can_admit():
+                break
+            admitted = self._admit()
+            if admitted.phase is Phase.DECODE:
+                return admitted
+            prompts.append(admitted)
+            prompts.sort(key=by_turn, reverse=True)
         return prompts.pop() if prompts and more else None
 
     def _can_admit(self) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, PositiveFloat
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from components.routing.policies import DEFAULT, PolicyName
@@ -38,8 +38,12 @@ class DecodeSettings(MeshSettings):
         int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
     ] = 16
     frame_interval_ms: Annotated[
-        NonNegativeFloat,
-        Field(description="from one frame of tokens to a frontend to the next, at least; tokens gather so long"),
+        float,
+        Field(
+            ge=0,
+            le=1000,
+            description="from one frame of tokens to a frontend to the next, at least; tokens gather so long",
+        ),
     ] = 3.0
     local_prefill_on_queue: Annotated[
         bool,

@@ -1,7 +1,6 @@
 """One simulated worker: schedules worked out by hand, and a model that takes every step by itself."""
 
 import random
-from bisect import insort
 from dataclasses import dataclass, field
 
 import pytest
@@ -65,13 +64,13 @@ def stepwise(engine: Engine, requests: list[Request]) -> tuple[dict[int, float],
     last_s: dict[int, float] = {}
     coming = sorted(requests, key=lambda r: (r.at_s, r.number))
     turns: dict[Request, tuple[int, int]] = {}
-    waiting: list[Request] = []  # by turn
+    waiting: list[Request] = []
     computed: dict[Request, int] = {}
     drawn: dict[Request, int] = {}
     while coming or waiting or computed:
         while coming and coming[0].at_s <= now_s + 1e-9:
             turns[coming[0]] = turn(len(turns), 0, coming[0].prompt)
-            insort(waiting, coming.pop(0), key=turns.__getitem__)
+            waiting.append(coming.pop(0))
         budget, tokens, decodes, context, pairs = engine.max_step_tokens, 0, 0, 0, 0
         done: list[Request] = []
         for request, tokens_there in computed.items():
@@ -79,13 +78,15 @@ def stepwise(engine: Engine, requests: list[Request]) -> tuple[dict[int, float],
                 decodes, context, budget = decodes + 1, context + request.prompt + drawn[request], budget - 1
                 done.append(request)
         begun = sorted((r for r in computed if computed[r] < r.prompt), key=turns.__getitem__)
-        while budget and (begun or (waiting and len(computed) < engine.max_running)):
-            joins = waiting and len(computed) < engine.max_running
-            if joins and not (begun and turns[begun[0]] < turns[waiting[0]]):
-                request = waiting.pop(0)
-                computed[request] = drawn[request] = 0
-            else:
-                request = begun.pop(0)
+        while budget:
+            while waiting and len(computed) < engine.max_running:
+                if begun and min(map(turns.__getitem__, waiting)) > turns[begun[0]]:
+                    break
+                computed[waiting[0]] = drawn[waiting[0]] = 0
+                begun = sorted([*begun, waiting.pop(0)], key=turns.__getitem__)
+            if not begun:
+                break
+            request = begun.pop(0)
             start = computed[request]
             length = min(budget, request.prompt - start)
             pairs += attended(start, length)

@@ -106,3 +106,22 @@ async def test_what_a_callback_calls_is_heard_after_what_it_was_called_with(tmp_
                 await ended.wait()
         assert all(len(tokens) == 4 for tokens in listener.tokens.values())
         assert [what for what, _ in heard].count("reserved") == 4
+
+
+async def test_who_must_give_up_pages_does_not_stop_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in flight lands before anybody is retracted: it is waited for like any other."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"the event loop would have slept for {seconds} s")
+
+    monkeypatch.setattr("engine.mock.runner.time.sleep", sleep)
+    small = {"num_pages": 8, "reserve_tokens": 0}
+    async with run_engine(
+        lambda: make_mock(tmp_path, mock={"speedup": 1.0, "step_s": 0.01}, **small), thread=False
+    ) as loop:
+        listener = Listener(loop)
+        asked = [listener.ask(loop, f"r{i}", prompt(17, start=i), greedy(40, ignore_eos=True)) for i in range(4)]
+        assert [len(tokens) for tokens in await asyncio.gather(*asked)] == [40] * 4
+        assert loop.stats.retractions

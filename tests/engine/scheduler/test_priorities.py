@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.core import EngineCore
-from engine.ports import EngineRequest, SamplingParams
+from engine.ports import EngineRequest, Phase, SamplingParams
 from engine.scheduler.scheduler import OVERTAKEN_TOKENS, OVERTAKERS
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import Seen, check_pages, greedy, prompt, run
@@ -79,7 +79,7 @@ def test_a_retracted_request_of_bad_priority_still_ends_under_a_stream_of_better
 
 
 def test_a_long_prompt_lets_shorter_ones_pass_that_come_soon_after_it(tmp_path: Path) -> None:
-    engine = make_mock(tmp_path, num_pages=512, max_running=1, max_step_tokens=48)
+    engine = make_mock(tmp_path, num_pages=512, max_step_tokens=48, pack_tokens=10)
     length = 4 * OVERTAKEN_TOKENS
     long = [request("long", 0, length), request("longer", 0, 2 * length), request("as long", 0, length)]
     order = order_of_first_tokens(engine, [*long, *(request(f"{i}", 0) for i in range(8))])
@@ -105,6 +105,23 @@ def test_a_long_prompt_that_is_being_computed_holds_nobody_up(tmp_path: Path) ->
         steps += 1
         check_pages(engine)
     assert steps < 42, "it goes on beside the short one's answer"
+
+
+def test_nobody_waits_for_pages_that_a_later_one_was_given(tmp_path: Path) -> None:
+    """Passing is for computing alone: decode gives pages first in, first out, and prefill holds them until decode has some."""
+    engine = make_mock(tmp_path, num_pages=100, max_step_tokens=48, reserve_tokens=0)
+    for name in ("first", "second"):
+        engine.submit(EngineRequest(name, prompt(1000, start=len(name)), endless(1), Phase.PREFILL))
+    for i in range(4):
+        engine.submit(EngineRequest(f"{i}", prompt(100, start=i), endless(1), Phase.PREFILL))
+    computed: list[str] = []
+    for _ in range(200):
+        computed += [one.request_id for one in engine.step().computed if one.first_token is not None]
+    assert computed == ["first"], "it is held, and the second needs as many: the others stand behind it"
+    engine.release("first")
+    while engine.has_work():
+        computed += [one.request_id for one in engine.step().computed if one.first_token is not None]
+    assert computed == ["first", "0", "1", "second", "2", "3"]
 
 
 def test_a_stream_of_short_prompts_passes_a_long_one_so_often_and_no_more(tmp_path: Path) -> None:
