@@ -17,11 +17,11 @@ class Builder(Protocol):
     """What each of these modules has under the name `build_engine`."""
 
     def __call__(self, model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> Engine:
-        """An engine over `model`, on the thread that will step it."""
+        """An engine over `model`, on the thread that will step it, where it has one."""
 
 
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> Engine:
-    """Build the engine that `model` asks for. To be called on the thread that will step it.
+    """Build the engine that `model` asks for. To be called on the thread that will step it, where it has one.
 
     Raises: ModelUnavailable or UnsupportedModel, naming the model.
     """

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
-from engine.loop import BLOCKED_TICK_S, Call, EngineLoop, dead, resolve, tell
+from engine.loop import BLOCKED_TICK_S, Call, Done, EngineLoop, dead, resolve, tell
 from engine.ports import Engine, Pause, StepOutput
 
 log = logging.getLogger(__name__)
@@ -51,11 +51,10 @@ class InlineLoop(EngineLoop):
 
         def build() -> None:
             try:
-                engine = self._build()
+                done = Done(built, result=self._build())
             except Exception as exc:  # noqa: BLE001 - raised where it is waited for
-                tell(self._loop, _fail, built, exc)
-            else:
-                tell(self._loop, resolve, built, engine)
+                done = Done(built, error=exc)
+            tell(self._loop, done.settle)
 
         # daemon: a process that is told to exit while a model loads does not wait for it
         thread = threading.Thread(target=build, name="engine", daemon=True)
@@ -125,8 +124,3 @@ class InlineLoop(EngineLoop):
         if self._engine is not None and error is None:
             self._engine.rest()
         resolve(self._ended, error)
-
-
-def _fail(future: asyncio.Future[Engine], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -24,7 +24,7 @@ class Stay:
     part: Part
     tokens: int  # to be computed or found before the next one can be drawn
     left: int  # tokens to draw here; once it decodes, those that were left when it began to
-    turn: tuple[int, int] = (0, 0)  # its place in the line
+    turn: tuple[int, int] = (0, 0)  # its place among prompts
     cached: int = 0  # of `tokens`, found here
     computed: int = 0  # of `tokens`, found and computed
     began_s: float = 0.0  # computing

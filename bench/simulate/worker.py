@@ -9,6 +9,7 @@ start have grown alike. So such steps are one `Run`, with its end in closed form
 from collections import deque
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import takewhile
 from operator import attrgetter
 from typing import Final, Protocol
 
@@ -121,11 +122,13 @@ class Worker:
         """Queue a stay."""
         if stay.part is not Part.DECODE:
             self.queued_tokens += stay.tokens
-        stay.turn = turn(self._arrivals, 0, stay.tokens)
+        fresh = stay.tokens == stay.request.prompt  # else it has moved here
+        stay.turn = turn(self._arrivals, 0, stay.tokens if fresh else 0)
         self._arrivals += 1
         self.waiting.append(stay)
-        if self.waiting[0] is stay or (self._run and self._passes(self._run)):
-            self.poke()  # else who is behind another waits for the same pages or places
+        passes = self._run is not None and any(one.turn > stay.turn for one, _ in self._run.chunks)
+        if self.waiting[0] is stay or passes:  # who is behind another waits for the same pages or places
+            self.poke()
 
     def deliver(self, stay: Stay) -> None:
         """The KV of a reserved stay is here: it decodes from the next step on."""
@@ -181,11 +184,12 @@ class Worker:
     def _may_join(self, run: Run) -> bool:
         """Whether one who waits would be in the step that follows `run`: there is budget left, or he goes first."""
         spent = run.decodes + sum(length for _, length in run.chunks)
-        return spent < self.engine.max_step_tokens or self._passes(run)
+        last = max((stay.turn for stay, _ in run.chunks), default=(-1, -1))
+        return spent < self.engine.max_step_tokens or self._is_passed(last)
 
-    def _passes(self, run: Run) -> bool:
-        first = min(map(by_turn, self.waiting))
-        return any(stay.turn > first for stay, _ in run.chunks)
+    def _is_passed(self, place: tuple[int, int]) -> bool:
+        """Whether somebody who waits comes before that turn; whoever arrived too late for it cannot."""
+        return any(stay.turn < place for stay in takewhile(lambda stay: stay.turn[1] <= place[0], self.waiting))
 
     def _interrupt(self) -> None:
         """End the run with the step that is under way."""
@@ -233,7 +237,7 @@ class Worker:
     def _next(self, begun: list[Stay], budget: int) -> Stay | None:
         """Whose turn it is, the last of those `begun`; those in line up to one who is before all of them join them."""
         while self._admit_reserved() and budget:
-            if begun and min(map(by_turn, self.waiting)) > begun[-1].turn:
+            if begun and not self._is_passed(begun[-1].turn):
                 break
             if not self._admit(self.waiting[0]):
                 break

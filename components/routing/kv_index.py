@@ -46,9 +46,7 @@ class KvIndex:
         """How many of a prompt's blocks each instance holds, counted from the first; those that hold none are left out."""
         shards, alive, mask, depth = self._shards, self._live, -1, 0
         ended: list[tuple[int, int]] = []  # (how many blocks, slots that hold just these)
-        for (
-            block
-        ) in block_hashes:  # no further than to the first that nobody holds: they may be made as they are asked for
+        for block in block_hashes:  # to the first that nobody holds: those behind it need not be made
             at = shards[block[0]].get(block, 0)
             if at is not mask:
                 mask, before = at, alive

@@ -12,6 +12,7 @@ place: only when pages run out does the youngest of the worst priority give its 
 import logging
 from bisect import insort
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -73,7 +74,7 @@ class Plan:
 
 
 class Scheduler:
-    """Those who wait, in order of their turn, those who run or are reserved, in order of rank; who moves between them."""
+    """Those who wait, as they stand in line, those who run or are reserved, in order of rank; who moves between them."""
 
     def __init__(
         self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int | None = None
@@ -183,20 +184,23 @@ class Scheduler:
         `admit`: whoever was retracted in this step would be the next. `more`: there is budget for a prompt. As long as one
         who waits is before all `prompts` by turn, those in line up to it are given pages, and become prompts, too.
         """
-        while admit and self.waiting:
-            if self.waiting[0].phase is not Phase.DECODE:
-                if not more:
-                    break
-                if prompts and min(map(by_turn, self.waiting)) > by_turn(prompts[-1]):
-                    break
-            if not self._can_admit():
-                break
+        while admit and self._takes_first(prompts, more=more) and self._can_admit():
             admitted = self._admit()
             if admitted.phase is Phase.DECODE:
                 return admitted
             prompts.append(admitted)
             prompts.sort(key=by_turn, reverse=True)
         return prompts.pop() if prompts and more else None
+
+    def _takes_first(self, prompts: list[Request], *, more: bool) -> bool:
+        """Whether this step has a use for whoever is first in line."""
+        if not self.waiting or self.waiting[0].phase is Phase.DECODE:
+            return bool(self.waiting)
+        if not more or not prompts:
+            return more
+        first = by_turn(prompts[-1])
+        soon = takewhile(lambda request: in_line(request) <= first[0], self.waiting)  # the others cannot be before it
+        return any(by_turn(request) < first for request in soon)
 
     def _can_admit(self) -> bool:
         return bool(self.waiting) and self._has_place(self.waiting[0])
