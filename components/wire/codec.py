@@ -61,9 +61,9 @@ def _part_in(annotation: Any) -> type[Any] | None:
 
 
 def pack(value: object) -> bytes:
-    """Bytes of a message made by `@message`."""
+    """Bytes of a message made by `@message`. Fields that are as they are by default are left out."""
     cls = type(value)
-    body = _adapters[cls].dump_python(value, mode="python")
+    body = _adapters[cls].dump_python(value, exclude_defaults=True)
     packed: bytes = msgpack.packb([_tags[cls], body], use_bin_type=True)
     return packed
 
@@ -87,7 +87,7 @@ def unpack(data: bytes, *expected: type[T]) -> T:
 def _build(cls: type[Any], body: dict[str, Any], context: str, path: str) -> Any:
     """An instance of a message or part from the plain values it was packed as. Raises: MalformedMessage."""
     known = _fields[cls]
-    values = {name: given for name, given in body.items() if name in known}
+    values = body if body.keys() <= known else {name: given for name, given in body.items() if name in known}
     for name, inner in _parts[cls]:
         given = values.get(name)
         if isinstance(given, dict):

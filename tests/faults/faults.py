@@ -16,7 +16,8 @@ import nats.errors
 from components import lifecycle
 from components.errors import BY_NAME
 from components.messaging.deadline import now_ms
-from components.wire.codec import pack, unpack_plain
+from components.wire import codec
+from components.wire.codec import pack, unpack, unpack_plain
 from components.wire.refused import refusal
 from tests.faults.memory_nats import Copy, Sent
 from tests.faults.memory_transfer import WriteFault
@@ -172,6 +173,9 @@ class _Moves:
     def __init__(self, moved: Callable[[str, str], None]) -> None:
         self._moved = moved
 
+    def isEnabledFor(self, _level: int) -> bool:
+        return True
+
     def debug(self, _message: str, *, extra: dict[str, str]) -> None:
         self._moved(extra["of"], extra["is"])
 
@@ -210,7 +214,8 @@ def _meddled(fault: Fault, sent: Sent) -> list[Copy]:
 
 def _altered(data: bytes, name: str) -> bytes:
     tag, fields = unpack_plain(data)
-    fields[name] = _other(fields[name], name)
+    value = getattr(unpack(data, codec._by_tag[tag]), name)  # also where it is as by default, and does not travel
+    fields[name] = _other(value, name)
     packed: bytes = msgpack.packb([tag, fields], use_bin_type=True)
     return packed
 
