@@ -61,7 +61,8 @@ class Lifecycle(Generic[S]):
         """Move to `to`. Raises: IllegalTransition, off the table."""
         if to not in self._table.get(self.state, frozenset()):
             raise IllegalTransition(f"{self._name}: {self.state} → {to} is not in the table")
-        log.debug("state", extra={"of": self._name, "was": str(self.state), "is": str(to)})
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("state", extra={"of": self._name, "was": str(self.state), "is": str(to)})
         if self._tally is not None:
             self._tally.moved(self.state, to)
         self.state = to

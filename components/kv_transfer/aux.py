@@ -64,6 +64,7 @@ class AuxBuffer:
         self._heads = self._memory[:, : HEAD.itemsize].view(HEAD)[:, 0]
         self._checksums = self._memory[:, HEAD.itemsize :].view(CHECKSUM)
         self._free = list(range(slots - 1, -1, -1))
+        self._is_taken = bytearray(slots)
 
     @property
     def address(self) -> int:
@@ -95,12 +96,14 @@ class AuxBuffer:
         if not self._free:
             raise QueueFull(f"all {self.num_slots} aux slots are taken: too many transfers at once")
         slot = self._free.pop()
-        self._heads[slot] = np.zeros((), dtype=HEAD)
+        self._is_taken[slot] = True
+        self._memory[slot, : HEAD.itemsize] = 0
         return slot
 
     def give_back(self, slot: int) -> None:
         """No transfer touches the slot any more."""
-        assert slot not in self._free, f"aux slot {slot} is free already"
+        assert self._is_taken[slot], f"aux slot {slot} is free already"
+        self._is_taken[slot] = False
         self._free.append(slot)
 
     def write(self, slot: int, record: AuxRecord) -> None:
