@@ -1,6 +1,6 @@
 """Token streams: decode's outbox makes one frame per step and frontend, the frontend's inbox deals it out again.
 
-Items of a stream are numbered, because a NATS subscription past its limits drops messages in silence: a gap ends the stream
+A stream's tokens are numbered, because a NATS subscription past its limits drops messages in silence: a gap ends the stream
 with DecodeLost, and whoever reads it goes on elsewhere from the tokens it has.
 """
 
@@ -16,7 +16,7 @@ from components.aio import Failure, background
 from components.errors import DecodeLost, InvariantBroken, MalformedMessage, MeshError
 from components.messaging.bus import Bus
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
-from components.wire.generate import FrameDraft, StreamItem, unpack_frame
+from components.wire.generate import FrameDraft, StreamItem, num_numbers, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import raised, refusal
 
@@ -46,7 +46,7 @@ class OutStream:
         """The next item of this stream."""
         return StreamItem(
             self.stream_id,
-            self.next_seq(),
+            self.next_seq(num_numbers(token_ids)),
             token_ids,
             finish,
             None,
@@ -60,10 +60,11 @@ class OutStream:
         """The last item of this stream: it ends here, and why."""
         return StreamItem(self.stream_id, self.next_seq(), [], None, refusal(error))
 
-    def next_seq(self) -> int:
-        """The number of the next item, which is taken with it."""
-        self._next_seq += 1
-        return self._next_seq - 1
+    def next_seq(self, count: int = 1) -> int:
+        """The first of the next numbers, which are taken with it."""
+        seq = self._next_seq
+        self._next_seq += count
+        return seq
 
 
 class StreamOutbox:
@@ -95,7 +96,7 @@ class StreamOutbox:
             frames.append(FrameDraft())
 
     def put_token(self, stream: OutStream, token_id: int) -> None:
-        """Queue an item of one token and nothing else, which is nearly all that there is to send."""
+        """Queue a token with nothing beside it, which is nearly all that there is to send."""
         self._frames(stream)[-1].token(stream.stream_id, stream.next_seq(), token_id)
 
     async def flushed(self) -> None:
@@ -179,9 +180,9 @@ class InStream:
             return False
         if item.seq > self._next_seq:
             self._refusals.count("tokens", GAP)
-            self.fail(DecodeLost(f"items {self._next_seq} to {item.seq - 1} of the stream are missing"))
+            self.fail(DecodeLost(f"tokens {self._next_seq} to {item.seq - 1} of the stream are missing"))
             return False
-        self._next_seq += 1
+        self._next_seq += num_numbers(item.token_ids)
         self._items.append(item)
         return self._reader is not None and len(self._items) == 1
 

@@ -7,6 +7,7 @@ A request with n branches is n streams from then on, each with its own numbers, 
 
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -20,10 +21,10 @@ from components.wire.refused import Refused
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
 
-FRAME_VERSION: Final = 3
+FRAME_VERSION: Final = 4
 FIELDS: Final = 9  # of an item
 MAX_STREAM_ID: Final = 2**63 - 1  # as a column of a frame holds it
-PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings a token alone has behind its tokens
+PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings tokens alone has behind them
 
 
 @message("generate.v3")
@@ -68,10 +69,10 @@ class StreamsCancelled:
 
 
 class StreamItem(NamedTuple):
-    """What one frame says of one stream. Made once a token: a frozen dataclass takes four times as long to make."""
+    """What one frame says of one stream. A tuple, as a frozen dataclass takes four times as long to make."""
 
     stream_id: int
-    seq: int  # counts items of this stream from 0: a gap is a lost frame
+    seq: int  # of its first number; see `num_numbers`. A gap is a lost frame
     token_ids: list[int]
     finish: str | None = None  # "stop" or "length", with the last tokens
     error: Refused | None = None  # the stream is over, and why
@@ -91,17 +92,25 @@ class TokenFrame:
     items: list[StreamItem]
 
 
+def num_numbers(token_ids: Sequence[int]) -> int:
+    """How many of its stream's numbers an item takes, which count from 0: one a token, one without any."""
+    return len(token_ids) or 1
+
+
 class FrameDraft:
     """The items of a frame that is being gathered, as they travel.
 
-    Items of one token and nothing else, which nearly all are, go into three columns: making, packing and checking each of
-    them for itself would be most of what a token costs. The others say how many of those come before them.
+    Tokens with nothing beside them, which nearly all are, go into columns, and those of one stream together into one item:
+    making, packing and checking each of them for itself would be most of what a token costs. The others say how many of
+    these items come before them.
     """
 
-    __slots__ = ("_others", "_seqs", "_streams", "_tokens")
+    __slots__ = ("_others", "_runs", "_seqs", "_streams", "_tokens")
 
     def __init__(self) -> None:
-        self._streams, self._seqs, self._tokens = array("q"), array("q"), array("i")
+        self._streams, self._seqs = array("q"), array("q")
+        self._tokens: list[array[int]] = []  # of each item in columns
+        self._runs: dict[int, array[int]] = {}  # of each stream, what the next token goes to
         self._others: list[tuple[int, tuple[Any, ...]]] = []
 
     def __len__(self) -> int:
@@ -109,23 +118,35 @@ class FrameDraft:
         return len(self._seqs) + len(self._others)
 
     def token(self, stream_id: int, seq: int, token_id: int) -> None:
-        """Add an item of one token and nothing else."""
-        self._streams.append(stream_id)
-        self._seqs.append(seq)
-        self._tokens.append(token_id)
+        """Add a token with nothing beside it, the next one of its stream."""
+        run = self._runs.get(stream_id)
+        if run is not None:
+            run.append(token_id)
+        else:
+            self._begin(stream_id, seq, [token_id])
 
     def add(self, item: StreamItem) -> None:
         """Add any item."""
-        if len(item.token_ids) == 1 and item[3:] == PLAIN:
-            self.token(item.stream_id, item.seq, item.token_ids[0])
+        if item.token_ids and item[3:] == PLAIN:
+            self._begin(item.stream_id, item.seq, item.token_ids)
         else:
+            self._runs.pop(item.stream_id, None)
             self._others.append((len(self._seqs), _other(item)))
 
     def pack(self, instance_id: str, epoch: str, step: int) -> bytes:
         """The frame: a plain msgpack array, checked by hand on the other side instead of by a schema."""
-        columns = [_little_endian(column) for column in (self._streams, self._seqs, self._tokens)]
+        lengths, tokens = array("i", map(len, self._tokens)), array("i")
+        for run in self._tokens:
+            tokens += run
+        columns = [_little_endian(column) for column in (self._streams, self._seqs, lengths, tokens)]
         packed: bytes = msgpack.packb((FRAME_VERSION, instance_id, epoch, step, *columns, self._others))
         return packed
+
+    def _begin(self, stream_id: int, seq: int, token_ids: Sequence[int]) -> None:
+        self._streams.append(stream_id)
+        self._seqs.append(seq)
+        run = self._runs[stream_id] = array("i", token_ids)
+        self._tokens.append(run)
 
 
 def _other(item: StreamItem) -> tuple[Any, ...]:
@@ -154,15 +175,22 @@ def _little_endian(column: "array[int]") -> bytes:
 def unpack_frame(data: bytes) -> TokenFrame:
     """The frame in `data`. Raises: MalformedMessage."""
     value = unpack_plain(data)
-    if not (isinstance(value, list) and len(value) == 8 and value[0] == FRAME_VERSION):
+    if not (isinstance(value, list) and len(value) == 9 and value[0] == FRAME_VERSION):
         raise MalformedMessage(f"not a token frame of version {FRAME_VERSION}")
-    _, instance_id, epoch, step, streams, seqs, tokens, others = value
+    _, instance_id, epoch, step, streams, seqs, lengths, tokens, others = value
     if not (isinstance(instance_id, str) and isinstance(epoch, str) and isinstance(step, int)):
         raise MalformedMessage("token frame: bad header")
-    columns = _column("q", streams), _column("q", seqs), _column("i", tokens)
-    if len({len(column) for column in columns}) > 1:
+    heads = _column("q", streams), _column("q", seqs), _column("i", lengths)
+    if len({len(column) for column in heads}) > 1:
         raise MalformedMessage("token frame: columns of different lengths")
-    items = [StreamItem(stream_id, seq, [token]) for stream_id, seq, token in zip(*columns, strict=True)]
+    token_ids, items, taken = _column("i", tokens).tolist(), [], 0
+    for stream_id, seq, length in zip(*heads, strict=True):
+        items.append(StreamItem(stream_id, seq, token_ids[taken : taken + length]))
+        taken += length
+        if length < 1:
+            raise MalformedMessage("token frame: an item in columns without tokens")
+    if taken != len(token_ids):
+        raise MalformedMessage(f"token frame: {len(token_ids)} tokens where {taken} belong")
     return TokenFrame(instance_id, epoch, step, _merged(items, others))
 
 

@@ -64,7 +64,7 @@ async def test_a_gap_ends_the_stream_after_what_came_before_it() -> None:
         await ends.inbox.receive(frame(item))
     assert await ends.read() == [0]
     for _ in range(2):
-        with pytest.raises(DecodeLost, match="items 1 to 1 of the stream are missing"):
+        with pytest.raises(DecodeLost, match="tokens 1 to 1 of the stream are missing"):
             await ends.reader.next()
 
 
@@ -266,7 +266,7 @@ async def test_a_frame_that_cannot_leave_is_seen_as_a_gap_and_the_outbox_lives(
     box.put(stream, stream.tokens([2]))
     await box.flushed()
     await inbox.receive(Message(bus.frames[0][1]))
-    with pytest.raises(DecodeLost, match="items 0 to 0"):
+    with pytest.raises(DecodeLost, match="tokens 0 to 0"):
         await reader.next()
 
 

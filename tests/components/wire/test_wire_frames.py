@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.errors import MalformedMessage
-from components.wire.generate import StreamItem, TokenFrame, unpack_frame
+from components.wire.generate import FrameDraft, StreamItem, TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import Refused
 from components.wire.tokens import pack_tokens, unpack_tokens
@@ -56,7 +56,7 @@ def test_a_frame_comes_out_as_it_went_in_errors_too(frame: TokenFrame) -> None:
     assert unpack_frame(pack_frame(frame)) == frame
 
 
-@given(st.binary() | st.binary().map(lambda b: b"\x98\x03" + b))
+@given(st.binary() | st.binary().map(lambda b: b"\x99\x04" + b))
 def test_garbage_is_no_frame(data: bytes) -> None:
     with pytest.raises(MalformedMessage):
         unpack_frame(data)
@@ -84,18 +84,22 @@ def test_a_bad_error_in_an_item_is_a_malformed_frame(error: object) -> None:
         unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, item]]]))
 
 
-HEAD = [3, "i", "e", 0]
-NOTHING = [b"", b"", b""]
-ONE = [bytes(8), bytes(8), bytes(4)]  # token 0, the first of stream 0
+HEAD = [4, "i", "e", 0]
+NOTHING = [b"", b"", b"", b""]
+ONE = [bytes(8), bytes(8), pack_tokens([1]), bytes(4)]  # token 0, the first of stream 0
 ITEM = [0, 0, b"", None, None, 0, 0, None, None]
 WRONG = {
-    "version": [2, "i", "e", 0, *NOTHING, []],
+    "version": [3, "i", "e", 0, *NOTHING, []],
     "length": [*HEAD, *NOTHING],
-    "instance": [3, 0, "e", 0, *NOTHING, []],
-    "step": [3, "i", "e", "0", *NOTHING, []],
-    "a column of text": [*HEAD, "", b"", b"", []],
-    "part of a number": [*HEAD, b"", bytes(7), b"", []],
-    "a column too short": [*HEAD, bytes(8), bytes(8), b"", []],
+    "instance": [4, 0, "e", 0, *NOTHING, []],
+    "step": [4, "i", "e", "0", *NOTHING, []],
+    "a column of text": [*HEAD, "", b"", b"", b"", []],
+    "part of a number": [*HEAD, b"", bytes(7), b"", b"", []],
+    "a column too short": [*HEAD, bytes(8), bytes(8), b"", b"", []],
+    "fewer tokens than items say": [*HEAD, bytes(8), bytes(8), pack_tokens([2]), bytes(4), []],
+    "more tokens than items say": [*HEAD, bytes(8), bytes(8), pack_tokens([1]), bytes(8), []],
+    "an item without tokens": [*HEAD, bytes(16), bytes(16), pack_tokens([0, 1]), bytes(4), []],
+    "an item of less than none": [*HEAD, bytes(16), bytes(16), pack_tokens([-1, 2]), bytes(4), []],
     "others": [*HEAD, *NOTHING, {}],
     "no place": [*HEAD, *NOTHING, [ITEM]],
     "a place behind the end": [*HEAD, *ONE, [[2, ITEM]]],
@@ -140,6 +144,27 @@ def test_plain_items_keep_their_place_among_the_others() -> None:
     items = [StreamItem(1, 0, [7], None, None, 3, 5), StreamItem(2, 4, [8]), StreamItem(1, 1, [9])]
     items += [StreamItem(2, 5, [10], "stop"), StreamItem(1, 2, [11])]
     assert unpack_frame(pack_frame(TokenFrame("i", "e", 1, items))).items == items
+
+
+def test_a_streams_tokens_gather_in_one_item_up_to_one_that_says_more() -> None:
+    draft = FrameDraft()
+    draft.token(1, 5, 50)
+    draft.token(2, 0, 20)
+    draft.add(StreamItem(1, 6, [51, 52]))
+    draft.token(1, 8, 53)
+    draft.token(2, 1, 21)
+    draft.add(StreamItem(1, 9, [54], None, None, 3))
+    draft.token(1, 10, 55)
+    draft.add(StreamItem(2, 2, [], "stop"))
+    assert len(draft) == 6
+    assert unpack_frame(draft.pack("i", "e", 1)).items == [
+        StreamItem(1, 5, [50]),
+        StreamItem(2, 0, [20, 21]),
+        StreamItem(1, 6, [51, 52, 53]),
+        StreamItem(1, 9, [54], None, None, 3),
+        StreamItem(1, 10, [55]),
+        StreamItem(2, 2, [], "stop"),
+    ]
 
 
 @given(st.lists(int32))
