@@ -15,12 +15,12 @@ for. So a step is planned before the tokens of the one before are known, as if e
 
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 from time import perf_counter
 from types import MappingProxyType
 
 from components.errors import InvariantBroken, UnknownModel
-from components.routing.block_hash import each_block_hash, seed_hash
+from components.routing.block_hash import PromptBlocks, seed_hash
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from engine.config import EngineConfig
@@ -115,11 +115,15 @@ class EngineCore:
         """What vectors it makes; None: it generates."""
         return None if self._pooling is None else self._pooling.about
 
-    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
-        """Prompt tokens that the prefix cache holds right now. A hint, callable from any thread."""
+    def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
+        """See `Engine.prompt_blocks`."""
+        return PromptBlocks(token_ids, self._root_hash(cache_salt, adapter))
+
+    def peek_prefix(self, blocks: PromptBlocks) -> int:
+        """See `Engine.peek_prefix`."""
         page_size = self._region.layout.page_size
-        hashes = each_block_hash(token_ids[: len(token_ids) - 1], page_size, self._root_hash(cache_salt, adapter))
-        return len(self._memory.prefix.match(hashes)) * page_size
+        usable = islice(blocks(page_size), (blocks.num_tokens - 1) // page_size)  # the last token is always computed
+        return len(self._memory.prefix.match(usable)) * page_size
 
     def cached_blocks(self) -> list[BlockStored]:
         """All that the events so far add up to, those not yet told included; empty unless `kv_events` is set."""
@@ -142,6 +146,7 @@ class EngineCore:
             phase=request.phase,
             arrival=next(self._arrivals),
             root_hash=self._root_hash(request.cache_salt, request.adapter),
+            hashes=[] if request.blocks is None else request.blocks(self._region.layout.page_size)[:],
             num_generated=request.num_generated,
             eos_token_ids=self._limits.eos_token_ids,
             mask=request.mask,

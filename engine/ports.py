@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from components.errors import MeshError
 from components.kv_transfer.layout import KvLayout
+from components.routing.block_hash import PromptBlocks
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 
@@ -105,6 +106,7 @@ class EngineRequest:
     mask: TokenMask | None = None  # has seen those
     priority: int = 0  # as in vLLM: lower goes first
     adapter: str = ""  # one of `Engine.adapters`; "": the model as it is
+    blocks: PromptBlocks | None = None  # of token_ids, where somebody has asked for them: they need not be made again
 
 
 class TokenOutput(NamedTuple):
@@ -252,7 +254,7 @@ class Recording(Protocol):
 
 
 class Engine(Protocol):
-    """The engine's face. All but `peek_prefix` are called from the one thread that owns it.
+    """The engine's face. All but `prompt_blocks` and `peek_prefix` are called from the one thread that owns it.
 
     While no step is under way or in flight others may call it in its place, for what touches no device: all but the profile's
     calls, `deliver` to a request with branches, whose pages are copied, and a step that `computes`.
@@ -282,8 +284,11 @@ class Engine(Protocol):
     def embedding(self) -> EmbeddingModel | None:
         """What vectors it makes; None: it generates."""
 
-    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
-        """Prompt tokens that the prefix cache holds right now. A hint, callable from any thread."""
+    def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
+        """What prefix caches call the pages of a prompt, int32[T]. From any thread. Raises: UnknownModel: no such adapter."""
+
+    def peek_prefix(self, blocks: PromptBlocks) -> int:
+        """Tokens of a prompt that the prefix cache holds right now. A hint, callable from any thread."""
 
     def cached_blocks(self) -> list[BlockStored]:
         """All that the events so far add up to, those not yet told included; empty unless `kv_events` is set."""

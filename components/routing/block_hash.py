@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, overload
 
-from components.wire.tokens import pack_tokens
+from components.wire.tokens import num_tokens, pack_tokens
 
 HASH_BYTES: Final = 16
 PREFIX_TOKENS: Final = 256  # of a prompt, that policies hash which look at its beginning alone
-SPAN: Final = 64  # pages whose tokens are packed at a time
 
 
 def seed_hash(model: str, lora: str = "", cache_salt: str = "") -> bytes:
@@ -18,16 +17,7 @@ def seed_hash(model: str, lora: str = "", cache_salt: str = "") -> bytes:
 
 def block_hashes(token_ids: Sequence[int], page_size: int, seed: bytes) -> list[bytes]:
     """Parent-chained 128-bit hashes of the full pages of `token_ids`: none for a partial last page."""
-    return list(each_block_hash(token_ids, page_size, seed))
-
-
-def each_block_hash(token_ids: Sequence[int], page_size: int, seed: bytes) -> Iterator[bytes]:
-    """The same, each computed when it is asked for: whoever looks for a prefix stops at the first that is unknown."""
-    parent = seed
-    for first in range(0, len(token_ids), SPAN * page_size):
-        for block in _chain(pack_tokens(token_ids[first : first + SPAN * page_size]), page_size, parent):
-            yield block
-            parent = block
+    return list(_chain(pack_tokens(token_ids), page_size, seed))
 
 
 def _chain(tokens: bytes, page_size: int, parent: bytes) -> Iterator[bytes]:
@@ -79,6 +69,7 @@ class PromptBlocks:
 
     def __init__(self, tokens: bytes, seed: bytes) -> None:
         """`tokens`: int32[T], as on the wire; `seed`: see `seed_hash`."""
+        self.num_tokens = num_tokens(tokens)
         self._tokens = tokens
         self._seed = seed
         self._by_page_size: dict[int, BlockHashes] = {}

@@ -129,6 +129,7 @@ class DecodeService:
             engine_id=engine_id,
             request=request,
             token_ids=unpack_tokens(request.token_ids),
+            blocks=self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter),
             sampling=sampling,
             streams={i: OutStream(request.reply_to, request.stream_id + i) for i in range(sampling.n)},
             span=tracer.start_span("decode.request", kind=trace.SpanKind.SERVER),
@@ -219,14 +220,14 @@ class DecodeService:
         """A prefill instance, or None when computing here is the better or the only way."""
         request = active.request
         with tracer.start_as_current_span("decode.lookup") as span:
-            hit = self._engine.engine.peek_prefix(active.token_ids, request.cache_salt, request.adapter)
+            hit = self._engine.engine.peek_prefix(active.blocks)
             span.set_attribute("kvmesh.cached_tokens", hit)
         active.num_cached = hit
         with tracer.start_as_current_span("decode.choose_prefill") as span:
             if active.sampling.prompt_logprobs is not None:
                 span.set_attribute("kvmesh.prefill.why_local", "the prompt's log-probabilities are asked for")
                 return None
-            wanted = Wanted(request.token_ids, request.cache_salt, request.adapter, request.session)
+            wanted = Wanted(active.blocks, request.adapter, request.session)
             chosen = self._choice.choose(wanted, len(active.token_ids) - hit, explain=span.is_recording())
             if isinstance(chosen, str):
                 span.set_attribute("kvmesh.prefill.why_local", chosen)
@@ -305,6 +306,7 @@ class DecodeService:
             mask=active.mask,
             priority=request.priority,
             adapter=request.adapter,
+            blocks=active.blocks,
         )
 
         # Cancelled while the mask was compiled.

@@ -8,13 +8,12 @@ from components.errors import MeshError, UnknownModel
 from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.fleet import Fleet
 from components.messaging.service import Endpoint
-from components.routing.block_hash import PromptBlocks, seed_hash
+from components.routing.block_hash import PromptBlocks
 from components.routing.choice import Ask
 from components.routing.local_prefill import PromptLoad, sooner_here
 from components.routing.router import Chosen, explained
 from components.wire.instances import InstanceRecord
 from components.wire.routes import ExplainRoute, RouteExplained
-from components.wire.tokens import num_tokens, unpack_tokens
 from engine.ports import Engine
 from services.decode.remote_prefill import RemotePrefill
 
@@ -24,8 +23,7 @@ log = logging.getLogger(__name__)
 class Wanted(NamedTuple):
     """What the choice depends on, of one request."""
 
-    token_ids: bytes  # int32[T]
-    cache_salt: str
+    blocks: PromptBlocks  # by the names that the caches of instances which fit give them
     adapter: str
     session: str
 
@@ -72,9 +70,8 @@ class PrefillChoice:
         queues = (self._alive.prompts(r.instance_id) for r in usable)
         if self._overflow and sooner_here(remaining, self._own_prompts(), queues):
             return "every prefill queue lasts longer than computing it here"
-        blocks = self._blocks(wanted)
-        tokens = num_tokens(wanted.token_ids)
-        ask = Ask(tokens, session=wanted.session, prefix=blocks.prefix(), explain=explain, dry=dry)
+        blocks = wanted.blocks
+        ask = Ask(blocks.num_tokens, session=wanted.session, prefix=blocks.prefix(), explain=explain, dry=dry)
         chosen = self._router.choose(ask, blocks, usable)
         if chosen is not None:
             return chosen
@@ -90,18 +87,10 @@ class PrefillChoice:
         """Where a prompt would be computed now, and why. Raises: UnknownModel."""
         if request.adapter and request.adapter not in self._engine.adapters:
             raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
-        token_ids = unpack_tokens(request.token_ids)
-        hit = self._engine.peek_prefix(token_ids, request.cache_salt, request.adapter)
-        wanted = Wanted(request.token_ids, request.cache_salt, request.adapter, request.session)
-        chosen = self.choose(wanted, len(token_ids) - hit, explain=True, dry=True)
+        blocks = self._engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
+        wanted = Wanted(blocks, request.adapter, request.session)
+        chosen = self.choose(wanted, blocks.num_tokens - self._engine.peek_prefix(blocks), explain=True, dry=True)
         return explained(self._policy, request.token_ids, chosen)
-
-    def _blocks(self, wanted: Wanted) -> PromptBlocks:
-        """By the names that the caches of instances which fit give them."""
-        identity = self._engine.adapters.get(wanted.adapter, "")
-        return PromptBlocks(
-            wanted.token_ids, seed_hash(self._engine.kv_region.layout.model, identity, wanted.cache_salt)
-        )
 
     def _usable(self, adapter: str) -> Sequence[InstanceRecord]:
         """Prefill instances whose KV is what we would compute with `adapter`."""

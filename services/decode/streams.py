@@ -12,6 +12,7 @@ from opentelemetry.trace import Span
 from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.streams import OutStream, StreamOutbox
+from components.routing.block_hash import PromptBlocks
 from components.telemetry.spans import record_span
 from components.wire.generate import GenerateRequest
 from engine.ports import SamplingParams, TokenMask, TokenOutput
@@ -48,6 +49,7 @@ class ActiveRequest:
     engine_id: str  # unique in the whole mesh: request id and stream
     request: GenerateRequest
     token_ids: list[int]
+    blocks: PromptBlocks
     sampling: SamplingParams
     streams: dict[int, OutStream]  # of the branches that are not over
     span: Span  # decode.request: from acceptance to the last token

@@ -217,6 +217,7 @@ class PrefillService:
             job.failure.tell(PeerLost(cause))
 
     def _accept(self, request: PrefillRequest, span: trace.Span) -> PrefillAccepted:
+        blocks = self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
         prompt = EngineRequest(
             request_id=request.request_id,
             token_ids=unpack_tokens(request.token_ids),
@@ -226,9 +227,10 @@ class PrefillService:
             num_generated=request.sampling.num_generated,
             priority=request.priority,
             adapter=request.adapter,
+            blocks=blocks,
         )
         num_tokens = len(prompt.token_ids)
-        hit = self._engine.engine.peek_prefix(prompt.token_ids, request.cache_salt, request.adapter)
+        hit = self._engine.engine.peek_prefix(blocks)
         checksums = self._checksums if request.verify_kv else None
         job = PrefillJob(
             request=request,

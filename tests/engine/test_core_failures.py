@@ -10,7 +10,7 @@ from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.ports import EngineRequest, KvRegion, Phase
 from engine.scheduler.scheduler import Chunk
-from tests.engine.tiny_engine import Seen, check_pages, greedy, prompt, run_until_idle, small
+from tests.engine.tiny_engine import Seen, check_pages, greedy, peek, prompt, run_until_idle, small
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -111,7 +111,7 @@ def test_what_a_failed_step_should_have_computed_is_not_found(
     runner.errors[where] = StepFailed("out of memory")
     assert [computed.num_computed for computed in until_failed(core).computed.get("r", ())] in ([], [48])
     core.release("r")
-    assert core.peek_prefix(prompt(100)) == 48
+    assert peek(core, prompt(100)) == 48
 
 
 def test_the_id_of_a_failed_request_may_be_used_again(core: EngineCore, runner: ScriptedRunner, where: str) -> None:

@@ -13,7 +13,7 @@ from engine.ports import Engine, EngineRequest, Phase, StepOutput
 from engine.start import run_engine, start_engine
 from tests.engine.loops import FailingEngine, Listener, eventually, failing, running
 from tests.engine.mock_engine import make_mock
-from tests.engine.tiny_engine import alone, greedy, make_engine, prompt, small
+from tests.engine.tiny_engine import alone, greedy, make_engine, peek, prompt, small
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -29,7 +29,7 @@ def test_an_engine_starts_from_a_directory_and_answers(tiny_dir: Path, tiny: Loa
         async with start_engine(str(tiny_dir), small(), Path("unused"), lambda *args: told.append(args)) as loop:
             assert loop.stats.total_pages == loop.stats.free_pages == 64
             assert loop.engine.max_context == 512
-            assert loop.engine.peek_prefix(prompt(40)) == 0
+            assert peek(loop.engine, prompt(40)) == 0
             assert await Listener(loop).ask(loop, "r", prompt(20), greedy(9)) == alone(tiny, prompt(20), greedy(9))
         assert told[0][0] == "Loading weights"
         assert told[-1][1] == told[-1][2]

@@ -3,9 +3,11 @@
 import pytest
 
 from components.errors import PromptTooLong, Rejected
+from components.wire.tokens import pack_tokens
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase, Reserved, SamplingParams, StepOutput
+from engine.scheduler import memory
 from tests.engine.tiny_engine import (
     EOS,
     GENERATING,
@@ -14,6 +16,7 @@ from tests.engine.tiny_engine import (
     check_pages,
     greedy,
     make_engine,
+    peek,
     prefilled,
     prompt,
     read_page,
@@ -98,7 +101,7 @@ def test_pages_of_a_computed_prompt_stay_held_until_release_and_are_found_afterw
     assert stats_of(engine) == (1, 3)
     engine.release("r")
     assert stats_of(engine) == (0, 0)
-    assert engine.peek_prefix(prompt(40)) == 32
+    assert peek(engine, prompt(40)) == 32
     engine.release("r")
     check_pages(engine)
 
@@ -111,7 +114,7 @@ def test_a_prefill_cancelled_half_way_stays_held_and_leaves_only_what_was_comput
     assert stats_of(engine) == (1, 9)
     engine.release("r")
     assert stats_of(engine) == (0, 0)
-    assert engine.peek_prefix(prompt(130)) == 48
+    assert peek(engine, prompt(130)) == 48
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -135,7 +138,7 @@ def test_a_cancelled_reservation_stays_held_and_is_never_found(engine: EngineCor
     assert stats_of(engine) == (1, 3)
     engine.release("r")
     assert stats_of(engine) == (0, 0)
-    assert engine.peek_prefix(prompt(40)) == 0
+    assert peek(engine, prompt(40)) == 0
 
 
 def test_delivered_pages_are_found_by_others(tiny: LoadedModel) -> None:
@@ -143,9 +146,9 @@ def test_delivered_pages_are_found_by_others(tiny: LoadedModel) -> None:
     computed, reserved = prefilled(p, "r", prompt(40), greedy(5)), reserve(d, "r", prompt(40), greedy(5))
     for source, target in zip(computed.pages, reserved.pages, strict=True):
         write_page(d, target, read_page(p, source))
-    assert d.peek_prefix(prompt(40)) == 0
+    assert peek(d, prompt(40)) == 0
     d.deliver("r", computed.first_token or 0)
-    assert d.peek_prefix(prompt(40)) == 32
+    assert peek(d, prompt(40)) == 32
     d.cancel("r")
     assert stats_of(d) == (0, 0), "delivered pages are no longer exposed"
 
@@ -271,9 +274,21 @@ def test_a_stop_token_id_ends_the_answer_also_when_the_end_token_is_ignored(tiny
 
 def test_prefixes_are_shared_among_equal_salts_only(engine: EngineCore) -> None:
     run(engine, [EngineRequest("r", prompt(40), greedy(2), cache_salt="tenant-a")])
-    assert engine.peek_prefix(prompt(40), "tenant-a") == 32
-    assert engine.peek_prefix(prompt(40), "tenant-b") == 0
-    assert engine.peek_prefix(prompt(40)) == 0
+    assert peek(engine, prompt(40), "tenant-a") == 32
+    assert peek(engine, prompt(40), "tenant-b") == 0
+    assert peek(engine, prompt(40)) == 0
+
+
+def test_a_prompts_blocks_that_somebody_has_made_are_not_made_again(
+    engine: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(engine, [EngineRequest("r", prompt(32), greedy(1))])
+    blocks = engine.prompt_blocks(pack_tokens(prompt(40)))
+    assert engine.peek_prefix(blocks) == 32
+    monkeypatch.setattr(memory, "block_hashes", lambda *_: pytest.fail("made again"))
+    seen = run(engine, [EngineRequest("s", prompt(40), greedy(2), blocks=blocks)])
+    assert seen.cached["s"] == 32
+    assert peek(engine, prompt(40)) == 32
 
 
 def test_the_region_describes_the_whole_pool(engine: EngineCore) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from components.wire.logprobs import TokenLogprobs
+from components.wire.tokens import pack_tokens
 from engine.build import assemble
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -17,6 +18,7 @@ from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import (
     Computed,
+    Engine,
     EngineRequest,
     Failed,
     FinishReason,
@@ -84,6 +86,10 @@ def make_engine(loaded: LoadedModel, **changes: object) -> EngineCore:
 def prompt(length: int, start: int = 0) -> list[int]:
     """Tokens that differ from page to page, none of them the end of a text."""
     return [6 + (start * 31 + i * 17 + i * i // 7) % (VOCAB - 6) for i in range(length)]
+
+
+def peek(engine: Engine, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
+    return engine.peek_prefix(engine.prompt_blocks(pack_tokens(token_ids), cache_salt, adapter))
 
 
 def greedy(max_tokens: int, **changes: object) -> SamplingParams:

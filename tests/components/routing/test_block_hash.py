@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.routing.block_hash import HASH_BYTES, SPAN, PromptBlocks, block_hashes, each_block_hash, seed_hash
+from components.routing.block_hash import HASH_BYTES, PromptBlocks, block_hashes, seed_hash
 from components.routing.kv_index import KvIndex
 from components.wire.tokens import pack_tokens
 
@@ -50,23 +50,6 @@ def test_models_adapters_and_tenants_share_no_block(other: tuple[str, str, str])
 
 def test_page_sizes_share_no_block() -> None:
     assert not set(block_hashes([0] * 32, 4, SEED)) & set(block_hashes([0] * 32, 8, SEED))
-
-
-def test_a_long_prompt_is_hashed_across_spans_and_no_further_than_it_is_asked_for() -> None:
-    class Counted(list[int]):
-        read = 0
-
-        def __getitem__(self, at: slice) -> list[int]:  # type: ignore[override]
-            Counted.read += 1
-            return super().__getitem__(at)
-
-    prompt = Counted(range(3 * SPAN * 4 + 5))
-    hashes = block_hashes(prompt, 4, SEED)
-    assert len(hashes) == 3 * SPAN + 1
-    assert hashes[SPAN:] == block_hashes(prompt[SPAN * 4 :], 4, hashes[SPAN - 1])
-    Counted.read = 0
-    assert next(each_block_hash(prompt, 4, SEED)) == hashes[0]
-    assert Counted.read == 1
 
 
 def test_a_prompt_s_hashes_are_made_as_far_as_somebody_looks() -> None:

@@ -14,7 +14,7 @@ from engine.attention.step_tables import StepLimits
 from engine.attention.triton_backend import Tiles, TritonAttention
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
-from tests.engine.tiny_engine import greedy, make_engine, prompt, run
+from tests.engine.tiny_engine import greedy, make_engine, peek, prompt, run
 
 SPLITTING = partial(TritonAttention, programs=256)
 WINDOWED, CAPPED, BOTH = Scoring(0.3, window=7), Scoring(0.3, softcap=2.0), Scoring(0.2, window=20, softcap=5.0)
@@ -126,5 +126,5 @@ def test_an_engine_gives_the_same_greedy_ids_as_on_the_cpu_backend(tiny: LoadedM
     for attention in ("triton", "torch"):
         engine = make_engine(tiny, attention=attention, max_step_tokens=24)
         tokens.append([run(engine, requests).tokens, run(engine, later).tokens])
-        assert engine.peek_prefix([*shared, 9]) == 32
+        assert peek(engine, [*shared, 9]) == 32
     assert tokens[0] == tokens[1]

@@ -10,7 +10,7 @@ from components.routing.block_hash import block_hashes, seed_hash
 from engine.core import EngineCore
 from engine.ports import BlockRemoved, BlockStored, EngineRequest, Phase, StepOutput
 from tests.engine.mock_engine import make_mock
-from tests.engine.tiny_engine import GENERATING, greedy, prompt, run
+from tests.engine.tiny_engine import GENERATING, greedy, peek, prompt, run
 
 PROMPTS = [prompt(n, start=s) + prompt(m, start=9) for n, s, m in [(16, 0, 0), (40, 0, 5), (40, 0, 30), (70, 1, 0)]]
 
@@ -145,4 +145,4 @@ def test_a_block_that_two_requests_computed_stays_named_when_the_first_one_goes(
     for name, length in zip("ab", answers, strict=True):
         engine.submit(EngineRequest(name, prompt(33), greedy(length, ignore_eos=True)))
     run(engine, [])
-    assert engine.peek_prefix(prompt(33)) == 32
+    assert peek(engine, prompt(33)) == 32

@@ -25,6 +25,7 @@ from tests.engine.tiny_engine import (
     greedy,
     load_tiny,
     make_engine,
+    peek,
     prompt,
     read_page,
     run,
@@ -157,7 +158,7 @@ def test_a_row_without_adapter_is_bit_by_bit_what_it_is_without_any_loaded(
 def test_prefixes_are_not_shared_between_adapters_nor_with_the_model_itself(adapted_tiny: LoadedModel) -> None:
     engine = make_engine(adapted_tiny)
     run(engine, [EngineRequest("r", prompt(40), greedy(2), adapter="plain")])
-    assert [engine.peek_prefix(prompt(40), adapter=name) for name in NAMES] == [0, 32, 0, 0]
+    assert [peek(engine, prompt(40), adapter=name) for name in NAMES] == [0, 32, 0, 0]
     again = [EngineRequest(f"r-{name}", prompt(40), greedy(2), adapter=name) for name in NAMES]
     assert run(engine, again).cached == {"r-": 0, "r-plain": 32, "r-few": 0, "r-patterned": 0}
 
@@ -168,7 +169,7 @@ def test_the_same_weights_under_another_name_share_prefixes_and_other_weights_un
     """Blocks are named by what an adapter is: KV moves between workers, and each names its adapters for itself."""
     one = make_engine(load_tiny(tiny_dir, lora={"a": str(adapter_dirs["plain"]), "b": str(adapter_dirs["plain"])}))
     run(one, [EngineRequest("r", prompt(40), greedy(2), adapter="a")])
-    assert one.peek_prefix(prompt(40), adapter="b") == 32
+    assert peek(one, prompt(40), adapter="b") == 32
     other = make_engine(load_tiny(tiny_dir, lora={"a": str(adapter_dirs["few"])}))
     assert one.adapters["a"] == one.adapters["b"] != other.adapters["a"]
     assert one._root_hash("", "a") != other._root_hash("", "a")

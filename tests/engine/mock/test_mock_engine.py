@@ -21,6 +21,7 @@ from tests.engine.tiny_engine import (
     Seen,
     check_pages,
     greedy,
+    peek,
     prefilled,
     prompt,
     read_page,
@@ -93,9 +94,9 @@ def test_an_adapter_has_answers_and_prefixes_of_its_own_whatever_it_is_called(tm
     assert seen.tokens["none"] == alone(tmp_path, prompt(40), endless(70))
     assert seen.tokens["legal"] == seen.tokens["law"], "the same under two names"
     assert len({tuple(made) for made in seen.tokens.values()}) == 3
-    assert [engine.peek_prefix(prompt(60), adapter=name) for name in names] == [32, 32, 32, 32]
+    assert [peek(engine, prompt(60), adapter=name) for name in names] == [32, 32, 32, 32]
     run(engine, [EngineRequest("longer", prompt(60), endless(3), adapter="legal")])
-    assert [engine.peek_prefix(prompt(60), adapter=name) for name in names] == [32, 48, 32, 48]
+    assert [peek(engine, prompt(60), adapter=name) for name in names] == [32, 48, 32, 48]
     branched = run(engine, [EngineRequest("n", prompt(40), greedy(70, ignore_eos=True, n=2), adapter="legal")])
     assert branched.branches["n", 1] == branched.tokens["n"] == seen.tokens["legal"]
     with pytest.raises(UnknownModel, match="loaded here: law, legal, medical"):

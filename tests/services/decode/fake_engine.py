@@ -1,11 +1,12 @@
 """An engine loop whose engine does nothing but remember: the test says what a step brought."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from components.discovery.book import InstanceBook
+from components.routing.block_hash import PromptBlocks, seed_hash
 from components.wire.logprobs import TokenLogprobs
 from engine.ports import EngineRequest, KvRegion, StepOutput, StepStats, TokenOutput
 from tests.components.kv_transfer.fake_transfer import LAYOUT
@@ -24,8 +25,11 @@ class FakeEngine:
     did: list[tuple[Any, ...]] = field(default_factory=list)
     submitted: dict[str, EngineRequest] = field(default_factory=dict)
 
-    def peek_prefix(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> int:
-        self.did.append(("peek", cache_salt, adapter))
+    def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
+        self.did.append(("blocks", cache_salt, adapter))
+        return PromptBlocks(token_ids, seed_hash("m", adapter, cache_salt))
+
+    def peek_prefix(self, blocks: PromptBlocks) -> int:
         return self.prefix
 
     def submit(self, request: EngineRequest) -> None:

@@ -376,7 +376,7 @@ async def test_an_adapter_goes_to_the_engine_and_to_a_prefill_that_has_its_very_
     with_adapters = {"role": "prefill", "model": "m", "kv": endpoint("prefill-p")}
     decode.registry.book.put("p", record("p", "1", adapters={"legal": "w1", "medical": "other"}, **with_adapters))
     await decode.ask(adapter="legal")
-    assert ("peek", "", "legal") in decode.engine.engine.did
+    assert ("blocks", "", "legal") in decode.engine.engine.did
     submitted = decode.engine.engine.submitted[ID]
     assert (submitted.adapter, submitted.phase) == ("legal", Phase.DECODE)
     assert [asked.adapter for asked in decode.prefill.asked] == ["legal"]
