@@ -66,8 +66,8 @@ class TimedRunner:
         with self.timed():
             self._runner.copy_page(source, target)
 
-    def wait_s(self, *, prompts: bool) -> float:
-        return self._runner.wait_s(prompts=prompts)
+    def wait_s(self, has_prompts: Callable[[], bool]) -> float:
+        return self._runner.wait_s(has_prompts)
 
     def done(self) -> None:
         self._runner.done()

@@ -1,6 +1,6 @@
 """What computes a step, and the step that it is computing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,10 +50,11 @@ class Runner(Protocol):
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's KV of all layers, after what was launched and before what will be."""
 
-    def wait_s(self, *, prompts: bool) -> float:
+    def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         """After how long to ask again whether a step, with prompts or of decodes alone, has its cores; 0: it has.
 
-        `launch` waits for them itself where nobody has asked.
+        `launch` waits for them itself where nobody has asked. `has_prompts` looks at every request, and is called where it
+        makes a difference.
         """
 
     def done(self) -> None:

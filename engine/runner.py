@@ -1,7 +1,7 @@
 """One step on the device: chunks flattened into one sequence, through the model, to sampled tokens."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Final
 
@@ -70,7 +70,7 @@ class TorchRunner:
         ordered = [chunks[i] for i in order]
         wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
-        while wait_s := self.wait_s(prompts=any(chunk.length > 1 for chunk in chunks)):
+        while wait_s := self.wait_s(lambda: any(chunk.length > 1 for chunk in chunks)):
             time.sleep(wait_s)
         with self.failing(len(chunks)), marked:
             logits = self._logits(ordered, wanted)
@@ -82,11 +82,11 @@ class TorchRunner:
         """Copy one page's KV of all layers; on a device, in its order of work."""
         self._storage[target].copy_(self._storage[source])
 
-    def wait_s(self, *, prompts: bool) -> float:
+    def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         """0: there are cores for a step now, with prompts or of decodes alone; else after how long to ask again."""
         if self._cores is None:
             return 0
-        threads = self._cores.ask(prompts=prompts)
+        threads = self._cores.ask(prompts=has_prompts())
         if not threads:
             return self._cores.look_s
         torch.set_num_threads(

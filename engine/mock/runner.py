@@ -1,7 +1,7 @@
 """A step without a device: marks instead of KV, tokens drawn from the marks, and the time that it would have taken."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from struct import Struct
 from typing import Final, Protocol, cast
@@ -119,7 +119,7 @@ class MockRunner:
         """Copy one page's marks."""
         self._pages.copy(source, target)
 
-    def wait_s(self, *, prompts: bool) -> float:
+    def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         """It takes no cores."""
         return 0
 

@@ -238,8 +238,11 @@ class DecodeService:
 
     def _prompts(self) -> PromptLoad:
         """What this instance computes itself."""
-        waiting = (a for a in self._active.everyone() if a.lifecycle.state is DecodeState.WAITING)
-        return PromptLoad(sum(len(active.token_ids) - active.num_cached for active in waiting), self._rate.tokens_per_s)
+        queued = 0
+        if self._active.tally[DecodeState.WAITING]:  # seldom, beside prefill instances
+            waiting = (a for a in self._active.everyone() if a.lifecycle.state is DecodeState.WAITING)
+            queued = sum(len(active.token_ids) - active.num_cached for active in waiting)
+        return PromptLoad(queued, self._rate.tokens_per_s)
 
     async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord, chosen: Chosen) -> None:
         """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency.

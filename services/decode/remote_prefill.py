@@ -169,11 +169,13 @@ class RemotePrefill:
         self._fetches.pop(fetch.engine_id, None)
 
     async def _within(self, seconds: float, what: str, fetch: Fetch, work: Coroutine[Any, Any, T]) -> T:
+        failure, prefill_id = fetch.receiver.failure, fetch.prefill.instance_id
+        late = DeadlineExceeded(f"no {what} prefill {prefill_id} in {seconds:.3g} s")
+        timer = asyncio.get_running_loop().call_later(seconds, failure.tell, late)
         try:
-            async with asyncio.timeout(seconds):
-                return await fetch.receiver.failure.unless(work)
-        except TimeoutError as exc:
-            raise DeadlineExceeded(f"no {what} prefill {fetch.prefill.instance_id} in {seconds:.3g} s") from exc
+            return await failure.unless(work)
+        finally:
+            timer.cancel()
 
     async def _prepare(self, fetch: Fetch, request: GenerateRequest) -> Reserved:
         """Pages of ours. Prefill is asked meanwhile, and may answer when they are offered already."""
