@@ -260,8 +260,10 @@ class DecodeService:
     async def _fetch_by(self, route: Route, active: ActiveRequest, prefill: InstanceRecord) -> None:
         fetch = self._remote.begin(active.engine_id, prefill, route, lambda: active.enter(DecodeState.TRANSFER))
         active.enter(DecodeState.PREALLOC)
-        self._submit(active, Phase.DECODE)
         try:
+            self._remote.ask(fetch, active.request)
+            await asyncio.sleep(0)  # the question is on its way before our engine plans a step
+            self._submit(active, Phase.DECODE)
             record = await self._remote.run(fetch, active.request)
             route.succeeded()
             active.wait("decode.first_token")

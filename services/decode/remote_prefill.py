@@ -143,13 +143,18 @@ class RemotePrefill:
         """The last pages of a room are about to be written."""
         self._transfer.hasten(coming.room)
 
+    def ask(self, fetch: Fetch, request: GenerateRequest) -> None:
+        """Have prefill begin; meanwhile the engine is to be asked for pages."""
+        fetch.asking = asyncio.create_task(self._ask(fetch, request), name=f"ask {fetch.engine_id}")
+        fetch.asking.add_done_callback(partial(_answered, fetch))
+
     async def run(self, fetch: Fetch, request: GenerateRequest) -> AuxRecord:
-        """Bring the prompt's KV into the reserved pages and return what came beside it.
+        """Bring the prompt's KV into the reserved pages and return what came beside it. Prefill has been asked.
 
         Raises: MeshError, when this prompt must be computed here; the pages may still be written to until `settle`.
         """
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
-        reserved = await self._within(left_s, "beginning of a transfer from", fetch, self._prepare(fetch, request))
+        reserved = await self._within(left_s, "beginning of a transfer from", fetch, self._prepare(fetch))
         left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
         sent = self._sent(fetch, request, reserved)
         return await self._within(left_s, "KV from", fetch, self._receive(fetch, reserved, sent, left_s))
@@ -177,11 +182,9 @@ class RemotePrefill:
         finally:
             timer.cancel()
 
-    async def _prepare(self, fetch: Fetch, request: GenerateRequest) -> Reserved:
-        """Pages of ours. Prefill is asked meanwhile, and may answer when they are offered already."""
+    async def _prepare(self, fetch: Fetch) -> Reserved:
+        """Pages of ours. Prefill may answer when they are offered already."""
         asked_ns = time.time_ns()
-        fetch.asking = asyncio.create_task(self._ask(fetch, request), name=f"ask {fetch.engine_id}")
-        fetch.asking.add_done_callback(partial(_answered, fetch))
         reserved = await fetch.reserved
         record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
         return reserved
