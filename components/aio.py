@@ -144,6 +144,14 @@ class Failure:
             if self._stopped:
                 task.uncancel()  # also when the work ended otherwise: who cancels next must not be taken for us
 
+    async def within(self, seconds: float, late: Exception, work: Coroutine[Any, Any, T]) -> T:
+        """As `unless`; `late` is told after so many seconds."""
+        timer = asyncio.get_running_loop().call_later(seconds, self.tell, late)
+        try:
+            return await self.unless(work)
+        finally:
+            timer.cancel()
+
     def _stop(self) -> None:
         if self._task is not None and not self._stopped:
             self._stopped = self._task.cancel()

@@ -1,14 +1,16 @@
 """Spans: one trace per request across all processes, kept on disk and exported over OTLP when an endpoint is set."""
 
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Final
 
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -20,18 +22,30 @@ from components.telemetry.logs import configure_logs
 from components.telemetry.sampler import RateSampler
 from components.telemetry.trace_store import TraceStoreExporter
 
-_propagator: Final = TraceContextTextMapPropagator()
+_propagator: Final = TraceContextTextMapPropagator()  # not the global one: a stranger's baggage stays outside
+_NOT_KEPT: Final = re.compile("00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-00")
 
 OTLP: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # imported where there is a collector: 60 ms
 OTLP_TIMEOUT_S: Final = 2  # a collector that is away must not hold up a stop
 EXPORT_EVERY_MS: Final = 300  # soon enough that `inspect trace last` shows the request just made
 
 
-class Spans:
-    """OpenTelemetry's tracer, except that below a span that is not kept nothing is made.
+class Dropped(trace.NonRecordingSpan):
+    """Stands for each span of a trace that is not kept, and goes on to other processes as it came.
 
-    Where only some requests are traced, each span of the others would take 7 us for ids and contexts that nobody gets.
+    Where only some requests are traced, spans of the others would take 7 us each for ids and contexts that nobody gets.
     """
+
+    def __init__(self, headers: dict[str, str]) -> None:
+        self.headers = headers  # `traceparent`, and `tracestate` if there is one
+
+    @cached_property
+    def _context(self) -> trace.SpanContext:  # type: ignore[override]  # made when somebody asks
+        return trace.get_current_span(_propagator.extract(self.headers)).get_span_context()
+
+
+class Spans:
+    """OpenTelemetry's tracer, except that below a span that is not kept nothing is made."""
 
     def __init__(self, inner: trace.Tracer) -> None:
         self._inner = inner
@@ -39,24 +53,54 @@ class Spans:
     def start_span(self, name: str, context: Context | None = None, **options: Any) -> trace.Span:
         """A span below the current one, or that of `context`."""
         parent = trace.get_current_span(context)
-        return parent if _is_dropped(parent) else self._inner.start_span(name, context, **options)
+        if isinstance(parent, Dropped):
+            return parent
+        span = self._inner.start_span(name, context, **options)
+        return span if span.is_recording() else _dropped(trace.set_span_in_context(span, Context()))
 
     def start_as_current_span(
-        self, name: str, context: Context | None = None, **options: Any
+        self,
+        name: str,
+        context: Context | None = None,
+        *,
+        record_exception: bool = True,
+        set_status_on_exception: bool = True,
+        **options: Any,
     ) -> AbstractContextManager[trace.Span]:
         """The same, as the current span for the time of the block."""
-        parent = trace.get_current_span(context)
-        if not _is_dropped(parent):
-            return self._inner.start_as_current_span(name, context, **options)
-        return nullcontext(parent) if context is None else trace.use_span(parent)
+        span = self.start_span(name, context, **options)
+        if span is trace.get_current_span():
+            return nullcontext(span)
+        how = {"record_exception": record_exception, "set_status_on_exception": set_status_on_exception}
+        return use_span(span, end_on_exit=True, **how)
 
 
-def _is_dropped(span: trace.Span) -> bool:
-    """Whether it belongs to a trace that is not kept."""
-    if span.is_recording():
-        return False
-    context = span.get_span_context()
-    return context.is_valid and not context.trace_flags.sampled
+def use_span(span: trace.Span, **how: bool) -> AbstractContextManager[trace.Span]:
+    """`span` is the current one for the time of the block; `how`: see OpenTelemetry's function of that name."""
+    return _Current(span) if isinstance(span, Dropped) else trace.use_span(span, **how)
+
+
+class _Current:
+    """Of one that does not end."""
+
+    __slots__ = ("_span", "_token")
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    def __enter__(self) -> trace.Span:
+        self._token = attach(trace.set_span_in_context(self._span))
+        return self._span
+
+    def __exit__(self, *_: object) -> None:
+        detach(self._token)
+
+
+def _dropped(context: Context) -> Dropped:
+    """What stands for the span of `context`."""
+    headers: dict[str, str] = {}
+    _propagator.inject(headers, context)
+    return Dropped(headers)
 
 
 tracer: Final = Spans(trace.get_tracer("kvmesh"))
@@ -85,22 +129,34 @@ async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -
 
 
 def trace_headers() -> dict[str, str]:
-    """`traceparent` of the current span, for the headers of a message."""
+    """`traceparent` of the current span, for the headers of a message. To be read, not changed."""
+    span = trace.get_current_span()
+    if isinstance(span, Dropped):
+        return span.headers
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
     return carrier
 
 
 def trace_context(headers: Mapping[str, str] | None) -> Context:
-    """The context that a message's headers carry; a missing or bad `traceparent` starts a new trace."""
-    return _propagator.extract(dict(headers or {}))
+    """The context that a message's headers carry; with a missing or bad `traceparent` it has no span."""
+    if headers is None:
+        return Context()
+    parent = headers.get("traceparent", "")
+    if _NOT_KEPT.fullmatch(parent) and "tracestate" not in headers:  # most, where requests are many
+        return trace.set_span_in_context(Dropped({"traceparent": parent}), Context())
+    context = _propagator.extract(dict(headers))
+    of_caller = trace.get_current_span(context).get_span_context()
+    if of_caller.is_valid and not of_caller.trace_flags.sampled:
+        return trace.set_span_in_context(_dropped(context), Context())
+    return context
 
 
 def record_span(
     name: str,
     start_ns: int,
     end_ns: int | None = None,
-    parent: Context | None = None,
+    parent: trace.Span | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> None:
     """A span of something that is already over; times are wall-clock nanoseconds.
@@ -109,8 +165,11 @@ def record_span(
         name: of the span.
         start_ns: when it began.
         end_ns: when it ended; default now.
-        parent: its context; default the current one.
+        parent: default the current one.
         attributes: facts.
     """
-    span = tracer.start_span(name, context=parent, start_time=start_ns, attributes=attributes)
+    parent = parent or trace.get_current_span()
+    if isinstance(parent, Dropped):
+        return
+    span = tracer.start_span(name, trace.set_span_in_context(parent), start_time=start_ns, attributes=attributes)
     span.end(end_ns or time.time_ns())

@@ -28,7 +28,7 @@ from components.messaging.streams import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Chosen, Route
 from components.structured.masks import MaskMaker
-from components.telemetry.spans import tracer
+from components.telemetry.spans import tracer, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
 from components.wire.heartbeat import Heartbeat
@@ -192,7 +192,7 @@ class DecodeService:
 
     async def _run(self, active: ActiveRequest) -> None:
         """Bring one request into the running batch, by the shortest way that works."""
-        with trace.use_span(active.span, end_on_exit=False):
+        with use_span(active.span):
             try:
                 if active.request.sampling.constraint is not None:
                     active.mask = await self._mask_of(active)

@@ -174,13 +174,8 @@ class RemotePrefill:
         self._fetches.pop(fetch.engine_id, None)
 
     async def _within(self, seconds: float, what: str, fetch: Fetch, work: Coroutine[Any, Any, T]) -> T:
-        failure, prefill_id = fetch.receiver.failure, fetch.prefill.instance_id
-        late = DeadlineExceeded(f"no {what} prefill {prefill_id} in {seconds:.3g} s")
-        timer = asyncio.get_running_loop().call_later(seconds, failure.tell, late)
-        try:
-            return await failure.unless(work)
-        finally:
-            timer.cancel()
+        late = DeadlineExceeded(f"no {what} prefill {fetch.prefill.instance_id} in {seconds:.3g} s")
+        return await fetch.receiver.failure.within(seconds, late, work)
 
     async def _prepare(self, fetch: Fetch) -> Reserved:
         """Pages of ours. Prefill may answer when they are offered already."""

@@ -160,11 +160,10 @@ class ActiveRequests:
         if not self._by_engine_id:
             self._none.set()
         if active.first_token_ns:
-            parent = trace.set_span_in_context(active.span)
             record_span(
                 "decode.generate",
                 active.first_token_ns,
-                parent=parent,
+                parent=active.span,
                 attributes={"kvmesh.generated_tokens": active.num_generated},
             )
         active.span.end()
@@ -172,6 +171,5 @@ class ActiveRequests:
     def _first_token(self, active: ActiveRequest) -> int:
         active.first_token_ns = time.time_ns()
         active.enter(S.RUNNING)
-        parent = trace.set_span_in_context(active.span)
-        record_span(active.waiting_span, active.waiting_since_ns, active.first_token_ns, parent=parent)
+        record_span(active.waiting_span, active.waiting_since_ns, active.first_token_ns, parent=active.span)
         return active.first_token_ns

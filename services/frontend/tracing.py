@@ -1,11 +1,9 @@
 """The spans that the HTTP side owns, with OpenTelemetry's GenAI attributes."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Final
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Scope
 
 from components.openai.errors import ApiError
@@ -15,12 +13,10 @@ from services.frontend.generation import Generation
 
 tracer: Final = spans.tracer
 
-_PROPAGATOR: Final = TraceContextTextMapPropagator()  # not the global one: a stranger's baggage stays outside
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 
 
-@contextmanager
-def request_span(scope: Scope, operation: str, request_id: str, label: str = "") -> Generator[Span, None, None]:
+def request_span(scope: Scope, operation: str, request_id: str, label: str = "") -> AbstractContextManager[Span]:
     """The root span of a request, current in its body; it continues the client's trace if there is one.
 
     `label` is the client's own name for it.
@@ -34,15 +30,14 @@ def request_span(scope: Scope, operation: str, request_id: str, label: str = "")
         "kvmesh.request_id": request_id,
         **({"kvmesh.client_request_id": label} if label else {}),
     }
-    with tracer.start_as_current_span(
+    return tracer.start_as_current_span(
         operation,
-        context=_PROPAGATOR.extract(carrier) if carrier else None,
+        context=spans.trace_context(carrier) if carrier else None,
         kind=SpanKind.SERVER,
         attributes=attributes,
         record_exception=False,  # the request's own edge turns every error into a status
         set_status_on_exception=False,
-    ) as span:
-        yield span
+    )
 
 
 def describe_request(span: Span, operation: str, request: GenerationFields, max_tokens: int | None) -> None:

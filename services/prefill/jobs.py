@@ -15,8 +15,8 @@ from components.aio import Failure
 from components.errors import DeadlineExceeded, InvariantBroken, MeshError
 from components.kv_transfer.sender import Sender
 from components.lifecycle import Lifecycle
-from components.messaging.deadline import remaining_s
-from components.telemetry.spans import record_span
+from components.messaging.deadline import now_ms
+from components.telemetry.spans import record_span, use_span
 from components.wire.instances import KvEndpoint
 from components.wire.prefill import PrefillRequest
 from components.wire.rooms import PagesOffered
@@ -73,8 +73,7 @@ class PrefillJob:
         if self.lifecycle.state is not S.BOOTSTRAPPING:
             return
         self.offer = offer
-        parent = trace.set_span_in_context(self.span)
-        record_span("prefill.bootstrap", self.submitted_ns, parent=parent)
+        record_span("prefill.bootstrap", self.submitted_ns, parent=self.span)
         self.sender.offered(offer, peer, self.request.stamp)
         self.lifecycle.advance(S.INFLIGHT if self._computed_ns else S.COMPUTING if self._started_ns else S.WAITING)
 
@@ -93,20 +92,19 @@ class PrefillJob:
         if event.first_token is None:
             self.sender.computed(event.pages, event.num_computed)
             return
-        parent = trace.set_span_in_context(self.span)
-        record_span("prefill.queue", self.submitted_ns, self._started_ns, parent=parent)
+        record_span("prefill.queue", self.submitted_ns, self._started_ns, parent=self.span)
         record_span(
             "prefill.compute",
             self._started_ns,
             now_ns,
-            parent=parent,
+            parent=self.span,
             attributes={"kvmesh.prompt_tokens": event.num_computed, "kvmesh.cached_tokens": event.num_cached_tokens},
         )
         self.sender.completed(event.pages, event.first_token, event.num_cached_tokens, event.logprobs)
 
     async def run(self, work: Coroutine[Any, Any, None]) -> MeshError | None:
         """Send until done, which `work` does. Returns, when no write is in flight, why not all was sent; None: all was."""
-        with trace.use_span(self.span, end_on_exit=True):
+        with use_span(self.span, end_on_exit=True):
             outcome = await self._outcome(work)
             if outcome is not None:
                 self.span.set_status(trace.Status(trace.StatusCode.ERROR, outcome.message))
@@ -117,11 +115,10 @@ class PrefillJob:
             return outcome
 
     async def _outcome(self, work: Coroutine[Any, Any, None]) -> MeshError | None:
+        late = DeadlineExceeded("the transfer did not end before the request's deadline")
+        left_s = max(0.0, self.request.deadline_unix_ms - now_ms()) / 1000
         try:
-            async with asyncio.timeout(remaining_s(self.request.deadline_unix_ms)):
-                await self.failure.unless(work)
-        except TimeoutError:
-            return DeadlineExceeded("the transfer did not end before the request's deadline")
+            await self.failure.within(left_s, late, work)
         except MeshError as exc:
             return exc
         except Exception as exc:  # the edge of one request

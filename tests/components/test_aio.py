@@ -150,6 +150,22 @@ def test_a_telling_before_the_work_keeps_it_from_beginning() -> None:
     in_loop(test)
 
 
+def test_work_that_takes_too_long_is_told_so_and_its_time_limit_goes_with_it() -> None:
+    async def test() -> None:
+        failure = Failure()
+        assert await failure.within(0.001, Broken("late"), asyncio.sleep(0, "result")) == "result"
+        await asyncio.sleep(0.005)
+        assert await failure.unless(asyncio.sleep(0, "again")) == "again"
+        seen: list[str] = []
+        finish = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.005, finish.set)
+        with pytest.raises(Broken, match="late"):
+            await failure.within(0.001, Broken("late"), stubborn(seen, finish))
+        assert seen == ["over"]
+
+    in_loop(test)
+
+
 def test_a_failure_that_nobody_waits_for_is_fine() -> None:
     async def test() -> None:
         Failure().tell(Broken())
