@@ -6,9 +6,12 @@ that waits for its share takes nobody else along.
 
 Within a priority start-time fair queueing by key, in tokens: a key's next request starts, in virtual time, where its last one
 ended, but not before now, and the earliest start goes first. While two keys both wait, what they were given differs by at most
-one request of each, and a key that was idle has saved up nothing. Within a key by arrival. Sources: Goyal, Vin, Cheng 1996,
-"Start-time fair queuing"; that an answer's tokens, which nobody knows beforehand, are charged when they are there: the virtual
-token counter of Sheng et al. 2023, arXiv:2401.00588.
+one request of each, and a key that was idle has saved up nothing. Sources: Goyal, Vin, Cheng 1996, "Start-time fair queuing";
+that an answer's tokens, which nobody knows beforehand, are charged when they are there: the virtual token counter of Sheng et
+al. 2023, arXiv:2401.00588.
+
+Within a key by arrival, but a longer request lets one later arrival pass for each 256 tokens, less than a step of priority: as
+engines do between prompts that have their pages, so that a few very long ones do not hold up everybody.
 
 When more would wait than may, priorities worse than the newcomer's give way, the worst first. Of the newcomer's own, the key
 with the most waiting tokens does, if that is more than the newcomer's key would have; else the newcomer is refused. Of a key
@@ -23,6 +26,7 @@ from itertools import count
 from typing import Final
 
 OVERTAKERS: Final = 256
+OVERTAKEN_TOKENS: Final = 256
 SWEEP_AT: Final = 64  # fewer may lie about when they are over
 
 
@@ -36,6 +40,11 @@ class Waiting:
     since_s: float
     arrival: int = -1
 
+    @property
+    def turn(self) -> int:
+        """Place among those of its priority and key; then by arrival."""
+        return self.arrival + min(self.tokens // OVERTAKEN_TOKENS, OVERTAKERS - 1)
+
 
 InOrder = OrderedDict[int, Waiting]  # by arrival
 
@@ -43,9 +52,10 @@ InOrder = OrderedDict[int, Waiting]  # by arrival
 class _Line:
     """One key within one priority."""
 
-    __slots__ = ("listed", "start", "tokens", "waiting", "weighed")
+    __slots__ = ("_turns", "listed", "start", "tokens", "waiting", "weighed")
 
     def __init__(self) -> None:
+        self._turns: list[tuple[int, int]] = []  # heap of turns and arrivals, also of some who have gone
         self.listed = False  # in `_Order`
         self.weighed = 0  # `tokens` as `_Heaviest` has them: no fewer than they are
         self.start = 0  # of its next request, in virtual time
@@ -55,6 +65,20 @@ class _Line:
     def rank(self) -> tuple[int, int]:
         """Unlike any other line's."""
         return self.start, next(iter(self.waiting))
+
+    def add(self, one: Waiting) -> None:
+        """It waits here now."""
+        self.waiting[one.arrival] = one
+        heappush(self._turns, (one.turn, one.arrival))
+        if len(self._turns) > 2 * len(self.waiting) + SWEEP_AT:
+            self._turns = [entry for entry in self._turns if entry[1] in self.waiting]
+            heapify(self._turns)
+
+    def first(self) -> Waiting:
+        """Whose turn it is; there must be someone."""
+        while self._turns[0][1] not in self.waiting:
+            heappop(self._turns)
+        return self.waiting[self._turns[0][1]]
 
 
 class _Order:
@@ -154,14 +178,13 @@ class _Level:
 
     def turn(self) -> tuple[int, int]:
         """When whoever is first here goes; of levels with somebody waiting, the one with the least is next."""
-        arrival = self._order.first().rank()[1]
-        return arrival + self._priority * OVERTAKERS, self._priority
+        return self._order.first().first().turn + self._priority * OVERTAKERS, self._priority
 
     def add(self, one: Waiting) -> None:
         line = self._line(one.key)
         if not line.waiting:
             line.start = max(line.start, self._now)
-        line.waiting[one.arrival] = one
+        line.add(one)
         self.num_waiting += 1
         line.tokens += one.tokens
         self.tokens += one.tokens
@@ -177,7 +200,7 @@ class _Level:
 
     def take(self) -> Waiting:
         line = self._order.first()
-        one = next(iter(line.waiting.values()))
+        one = line.first()
         self._now = line.start
         line.start += one.tokens
         self.remove(one)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.frontend.fair_queue import OVERTAKERS, FairQueue, Waiting
+from services.frontend.fair_queue import OVERTAKEN_TOKENS, OVERTAKERS, FairQueue, Waiting
 
 A, B, C = b"a", b"b", b"c"
 ENDLESS = 10**9
@@ -35,14 +35,14 @@ def drained(queue: FairQueue) -> list[Waiting]:
 class EveryWayThrough(RuleBasedStateMachine):
     """Any order of coming, being taken, giving up and being charged: nobody is lost or taken twice, no bound is broken."""
 
-    MAX = 100
+    MAX = 10_000  # some are long enough to let others pass
 
     def __init__(self) -> None:
         super().__init__()
         self.queue = FairQueue(self.MAX)
         self.there: list[Waiting] = []
 
-    @rule(key=st.sampled_from([A, B, C]), tokens=st.integers(1, 60), priority=st.sampled_from([-3, 0, 1]))
+    @rule(key=st.sampled_from([A, B, C]), tokens=st.integers(1, 6000), priority=st.sampled_from([-3, 0, 1]))
     def put(self, key: bytes, tokens: int, priority: int) -> None:
         one = waiting(key, tokens, priority)
         leaving = self.queue.put(one)
@@ -59,7 +59,8 @@ class EveryWayThrough(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         one = self.queue.take()
-        assert one == next(o for o in self.there if (o.key, o.priority) == (one.key, one.priority)), "not by arrival"
+        line = [o for o in self.there if (o.key, o.priority) == (one.key, one.priority)]
+        assert one == min(line, key=lambda o: (o.arrival + o.tokens // OVERTAKEN_TOKENS, o.arrival))
         self.there.remove(one)
 
     @precondition(lambda self: self.there)
@@ -69,7 +70,7 @@ class EveryWayThrough(RuleBasedStateMachine):
         self.there.remove(one)
         self.queue.remove(one)
 
-    @rule(key=st.sampled_from([A, B, C]), tokens=st.integers(0, 90), priority=st.sampled_from([-3, 0, 1]))
+    @rule(key=st.sampled_from([A, B, C]), tokens=st.integers(0, 9000), priority=st.sampled_from([-3, 0, 1]))
     def charge(self, key: bytes, tokens: int, priority: int) -> None:
         self.queue.charge(key, priority, tokens)
 
@@ -114,6 +115,31 @@ def test_a_key_that_comes_late_neither_has_saved_up_nor_pays_for_it() -> None:
 def test_one_request_does_not_wait_behind_anothers_flood() -> None:
     queue = queue_of(*(waiting(A, 100) for _ in range(1000)), waiting(B, 100))
     assert B in {queue.take().key for _ in range(2)}
+
+
+def test_a_long_request_lets_later_ones_of_its_key_pass_at_most_one_for_each_256_tokens() -> None:
+    queue = queue_of(waiting(A, 10 * OVERTAKEN_TOKENS + 255))
+    passed = 0
+    while True:
+        queue.put(waiting(A))
+        if queue.take().tokens > 1:
+            break
+        passed += 1
+    assert passed == 9, "the tenth has the same turn, and came later"
+
+
+def test_however_long_it_is_a_request_waits_for_fewer_than_a_step_of_priority_lets_pass() -> None:
+    queue = queue_of(waiting(A, 10**6), *(waiting(A) for _ in range(1000)), waiting(A, 1, -1))
+    order = [(one.priority, one.tokens) for one in drained(queue)]
+    assert order.index((0, 10**6)) == OVERTAKERS - 2
+    assert order.index((-1, 1)) == 745, "behind those of 256 arrivals before"
+
+
+def test_a_keys_long_requests_pass_nobody_of_another_and_still_cost_it_its_turns() -> None:
+    queue = queue_of(*(waiting(A, 10_000) for _ in range(3)), *(waiting(A, 100) for _ in range(3)), waiting(B, 1000))
+    assert [(one.key, one.tokens) for one in drained(queue)] == [
+        (A, 100), (B, 1000), (A, 100), (A, 100), (A, 10_000), (A, 10_000), (A, 10_000),
+    ]  # fmt: skip
 
 
 def test_long_answers_cost_their_key_its_turns() -> None:
