@@ -21,9 +21,10 @@ class KvWeights:
     """What makes the cost. The defaults reckon in prompt tokens to compute."""
 
     cached: float = 1.0  # saved by each cached token of the prompt; less: spread more
-    queued: float = (
-        0.5  # for each prompt token queued there: an engine lets shorter prompts pass, so half of them go first
-    )
+    # For each prompt token queued there: an engine lets shorter prompts pass, so half of them go first.
+    queued: float = 0.5
+    # Tokens in the mean queue for which what is not cached counts twice: it delays all who wait behind it.
+    crowd_tokens: float = 16384.0
     request: float = REQUEST_TOKENS  # for each request there
     temperature: float = 0.0  # in prompts: how much more cost makes a choice e times less likely; 0: never chosen
     near: float = 0.05  # in prompts: costs so little above the smallest one are taken for equal
@@ -36,8 +37,8 @@ class KvWeights:
     def __post_init__(self) -> None:
         if self.spill < 2:
             raise ValueError(f"spill is {self.spill}; below 2 nobody might be left to choose")
-        if self.even_s <= 0 or self.usual_speeds < 1:
-            raise ValueError("even_s must be above 0 and usual_speeds no less than 1")
+        if self.even_s <= 0 or self.crowd_tokens <= 0 or self.usual_speeds < 1:
+            raise ValueError("even_s and crowd_tokens must be above 0 and usual_speeds no less than 1")
         if min(self.cached, self.queued, self.request, self.temperature, self.near) < 0:
             raise ValueError("weights must not be negative")
         if min(self.spill_requests, self.spill_tokens) < 0:
@@ -73,7 +74,10 @@ class _Given:
 
 
 class KvAware:
-    """Smallest expected work, in tokens: `(queued / 2 + request * running + prompt - cached) * usual speed / its speed`.
+    """Smallest expected work, in tokens: `(queued / 2 + request * running + c * (prompt - cached)) * usual speed / its speed`.
+
+    c = 1 + mean queue / `crowd_tokens`, where anything is cached: the more wait everywhere, the more a cache is worth beside a
+    shorter queue. Else a fleet near its limit would compute more and more again, and fall below it.
 
     Several routers know nothing of each other's requests, and what they do know is late. So a difference that means nothing
     decides nothing: neither of speeds within `usual_speeds`, nor of costs within `near`. Of those that are equal in that
@@ -124,20 +128,23 @@ class KvAware:
         cached: Mapping[str, int],
     ) -> list[float]:
         """Without a call for each member: a fleet may have a thousand."""
-        each, a_request, tokens = self._weights.queued, self._weights.request, ask.num_tokens
-        costs = [each * q + a_request * r + tokens for q, r in zip(queued, running, strict=True)]
+        weights, tokens = self._weights, ask.num_tokens
+        each, a_request = weights.queued, weights.request
+        crowd = 1 + sum(queued) / len(queued) / weights.crowd_tokens if cached else 1.0
+        whole = crowd * tokens
+        costs = [each * q + a_request * r + whole for q, r in zip(queued, running, strict=True)]
         if cached:
-            saved = self._weights.cached
+            saved = weights.cached
             hits = [cached.get(m.instance_id) for m in members]
             for at, hit in enumerate(hits):
                 if hit:
-                    costs[at] -= min(saved * hit, tokens)
+                    costs[at] -= crowd * min(saved * hit, tokens)
         speeds = [m.prompt_tokens_per_s for m in members]
         known = [speed for speed in speeds if speed > 0]
         if not known:
             return costs
         usual = median_low(known)
-        alike = self._weights.usual_speeds
+        alike = weights.usual_speeds
         fast, slow = usual * alike, usual / alike
         if min(known) >= slow and max(known) <= fast:
             return costs

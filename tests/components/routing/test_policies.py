@@ -219,10 +219,11 @@ def test_kv_aware_at_temperature_zero_is_the_least_expected_work_of_those_not_to
     for member in members:
         member.prompt_tokens_per_s = 0.0
     count, weights = len(members), KvWeights(near=0, spill_requests=0, spill_tokens=0)
+    crowd = 1 + sum(m.queued_tokens for m in members) / count / weights.crowd_tokens if cached else 1
 
     def cost(member: Member) -> float:
         hit = min(cached.get(member.instance_id, 0), ask.num_tokens)
-        return member.queued_tokens / 2 + REQUEST_TOKENS * member.running + ask.num_tokens - hit
+        return member.queued_tokens / 2 + REQUEST_TOKENS * member.running + crowd * (ask.num_tokens - hit)
 
     fit = [
         m
@@ -231,7 +232,7 @@ def test_kv_aware_at_temperature_zero_is_the_least_expected_work_of_those_not_to
         and m.queued_tokens <= 2 * sum(o.queued_tokens for o in members) / count
     ]
     chosen = choose(KvAware(Random(0), weights), ask, members, cached).member
-    assert cost(chosen) == min(map(cost, fit))
+    assert cost(chosen) == pytest.approx(min(map(cost, fit)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
@@ -262,17 +263,29 @@ def test_a_hot_prefix_never_makes_one_instance_carry_more_than_twice_the_mean_an
 
 
 def test_kv_aware_goes_to_the_cache_while_that_is_less_work_than_elsewhere() -> None:
-    members, policy = fleet(4), KvAware(Random(0), KvWeights(near=0))
+    members, policy = fleet(4), KvAware(Random(0), KvWeights(near=0, crowd_tokens=math.inf))
     ask, cached = Ask(4000), {"i0002": 3000}
     assert choose(policy, ask, members, cached).member is members[2]
     members[2].queued_tokens = 5990  # half of which goes first
     assert choose(policy, ask, members, cached).member is members[2]
     members[2].queued_tokens = 6010
     assert choose(policy, ask, members, cached).member is not members[2]
-    half = KvAware(Random(0), KvWeights(cached=0.5, near=0))
+    half = KvAware(Random(0), KvWeights(cached=0.5, near=0, crowd_tokens=math.inf))
     members[2].queued_tokens = 3010
     assert choose(half, ask, members, cached).member is not members[2]
     assert choose(policy, ask, members, cached).member is members[2]
+
+
+def test_the_more_wait_everywhere_the_longer_a_queue_may_be_at_the_cache() -> None:
+    """3,000 tokens are cached there, which count 1, 2 and 5 times; half of a queue counts."""
+    for usual, more in ((0, 6000), (16_384, 12_000), (65_536, 30_000)):
+        members, policy = fleet(100), KvAware(Random(0), KvWeights(near=0, spill=1e9))
+        for member in members:
+            member.queued_tokens = usual
+        for queued, is_there in ((more - 200, True), (more + 200, False)):
+            members[2].queued_tokens = usual + queued
+            chosen = choose(policy, Ask(4000), members, {"i0002": 3000}).member
+            assert (chosen is members[2]) == is_there
 
 
 def test_a_slow_instance_gets_less_and_one_that_boasts_or_moans_is_believed_so_far_only() -> None:
@@ -330,7 +343,15 @@ def test_what_was_given_long_ago_counts_no_more_and_a_question_counts_nothing() 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"spill": 1.9}, {"temperature": -1.0}, {"cached": -0.1}, {"even_s": 0.0}, {"usual_speeds": 0.5}]
+    "wrong",
+    [
+        {"spill": 1.9},
+        {"temperature": -1.0},
+        {"cached": -0.1},
+        {"even_s": 0.0},
+        {"usual_speeds": 0.5},
+        {"crowd_tokens": 0.0},
+    ],
 )
 def test_weights_that_would_leave_nobody_or_turn_costs_around_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -10,6 +10,7 @@ from components.routing.block_hash import PromptBlocks, block_hashes, seed_hash
 from components.routing.breaker import USUAL, BreakerState
 from components.routing.choice import Ask, Member
 from components.routing.health import WARM_S
+from components.routing.kv_aware import KvWeights
 from components.routing.kv_index import KvIndex
 from components.routing.policies import PolicyName, make_policy
 from components.routing.router import Chosen, Route, Router
@@ -159,10 +160,11 @@ def test_an_explanation_names_who_was_compared_and_is_remembered_by_nobody() -> 
     fleet.beat("c", queued_tokens=1000)
     explained = fleet.router.explain(Ask(64), blocks(), [Member(name) for name in "abc"])
     assert explained is not None
+    twice = 1 + 1000 / 3 / KvWeights().crowd_tokens  # what counts of a token that is not cached
     assert [(c.instance_id, c.cached_tokens, c.queued_tokens, c.cost) for c in explained.candidates] == [
-        ("b", 32, 0, 32.0),
-        ("a", 0, 0, 64.0),
-        ("c", 0, 1000, 564.0),
+        ("b", 32, 0, 32 * twice),
+        ("a", 0, 0, 64 * twice),
+        ("c", 0, 1000, 500 + 64 * twice),
     ]
     facts = explained.facts()
     assert json.loads(str(facts["kvmesh.route.compared"]))[0] == {
@@ -171,7 +173,7 @@ def test_an_explanation_names_who_was_compared_and_is_remembered_by_nobody() -> 
         "queued": 0,
         "running": 0,
         "pages": 0,
-        "cost": 32,
+        "cost": 33,
     }
     assert "32 of 64 tokens cached" in str(facts["kvmesh.route.why"])
     assert all(member.running == 0 for member in fleet.router.book.members)
