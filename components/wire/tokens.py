@@ -17,8 +17,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 def unpack_tokens(data: bytes) -> list[int]:
     """The token ids in `data`. Raises: MalformedMessage, when the length is not a multiple of four."""
-    if len(data) % 4:
-        raise MalformedMessage(f"{len(data)} bytes are not whole int32 token ids")
+    num_tokens(data)
     unpacked = array("i")
     unpacked.frombytes(data)
     if sys.byteorder == "big":
@@ -27,5 +26,7 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def num_tokens(data: bytes) -> int:
-    """How many token ids are in `data`, without unpacking them."""
+    """How many token ids are in `data`, without unpacking them. Raises: MalformedMessage, as `unpack_tokens`."""
+    if len(data) % 4:
+        raise MalformedMessage(f"{len(data)} bytes are not whole int32 token ids")
     return len(data) // 4

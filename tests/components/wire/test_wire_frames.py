@@ -11,7 +11,7 @@ from components.errors import MalformedMessage
 from components.wire.generate import FrameDraft, StreamItem, TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import Refused
-from components.wire.tokens import pack_tokens, unpack_tokens
+from components.wire.tokens import num_tokens, pack_tokens, unpack_tokens
 from tests.components.wire.frames import pack_frame
 
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -184,5 +184,6 @@ def test_token_ids_are_little_endian_on_the_wire() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 4001])
 def test_a_torn_token_id_is_refused(length: int) -> None:
-    with pytest.raises(MalformedMessage, match="whole int32"):
-        unpack_tokens(b"\0" * length)
+    for read in (unpack_tokens, num_tokens):
+        with pytest.raises(MalformedMessage, match="whole int32"):
+            read(b"\0" * length)
