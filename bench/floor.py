@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgpack
 import nats
@@ -50,13 +50,25 @@ READY_S: Final = 60.0
 Role = Callable[[Client, "Options"], Coroutine[Any, Any, None]]
 
 
-class Options:
+class Options(NamedTuple):
     """What every process of the floor is told."""
 
-    def __init__(self, directory: str, port: int, step_s: float) -> None:
-        self.directory = directory  # of the tokenizer
-        self.port = port  # of the frontend
-        self.step_s = step_s
+    directory: str  # of the tokenizer
+    port: int  # of the frontend
+    step_s: float
+
+
+class Tasks:
+    """What runs beside a subscription."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it, and keep it until it is over."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
 
 async def frontend(client: Client, options: Options) -> None:
@@ -73,13 +85,14 @@ async def frontend(client: Client, options: Options) -> None:
             return
         body = await read_body(receive)
         if scope["method"] != "POST":
-            await answer(send, b"application/json", [b'{"data": [{"id": "floor"}]}'])
+            await begin(send, b"application/json")
+            await send({"type": "http.response.body", "body": b'{"data": [{"id": "floor"}]}'})
             return
         asked = json.loads(body)
         token_ids, stream_id = await text.encode_chat(asked["messages"]), next(numbers)
         streams[stream_id] = asyncio.Queue()
         await client.publish("decode", msgpack.packb((stream_id, token_ids, asked["max_tokens"])))
-        await answer(send, b"text/event-stream", None)
+        await begin(send, b"text/event-stream")
         detokenizer, is_last, num_tokens = text.detokenizer(), False, 0
         while not is_last:
             new_ids, is_last = await streams[stream_id].get()
@@ -107,25 +120,17 @@ async def read_body(receive: Any) -> bytes:
     return body
 
 
-async def answer(send: Any, kind: bytes, parts: Sequence[bytes] | None) -> None:
-    """The head of a 200, and the body where it is known."""
+async def begin(send: Any, kind: bytes) -> None:
+    """The head of a 200."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
-    if parts is not None:
-        await send({"type": "http.response.body", "body": b"".join(parts)})
 
 
 async def decode(client: Client, options: Options) -> None:
     """Prompts to prefill, then a token a step for each stream."""
-    loop, rooms = asyncio.get_running_loop(), count()
+    loop, rooms, tasks = asyncio.get_running_loop(), count(), Tasks()
     left: dict[int, int] = {}  # tokens, of each stream that runs
     frame: dict[int, list[Any]] = {}
-    tasks: set[asyncio.Task[None]] = set()
     sent_s = 0.0
-
-    def keep(work: Coroutine[Any, Any, None]) -> None:
-        task = loop.create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
 
     async def serve(data: bytes) -> None:
         stream_id, token_ids, max_tokens = msgpack.unpackb(data)
@@ -145,7 +150,7 @@ async def decode(client: Client, options: Options) -> None:
                 del left[stream_id]
         if not left or loop.time() - sent_s >= FRAME_INTERVAL_S:
             sent_s = loop.time()
-            keep(client.publish(FRAMES, msgpack.packb(list(frame.values()))))
+            tasks.start(client.publish(FRAMES, msgpack.packb(list(frame.values()))))
             frame.clear()
         if left and options.step_s:
             loop.call_later(options.step_s, step)
@@ -153,7 +158,7 @@ async def decode(client: Client, options: Options) -> None:
             loop.call_soon(step)
 
     async def start(message: Msg) -> None:
-        keep(serve(message.data))
+        tasks.start(serve(message.data))
 
     await client.subscribe("decode", cb=start)
     await asyncio.Event().wait()
@@ -161,7 +166,7 @@ async def decode(client: Client, options: Options) -> None:
 
 async def prefill(client: Client, _: Options) -> None:
     """Asks bootstrap for the room that it is told of."""
-    tasks: set[asyncio.Task[None]] = set()
+    tasks = Tasks()
 
     async def serve(message: Msg) -> None:
         room, _token_ids, pages = msgpack.unpackb(message.data)
@@ -169,9 +174,7 @@ async def prefill(client: Client, _: Options) -> None:
         await message.respond(msgpack.packb(room))
 
     async def start(message: Msg) -> None:
-        task = asyncio.create_task(serve(message))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        tasks.start(serve(message))
 
     await client.subscribe("prefill", cb=start)
     await asyncio.Event().wait()

@@ -17,6 +17,7 @@ FOR_THE_ENGINE: Final = {
     "components.lifecycle",
     "components.routing.block_hash",
     "components.text.byte_letters",
+    "components.turns",
     "components.wire.codec",
     "components.wire.embedding_model",
     "components.wire.logprobs",

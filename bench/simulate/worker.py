@@ -18,8 +18,8 @@ from bench.simulate.prefix import PagePool
 from bench.simulate.steps import Part, Progress, Run, Stay
 from bench.simulate.traffic import Request
 from components.routing.local_prefill import SMOOTHING
+from components.turns import turn
 from engine.mock.config import MockConfig, attended
-from engine.scheduler.scheduler import turn
 
 by_turn: Final = attrgetter("turn")
 

@@ -103,8 +103,11 @@ def choose_forward(
         return EagerForward(loaded.module)
     order = Order(model, str(state_dir), str(_package_path(loaded, config, state_dir)), config)
     forward = CompiledWhenReady(loaded, order)
+    if config.compile != "wait":  # it is there, or made in the background: nothing to watch
+        forward.start(0.0)
+        return forward
     progress("Compiling the model", 0, 1)
-    forward.start(config.compile_timeout_s if config.compile == "wait" else 0.0)
+    forward.start(config.compile_timeout_s)
     progress("Compiling the model", 1, 1)
     return forward
 

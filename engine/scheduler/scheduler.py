@@ -3,10 +3,9 @@
 Priority, as in vLLM: the lower number goes first, 0 is the default. Within one priority pages and places are given first
 in, first out, so that nobody waits for what a later one holds: decode and prefill each hold pages until the other one is
 ready, and must agree on who goes first. Of those who have pages a long prompt lets shorter ones pass, also between two of
-its chunks: one of 60,000 tokens that is computed for seconds holds nobody up for longer than a step. Nobody starves: a
-request waits behind at most `OVERTAKERS` later arrivals for each step of priority that they are better, and one for each
-`OVERTAKEN_TOKENS` that its prompt is longer; admission never skips whoever is first in line. A running request keeps its
-place: only when pages run out does the youngest of the worst priority give its own up, to compute its tokens again later.
+its chunks: one of 60,000 tokens that is computed for seconds holds nobody up for longer than a step. Nobody starves
+(`components/turns.py`), and admission never skips whoever is first in line. A running request keeps its place: only when
+pages run out does the youngest of the worst priority give its own up, to compute its tokens again later.
 """
 
 import logging
@@ -14,24 +13,16 @@ from bisect import insort
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from components.turns import turn
 from engine.ports import Phase
 from engine.scheduler.memory import RequestMemory
 from engine.scheduler.request import Request, RequestState
 
 log = logging.getLogger(__name__)
 
-OVERTAKERS: Final = 256
-OVERTAKEN_TOKENS: Final = 256
-
 by_rank = attrgetter("priority", "arrival")  # the last is the first to be retracted
-
-
-def turn(arrival: int, priority: int, prompt_len: int) -> tuple[int, int]:
-    """Place among prompts: a step of priority is worth so many arrivals, and so is a prompt's length, but less than a step."""
-    length = min(prompt_len // OVERTAKEN_TOKENS, OVERTAKERS - 1)
-    return arrival + priority * OVERTAKERS + length, arrival
 
 
 def by_turn(request: Request) -> tuple[int, int]:
@@ -40,9 +31,9 @@ def by_turn(request: Request) -> tuple[int, int]:
     return turn(request.arrival, request.priority, request.prompt_len if fresh else 0)
 
 
-def in_line(request: Request) -> int:
+def in_line(request: Request) -> tuple[int, int]:
     """When it is given pages."""
-    return request.arrival + request.priority * OVERTAKERS
+    return turn(request.arrival, request.priority, 0)
 
 
 class Chunk(NamedTuple):
@@ -199,7 +190,7 @@ class Scheduler:
         if not more or not prompts:
             return more
         first = by_turn(prompts[-1])
-        soon = takewhile(lambda request: in_line(request) <= first[0], self.waiting)  # the others cannot be before it
+        soon = takewhile(lambda request: in_line(request) <= first, self.waiting)  # the others cannot be before it
         return any(by_turn(request) < first for request in soon)
 
     def _can_admit(self) -> bool:

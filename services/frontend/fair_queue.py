@@ -1,17 +1,14 @@
 """Who waits, whose turn it is, and who has to go when too much waits. No clock and no I/O.
 
-Between priorities the engine's rule (`engine/scheduler/scheduler.py`): lower goes first, and 256 arrivals are worth one step of
-priority, so a stream of better ones does not starve a worse one. Compared is whose turn it is within each: the age of a flood
-that waits for its share takes nobody else along.
+Between priorities, and within one key of one, the rule that engines have, too (`components/turns.py`): so a stream of better
+ones does not starve a worse one, and a few very long ones do not hold up everybody. Compared is whose turn it is within each
+priority: the age of a flood that waits for its share takes nobody else along.
 
 Within a priority start-time fair queueing by key, in tokens: a key's next request starts, in virtual time, where its last one
 ended, but not before now, and the earliest start goes first. While two keys both wait, what they were given differs by at most
 one request of each, and a key that was idle has saved up nothing. Sources: Goyal, Vin, Cheng 1996, "Start-time fair queuing";
 that an answer's tokens, which nobody knows beforehand, are charged when they are there: the virtual token counter of Sheng et
 al. 2023, arXiv:2401.00588.
-
-Within a key by arrival, but a longer request lets one later arrival pass for each 256 tokens, less than a step of priority: as
-engines do between prompts that have their pages, so that a few very long ones do not hold up everybody.
 
 When more would wait than may, priorities worse than the newcomer's give way, the worst first. Of the newcomer's own, the key
 with the most waiting tokens does, if that is more than the newcomer's key would have; else the newcomer is refused. Of a key
@@ -25,8 +22,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from typing import Final
 
-OVERTAKERS: Final = 256
-OVERTAKEN_TOKENS: Final = 256
+from components.turns import turn
+
 SWEEP_AT: Final = 64  # fewer may lie about when they are over
 
 
@@ -41,9 +38,9 @@ class Waiting:
     arrival: int = -1
 
     @property
-    def turn(self) -> int:
-        """Place among those of its priority and key; then by arrival."""
-        return self.arrival + min(self.tokens // OVERTAKEN_TOKENS, OVERTAKERS - 1)
+    def turn(self) -> tuple[int, int]:
+        """Its place among all who wait, but for what their keys were given."""
+        return turn(self.arrival, self.priority, self.tokens)
 
 
 InOrder = OrderedDict[int, Waiting]  # by arrival
@@ -55,7 +52,7 @@ class _Line:
     __slots__ = ("_turns", "listed", "start", "tokens", "waiting", "weighed")
 
     def __init__(self) -> None:
-        self._turns: list[tuple[int, int]] = []  # heap of turns and arrivals, also of some who have gone
+        self._turns: list[tuple[int, int]] = []  # heap, also of some who have gone: a turn tells the arrival, too
         self.listed = False  # in `_Order`
         self.weighed = 0  # `tokens` as `_Heaviest` has them: no fewer than they are
         self.start = 0  # of its next request, in virtual time
@@ -69,9 +66,9 @@ class _Line:
     def add(self, one: Waiting) -> None:
         """It waits here now."""
         self.waiting[one.arrival] = one
-        heappush(self._turns, (one.turn, one.arrival))
+        heappush(self._turns, one.turn)
         if len(self._turns) > 2 * len(self.waiting) + SWEEP_AT:
-            self._turns = [entry for entry in self._turns if entry[1] in self.waiting]
+            self._turns = [one.turn for one in self.waiting.values()]
             heapify(self._turns)
 
     def first(self) -> Waiting:
@@ -178,7 +175,7 @@ class _Level:
 
     def turn(self) -> tuple[int, int]:
         """When whoever is first here goes; of levels with somebody waiting, the one with the least is next."""
-        return self._order.first().first().turn + self._priority * OVERTAKERS, self._priority
+        return self._order.first().first().turn[0], self._priority
 
     def add(self, one: Waiting) -> None:
         line = self._line(one.key)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.frontend.fair_queue import OVERTAKEN_TOKENS, OVERTAKERS, FairQueue, Waiting
+from components.turns import OVERTAKEN_TOKENS, OVERTAKERS
+from services.frontend.fair_queue import FairQueue, Waiting
 
 A, B, C = b"a", b"b", b"c"
 ENDLESS = 10**9
