@@ -1,4 +1,4 @@
-"""Token streams: decode's outbox makes one frame per step and frontend, the frontend's inbox deals it out again.
+"""Token streams: decode's outbox gathers them into frames, one for each frontend, whose inbox deals them out again.
 
 A stream's tokens are numbered, because a NATS subscription past its limits drops messages in silence: a gap ends the stream
 with DecodeLost, and whoever reads it goes on elsewhere from the tokens it has.

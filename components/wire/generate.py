@@ -1,7 +1,7 @@
 """frontend ↔ decode: one request in, its tokens back in frames.
 
 `GenerateRequest` goes to `<decode subject>.generate` and is answered by `GenerateAccepted` or `Refused` at once. Tokens
-then arrive on the subject in `reply_to`: one frame per engine step and frontend, with the new tokens of all its streams.
+then arrive on the subject in `reply_to`: in frames, each with what is new in all streams of one frontend.
 A request with n branches is n streams from then on, each with its own numbers, its own end and its own cancellation.
 """
 
@@ -84,7 +84,7 @@ class StreamItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenFrame:
-    """One message per engine step and frontend."""
+    """What is new in all streams of one frontend: of a step, or of several quick ones."""
 
     instance_id: str
     epoch: str
