@@ -24,6 +24,7 @@ from typing import Annotated, Any, Final
 
 import torch
 import typer
+from msgspec import structs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -195,7 +196,7 @@ def tune(machine: Machine) -> None:
     """Each kernel alone with other tiles: all layers of Qwen3-4B's attention, replayed from a graph."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 1}))
-        layout = replace(load_model(directory, _config(), Path(directory), silent).layout, layers=36)
+        layout = structs.replace(load_model(directory, _config(), Path(directory), silent).layout, layers=36)
     group, limits = 4, StepLimits(BATCH, PROMPT, PROMPT)
     pages = layout.pages_for(CONTEXT)
     pool = allocate_storage(layout, max(BATCH * pages, layout.pages_for(PROMPT)), torch.device(DEVICE)).normal_()

@@ -1,17 +1,17 @@
 """The shape of a KV page, as both sides of a transfer must see it. No I/O: the engine builds its pool from it too."""
 
-from dataclasses import fields
 from typing import Final, Literal
 
+from msgspec.structs import fields
+
 from components.errors import IncompatibleLayout
-from components.wire.codec import part
+from components.wire.codec import Struct
 
 LAYOUT_VERSION: Final = 1
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-@part
-class KvLayout:
+class KvLayout(Struct):
     """One page holds `page_size` tokens of every layer, head-major: [kv_heads, layers, 2, page_size, head_dim].
 
     Head-major makes a tensor-parallel rank's share of a page one contiguous piece; all layers in one page make one

@@ -16,12 +16,12 @@ from components.errors import BackendUnavailable, DeadlineExceeded, MalformedMes
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
 from components.telemetry.spans import trace_headers
-from components.wire.codec import pack, unpack
+from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import Refused, raised
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+S = TypeVar("S", bound=Struct)
 
 CONNECT_TIMEOUT_S: Final = 2
 PING_EVERY_S: Final = 1  # nats-py's default of 120 s notices a dead server after four minutes
@@ -44,7 +44,7 @@ class Bus:
         """Calls are answered while inside."""
         return self.subscription(self._replies.subject, self._replies.receive)
 
-    async def call(self, subject: str, request: object, *replies: type[T], timeout_s: float) -> T:
+    async def call(self, subject: str, request: Struct, *replies: type[S], timeout_s: float) -> S:
         """Send `request` and return the answer, one of the classes `replies`.
 
         Raises: PeerLost at once when nobody listens; DeadlineExceeded after `timeout_s`; MessageTooLarge; whatever error
@@ -60,9 +60,9 @@ class Bus:
             raise
         if isinstance(answer, Refused):
             raise raised(answer)
-        return cast("T", answer)
+        return cast("S", answer)
 
-    async def publish(self, subject: str, message: object) -> None:
+    async def publish(self, subject: str, message: Struct) -> None:
         """Send a message that nobody answers."""
         await self.publish_bytes(subject, self._packed(subject, message))
 
@@ -85,7 +85,7 @@ class Bus:
             if self.client.is_connected:
                 await subscription.unsubscribe()
 
-    def _packed(self, subject: str, message: object) -> bytes:
+    def _packed(self, subject: str, message: Struct) -> bytes:
         data = pack(message)
         if len(data) > self.client.max_payload - HEADERS_BYTES:
             error = MessageTooLarge(

@@ -5,9 +5,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import fields
 from nats.aio.msg import Msg
 
 from components.aio import background

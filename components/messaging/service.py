@@ -19,7 +19,7 @@ from components.errors import InvariantBroken, MeshError
 from components.messaging.bus import Bus, nats_errors
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.spans import trace_context, tracer
-from components.wire.codec import pack, unpack
+from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class Endpoint:
     """One kind of call that an instance answers on `<subject>.<name>`."""
 
     name: str
-    request: type[Any]
-    handler: Callable[[Any], Awaitable[object]]  # request message → answer message; a MeshError becomes Refused
+    request: type[Struct]
+    handler: Callable[[Any], Awaitable[Struct]]  # request message → answer message; a MeshError becomes Refused
     span: str | None = None  # name of the span around the handler; None for bookkeeping calls
     immediate: bool = False  # it waits for nobody: no task is made for each call
 
@@ -95,7 +95,7 @@ class CallServer:
         except MeshError as exc:
             log.warning("answer lost", extra={"call": endpoint.name, "cause": exc.message})
 
-    async def _handled(self, endpoint: Endpoint, request: Request) -> object:
+    async def _handled(self, endpoint: Endpoint, request: Request) -> Struct:
         message = unpack(request.data, endpoint.request)
         if endpoint.span is None:
             return await endpoint.handler(message)

@@ -1,119 +1,83 @@
-"""How a message becomes bytes: a msgpack pair [tag, fields], the fields validated by pydantic on the way in.
+"""How a message becomes bytes: a msgpack pair [tag, fields], the fields checked by msgspec as they are read.
 
 Unknown tags are refused; unknown fields are ignored, so that a newer peer may add a field with a default. There is no
-pickle anywhere, and the unpacker's limits are set so that a short frame cannot claim a huge allocation.
+pickle anywhere, and a short message cannot claim a huge allocation.
 """
 
 from collections.abc import Callable
-from dataclasses import field, fields
-from typing import Any, Final, TypeVar, dataclass_transform, get_args
+from typing import Any, Final, TypeVar, dataclass_transform
 
 import msgpack
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from components.errors import MalformedMessage
 
-T = TypeVar("T")
-
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024  # the max_payload that every deployment we ship gives NATS
 MAX_ITEMS: Final = 1 << 20
-
-_by_tag: dict[str, type[Any]] = {}
-_tags: dict[type[Any], str] = {}
-_adapters: dict[type[Any], TypeAdapter[Any]] = {}
-# of messages and parts
-_fields: dict[type[Any], frozenset[str]] = {}
-_parts: dict[type[Any], list[tuple[str, type[Any]]]] = {}  # fields that hold one, and which
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what reading anybody's bytes may raise
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def message(tag: str) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen, slotted, validated message that travels under `tag` ("<conversation>.v<version>")."""
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class Struct(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What messages are, and what stands in them: a frozen value whose fields are checked when it is read.
 
-    def register(cls: type[T]) -> type[T]:
+    Made here, it is what mypy has checked. Fields that are as they are by default do not travel.
+    """
+
+
+S = TypeVar("S", bound=Struct)
+
+_encoder: Final = Encoder()
+_pair: Final = Decoder(tuple[str, msgspec.Raw])
+_by_tag: dict[str, type[Struct]] = {}
+_tags: dict[type[Struct], str] = {}
+_heads: dict[type[Struct], bytes] = {}  # of each kind of message, the bytes before its fields
+_decoders: dict[type[Struct], Decoder[Any]] = {}
+
+
+def message(tag: str) -> Callable[[type[S]], type[S]]:
+    """Let a struct travel by itself, under `tag` ("<conversation>.v<version>")."""
+
+    def register(cls: type[S]) -> type[S]:
         if tag in _by_tag:
             raise ValueError(f"message tag {tag!r} is taken by {_by_tag[tag].__name__}")
-        made = part(cls)
-        _by_tag[tag] = made
-        _tags[made] = tag
-        _adapters[made] = TypeAdapter(made)
-        return made
+        _by_tag[tag] = cls
+        _tags[cls] = tag
+        _heads[cls] = b"\x92" + _encoder.encode(tag)  # an array of two
+        _decoders[cls] = Decoder(cls)
+        return cls
 
     return register
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def part(cls: type[T]) -> type[T]:
-    """Make a class a frozen, slotted, validated value inside messages, as `x: Part [| None]` or `x: list[Part]`."""
-    config = ConfigDict(extra="ignore", strict=True)
-    made: type[T] = pydantic_dataclass(cls, frozen=True, slots=True, kw_only=True, config=config)  # type: ignore[assignment]
-    _fields[made] = frozenset(f.name for f in fields(made))  # type: ignore[arg-type]
-    inner = {f.name: _part_in(f.type) for f in fields(made)}  # type: ignore[arg-type]
-    _parts[made] = [(name, kind) for name, kind in inner.items() if kind is not None]
-    return made
+def pack(value: Struct) -> bytes:
+    """Bytes of a message made by `@message`."""
+    return _heads[type(value)] + _encoder.encode(value)
 
 
-def _part_in(annotation: Any) -> type[Any] | None:
-    return next(
-        (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and kind in _fields), None
-    )
-
-
-def pack(value: object) -> bytes:
-    """Bytes of a message made by `@message`. Fields that are as they are by default are left out."""
-    cls = type(value)
-    body = _adapters[cls].dump_python(value, exclude_defaults=True)
-    packed: bytes = msgpack.packb([_tags[cls], body], use_bin_type=True)
-    return packed
-
-
-def unpack(data: bytes, *expected: type[T]) -> T:
+def unpack(data: bytes, *expected: type[S]) -> S:
     """The message in `data`, which must be one of the `expected` classes.
 
     Raises: MalformedMessage, naming what is wrong, for anything else.
     """
-    tag, body = _unpack_pair(data)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(f"{len(data)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        tag, body = _pair.decode(data)
+    except MALFORMED as exc:
+        raise MalformedMessage(f"not a [tag, fields] pair: {exc}") from exc
     cls = _by_tag.get(tag)
     if cls is None:
         raise MalformedMessage(f"unknown message tag {tag[:64]!r}; is a peer newer than this process?")
     if cls not in expected:
         wanted = ", ".join(_tags[e] for e in expected)
         raise MalformedMessage(f"message {tag!r} where {wanted} belongs")
-    value: T = _build(cls, body, f"message {tag!r}: field ", "")
-    return value
-
-
-def _build(cls: type[Any], body: dict[str, Any], context: str, path: str) -> Any:
-    """An instance of a message or part from the plain values it was packed as. Raises: MalformedMessage."""
-    known = _fields[cls]
-    values = body if body.keys() <= known else {name: given for name, given in body.items() if name in known}
-    for name, inner in _parts[cls]:
-        given = values.get(name)
-        if isinstance(given, dict):
-            values[name] = _build(inner, given, context, f"{path}{name}.")
-        elif isinstance(given, list):
-            values[name] = [_in_list(inner, item, context, f"{path}{name}.{at}") for at, item in enumerate(given)]
     try:
-        return cls(**values)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False, include_input=False)[0]
-        where = path + ".".join(str(step) for step in first["loc"])
-        raise MalformedMessage(f"{context}{where!r}: {first['msg']}") from exc
-
-
-def _in_list(cls: type[Any], given: object, context: str, path: str) -> Any:
-    """A part that stands in a list."""
-    if not isinstance(given, dict):
-        raise MalformedMessage(f"{context}{path!r}: it should be a map of fields")
-    return _build(cls, given, context, f"{path}.")
-
-
-def _unpack_pair(data: bytes) -> tuple[str, dict[str, Any]]:
-    pair = unpack_plain(data)
-    if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], dict)):
-        raise MalformedMessage("not a [tag, fields] pair")
-    return pair[0], pair[1]
+        value: S = _decoders[cls].decode(body)
+    except MALFORMED as exc:
+        raise MalformedMessage(f"message {tag!r}: {exc}") from exc
+    return value
 
 
 def unpack_plain(data: bytes) -> Any:

@@ -3,11 +3,11 @@
 Frames: four bytes of length, big-endian, then the message. Each is answered before the next one is read.
 """
 
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 
 
 @message("doorbell-ring.v1")
-class Ring:
+class Ring(Struct):
     """Tell whoever expects `notification`; an empty one only asks who is there. Answered by Heard."""
 
     notification: str = ""
@@ -16,7 +16,7 @@ class Ring:
 
 
 @message("doorbell-heard.v1")
-class Heard:
+class Heard(Struct):
     """The other side has taken it in."""
 
     agent: str  # who answers: an address may by now be another process's

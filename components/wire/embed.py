@@ -5,13 +5,13 @@
 
 from typing import Final
 
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 
 MAX_TEXTS: Final = 64  # of one message: their vectors come in one, too
 
 
 @message("embed.v1")
-class EmbedRequest:
+class EmbedRequest(Struct):
     """frontend → decode."""
 
     request_id: str  # ours and random, another one for each message
@@ -24,7 +24,7 @@ class EmbedRequest:
 
 
 @message("vectors.v1")
-class Vectors:
+class Vectors(Struct):
     """decode → frontend: one for each text, in their order."""
 
     request_id: str
@@ -32,14 +32,14 @@ class Vectors:
 
 
 @message("cancel-embed.v1")
-class CancelEmbed:
+class CancelEmbed(Struct):
     """frontend → decode: nobody waits for these vectors any more."""
 
     request_id: str
 
 
 @message("embed-cancelled.v1")
-class EmbedCancelled:
+class EmbedCancelled(Struct):
     """decode → frontend: how many of the texts were still to be done."""
 
     count: int

@@ -1,12 +1,11 @@
 """What an instance says of a model that makes embeddings. No I/O: the engine says it first."""
 
-from dataclasses import field
+from msgspec import field
 
-from components.wire.codec import part
+from components.wire.codec import Struct
 
 
-@part
-class EmbeddingModel:
+class EmbeddingModel(Struct):
     """Of a model that makes embeddings, and generates nothing."""
 
     dimensions: int  # of a vector

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import msgpack
-from pydantic import ValidationError
+import msgspec
 
 from components.errors import MalformedMessage
-from components.wire.codec import message, unpack_plain
+from components.wire.codec import Struct, message, unpack_plain
 from components.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused
 from components.wire.sampling import Sampling
@@ -28,7 +28,7 @@ PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings tokens alo
 
 
 @message("generate.v3")
-class GenerateRequest:
+class GenerateRequest(Struct):
     """frontend → decode. A stream that moves to another instance is sent again with the tokens it already has."""
 
     request_id: str  # ours and random; the client's own id is a label, never a key
@@ -46,7 +46,7 @@ class GenerateRequest:
 
 
 @message("generate-accepted.v1")
-class GenerateAccepted:
+class GenerateAccepted(Struct):
     """decode → frontend: tokens will follow on `reply_to`."""
 
     request_id: str
@@ -54,7 +54,7 @@ class GenerateAccepted:
 
 
 @message("cancel.v1")
-class CancelStreams:
+class CancelStreams(Struct):
     """frontend → decode, on `<decode subject>.cancel`: nobody reads these streams any more."""
 
     reply_to: str
@@ -62,7 +62,7 @@ class CancelStreams:
 
 
 @message("cancelled.v1")
-class StreamsCancelled:
+class StreamsCancelled(Struct):
     """decode → frontend: how many of them were still running."""
 
     count: int
@@ -254,6 +254,6 @@ def _error(value: Any) -> Refused | None:
     if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], dict)):
         raise MalformedMessage("token frame: bad error")
     try:
-        return Refused(error=value[0], message=value[1], fields=value[2])
-    except ValidationError as exc:
+        return msgspec.convert(dict(zip(("error", "message", "fields"), value, strict=True)), Refused)
+    except msgspec.ValidationError as exc:
         raise MalformedMessage("token frame: bad error") from exc

@@ -3,11 +3,11 @@
 On `<subject>.heartbeat`. A lease tells of a lost process after its TTL; a heartbeat tells of a hung one within 2 s.
 """
 
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 
 
 @message("heartbeat.v1")
-class Heartbeat:
+class Heartbeat(Struct):
     """worker → everyone who subscribes."""
 
     instance_id: str

@@ -3,21 +3,20 @@
 Key: `<namespace>/instances/<role>/<instance_id>`, attached to the instance's lease.
 """
 
-from dataclasses import field
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+import msgspec
+from msgspec import field
 
 from components.errors import MalformedMessage
 from components.kv_transfer.layout import KvLayout
-from components.wire.codec import part
+from components.wire.codec import MALFORMED, Struct
 from components.wire.embedding_model import EmbeddingModel
 
 Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
 
-@part
-class KvEndpoint:
+class KvEndpoint(Struct):
     """Where an instance's KV pages are and how its backend reaches them: all that the other side sets up once per pair."""
 
     backend: str  # as --kv-transfer names it: "nixl/UCX", "mooncake", "fake"; only equal ones speak with each other
@@ -32,8 +31,7 @@ class KvEndpoint:
     layout: KvLayout
 
 
-@part
-class InstanceRecord:
+class InstanceRecord(Struct):
     """One registered process. A new epoch is a new registration: messages quoting an old one are refused as stale."""
 
     instance_id: str  # stable while the process lives
@@ -53,17 +51,14 @@ class InstanceRecord:
     embedding: EmbeddingModel | None = None  # None: the model generates
 
 
-_adapter = TypeAdapter(InstanceRecord)
-
-
 def dump_record(record: InstanceRecord) -> bytes:
     """JSON of `record`."""
-    return _adapter.dump_json(record)
+    return msgspec.json.encode(record)
 
 
 def load_record(data: bytes) -> InstanceRecord:
     """The record in `data`. Raises: MalformedMessage."""
     try:
-        return _adapter.validate_json(data)
-    except ValidationError as exc:
-        raise MalformedMessage(f"instance record: {exc.errors(include_url=False)[0]['msg']}") from exc
+        return msgspec.json.decode(data, type=InstanceRecord)
+    except MALFORMED as exc:
+        raise MalformedMessage(f"instance record: {exc}") from exc

@@ -13,7 +13,7 @@ import msgpack
 
 from components.errors import MalformedMessage
 from components.routing.block_hash import HASH_BYTES
-from components.wire.codec import message, unpack_plain
+from components.wire.codec import Struct, message, unpack_plain
 
 BATCH_VERSION: Final = 1
 MAX_BATCH_BLOCKS: Final = 8192  # 128 KiB, and a few milliseconds of a router's time
@@ -69,7 +69,7 @@ def unpack_hashes(data: object) -> list[bytes]:
 
 
 @message("kv-dump-fetch.v1")
-class FetchKvDump:
+class FetchKvDump(Struct):
     """router → worker `<subject>.kv_dump`; answered by KvDumpPart, or refused: another epoch, too many dumps at once."""
 
     epoch: str
@@ -79,7 +79,7 @@ class FetchKvDump:
 
 
 @message("kv-dump-part.v1")
-class KvDumpPart:
+class KvDumpPart(Struct):
     """worker → router: what was cached right after the batch `number`, the same for all parts of a dump."""
 
     number: int

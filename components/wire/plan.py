@@ -1,13 +1,13 @@
 """planner ↔ whoever asks what it thinks. On `<namespace>.planner.<id>.plan`."""
 
-from dataclasses import field
 from typing import Literal
 
-from components.wire.codec import message, part
+from msgspec import field
+
+from components.wire.codec import Struct, message
 
 
-@part
-class RolePlan:
+class RolePlan(Struct):
     """One role as the planner sees it."""
 
     least: int
@@ -19,12 +19,12 @@ class RolePlan:
 
 
 @message("plan-ask.v1")
-class AskPlan:
+class AskPlan(Struct):
     """Answered by PlanTold."""
 
 
 @message("plan-told.v1")
-class PlanTold:
+class PlanTold(Struct):
     """planner → caller."""
 
     leading: bool  # one planner of a namespace acts; the others wait until it is gone

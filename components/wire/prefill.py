@@ -1,12 +1,12 @@
 """decode ↔ prefill: a prompt to compute, and the end of a transfer."""
 
 from components.kv_transfer.layout import KvLayout
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 from components.wire.sampling import Sampling
 
 
 @message("prefill.v4")
-class PrefillRequest:
+class PrefillRequest(Struct):
     """decode → prefill, on `<prefill subject>.prefill`; answered by PrefillAccepted or Refused."""
 
     request_id: str
@@ -27,7 +27,7 @@ class PrefillRequest:
 
 
 @message("prefill-accepted.v2")
-class PrefillAccepted:
+class PrefillAccepted(Struct):
     """prefill → decode: the prompt is being computed; open the room when you have pages for it."""
 
     request_id: str
@@ -35,7 +35,7 @@ class PrefillAccepted:
 
 
 @message("quiesce.v1")
-class Quiesce:
+class Quiesce(Struct):
     """decode → prefill, on `<prefill subject>.quiesce`: stop this request, answer when no write of it is in flight."""
 
     request_id: str
@@ -43,7 +43,7 @@ class Quiesce:
 
 
 @message("quiet.v1")
-class Quiet:
+class Quiet(Struct):
     """prefill → decode: no write of this request is in flight and none will be posted; its pages may be used again."""
 
     request_id: str

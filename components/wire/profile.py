@@ -3,25 +3,25 @@
 Nothing of it is a file path: the two may be on different machines.
 """
 
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 
 
 @message("profile-start.v1")
-class StartProfile:
+class StartProfile(Struct):
     """inspect → worker `<subject>.profile`; answered by ProfileStarted at once, or refused."""
 
     seconds: float
 
 
 @message("profile-started.v1")
-class ProfileStarted:
+class ProfileStarted(Struct):
     """worker → inspect: it is being recorded."""
 
     profile_id: str
 
 
 @message("profile-fetch.v1")
-class FetchProfile:
+class FetchProfile(Struct):
     """inspect → worker `<subject>.profile_part`; answered by ProfilePart, or by why there is no profile."""
 
     profile_id: str
@@ -29,7 +29,7 @@ class FetchProfile:
 
 
 @message("profile-part.v1")
-class ProfilePart:
+class ProfilePart(Struct):
     """worker → inspect: some bytes from the offset on."""
 
     data: bytes  # of gzip members, one after the other: each a Chrome trace of a piece of the time

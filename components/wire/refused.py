@@ -1,14 +1,15 @@
 """An error on its way to another process: any call may be answered by it."""
 
 import math
-from dataclasses import field
+
+from msgspec import field
 
 from components.errors import BY_NAME, InvariantBroken, MeshError, Overloaded
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 
 
 @message("refused.v1")
-class Refused:
+class Refused(Struct):
     """The answer of a call that failed; `error` is a class name of `components.errors`."""
 
     error: str

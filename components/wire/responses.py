@@ -1,10 +1,10 @@
 """frontend ↔ frontend: responses that are kept after they were answered, and those that are still underway."""
 
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 
 
 @message("response-stored.v1")
-class StoredResponse:
+class StoredResponse(Struct):
     """A record in JetStream, under the response's id. What is JSON here came from validated requests, or is our own."""
 
     response: str  # a JSON object, as the client sees it
@@ -15,7 +15,7 @@ class StoredResponse:
 
 
 @message("response-cancel.v1")
-class CancelResponse:
+class CancelResponse(Struct):
     """On `<frontend subject>.cancel_response`; answered by ResponseUnderway."""
 
     response_id: str
@@ -23,7 +23,7 @@ class CancelResponse:
 
 
 @message("response-underway.v1")
-class ResponseUnderway:
+class ResponseUnderway(Struct):
     """What that frontend knows: a response that was cancelled is stored as such by now."""
 
     underway: bool

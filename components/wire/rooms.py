@@ -5,11 +5,11 @@ the KV. All that follows goes to that replica (`<bootstrap subject>.<verb>`): a 
 """
 
 from components.kv_transfer.layout import KvLayout
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 
 
 @message("room-open.v2")
-class OpenRoom:
+class OpenRoom(Struct):
     """decode → bootstrap `.open`: the destination. Handed to prefill as PagesOffered; answered by RoomOk."""
 
     room: str  # random: no two are alike
@@ -26,7 +26,7 @@ class OpenRoom:
 
 
 @message("room-pages.v2")
-class PagesOffered:
+class PagesOffered(Struct):
     """bootstrap → prefill, on `<prefill subject>.pages`; nobody waits for an answer."""
 
     request_id: str
@@ -41,28 +41,28 @@ class PagesOffered:
 
 
 @message("kv-coming.v1")
-class KvComing:
+class KvComing(Struct):
     """prefill → decode, on `<decode subject>.kv_coming`: the last pages of this room follow at once. A hint: no answer."""
 
     room: str
 
 
 @message("room-close.v2")
-class CloseRooms:
+class CloseRooms(Struct):
     """prefill → bootstrap `.close`: these transfers are over, however they ended. Several at once: nobody waits for it."""
 
     rooms: list[str]
 
 
 @message("rooms-closed.v1")
-class RoomsClosed:
+class RoomsClosed(Struct):
     """bootstrap → prefill: how many of them were still open."""
 
     count: int
 
 
 @message("room-failed.v1")
-class RoomFailed:
+class RoomFailed(Struct):
     """bootstrap or prefill → the other side, on `<subject>.room_failed`: this transfer will not complete."""
 
     request_id: str
@@ -72,7 +72,7 @@ class RoomFailed:
 
 
 @message("room-ok.v1")
-class RoomOk:
+class RoomOk(Struct):
     """Done."""
 
     room: str

@@ -1,12 +1,12 @@
 """inspect ↔ frontend and decode: what a request would be routed to now, and why. Nothing is sent, nothing remembered."""
 
-from dataclasses import field
+from msgspec import field
 
-from components.wire.codec import message, part
+from components.wire.codec import Struct, message
 
 
 @message("route-explain.v1")
-class ExplainRoute:
+class ExplainRoute(Struct):
     """On `<frontend subject>.explain_route` with a text, or `<decode subject>.explain_route` with token ids.
 
     Answered by RouteExplained or Refused.
@@ -20,8 +20,7 @@ class ExplainRoute:
     cache_salt: str = ""
 
 
-@part
-class Candidate:
+class Candidate(Struct):
     """One of those that a choice was made among, as the router saw it then."""
 
     instance_id: str
@@ -35,7 +34,7 @@ class Candidate:
 
 
 @message("route-explained.v1")
-class RouteExplained:
+class RouteExplained(Struct):
     """The choice, and what it was made of."""
 
     policy: str

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 from components.errors import MalformedMessage
-from components.wire.codec import part
+from components.wire.codec import Struct
 from components.wire.tokens import pack_tokens, unpack_tokens
 
 
-@part
-class Constraint:
+class Constraint(Struct):
     """What the answer must be, in the one form to which every request field comes down."""
 
     kind: Literal[
@@ -20,8 +19,7 @@ class Constraint:
     text: str  # JSON of the schema, the regular expression, or the grammar as llguidance reads it
 
 
-@part
-class Sampling:
+class Sampling(Struct):
     """`engine.ports.SamplingParams` says what the fields mean, `engine.sampling.check` what they may be."""
 
     max_tokens: int  # still to generate

@@ -2,16 +2,16 @@
 
 from typing import Literal
 
-from components.wire.codec import message
+from components.wire.codec import Struct, message
 
 
 @message("local-count.v1")
-class AskCounts:
+class AskCounts(Struct):
     """`.count`; answered by Counts."""
 
 
 @message("local-scale.v1")
-class ScaleRole:
+class ScaleRole(Struct):
     """`.scale`: keep `after` workers of a role; answered by Counts as they are then, or Refused.
 
     Refused where `before` is not what is kept, so that two who plan from the same news change one worker, not two.
@@ -23,7 +23,7 @@ class ScaleRole:
 
 
 @message("local-counts.v1")
-class Counts:
+class Counts(Struct):
     """services.local → caller: workers that it keeps running; one that drains is none of them any more."""
 
     prefill: int

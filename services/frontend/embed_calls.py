@@ -9,6 +9,7 @@ from components.errors import MalformedMessage
 from components.messaging.bus import Bus
 from components.messaging.deadline import remaining_s
 from components.messaging.streams import InStream, StreamInbox
+from components.wire.codec import Struct
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import Sampling
@@ -30,7 +31,7 @@ class EmbedCalls:
         inbox: StreamInbox,
         choice: DecodeChoice,
         model: str,
-        tell_later: Callable[[str, object], None],
+        tell_later: Callable[[str, Struct], None],
     ) -> None:
         """`tell_later`: publish on a subject, by whoever is being cancelled."""
         self._bus = bus

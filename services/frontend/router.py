@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from msgspec import structs
 from opentelemetry.trace import SpanKind
 
 from components.errors import DecodeLost, MeshError
@@ -17,6 +18,7 @@ from components.messaging.fleet import Fleet
 from components.messaging.streams import InStream, StreamInbox
 from components.routing.router import Route
 from components.telemetry.spans import record_span, tracer
+from components.wire.codec import Struct
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
 from components.wire.tokens import pack_tokens
@@ -178,7 +180,7 @@ class MeshClient:
         cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.inner.stream_id])
         self._tell_later(f"{stream.record.subject}.cancel", cancelling)
 
-    def _tell_later(self, subject: str, message: object) -> None:
+    def _tell_later(self, subject: str, message: Struct) -> None:
         """Whoever is being closed or cancelled cannot wait for a message to leave."""
 
         async def tell() -> None:
@@ -205,14 +207,14 @@ def _of_branch(prompt: Prompt, branch: int) -> Prompt:
     sampling = prompt.sampling
     seed = branch_seed(sampling.seed, branch)
     prompt_logprobs = None if branch else sampling.prompt_logprobs
-    return replace(prompt, sampling=replace(sampling, n=1, seed=seed, prompt_logprobs=prompt_logprobs))
+    return replace(prompt, sampling=structs.replace(sampling, n=1, seed=seed, prompt_logprobs=prompt_logprobs))
 
 
 def _rest_of(prompt: Prompt, generated: list[int]) -> Prompt:
     """What a branch with these tokens still asks for."""
     if not generated:
         return prompt
-    sampling = replace(
+    sampling = structs.replace(
         prompt.sampling,
         max_tokens=prompt.sampling.max_tokens - len(generated),
         num_generated=len(generated),

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec import structs
 
 from engine.core import EngineCore
 from engine.inflight import Launched
@@ -317,7 +318,7 @@ def _take_time(engine: EngineCore) -> None:
 @pytest.mark.timeout(300)
 def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -> None:
     def make(page_size: int, **changes: object) -> EngineCore:
-        sized = replace(tiny, layout=replace(tiny.layout, page_size=page_size))
+        sized = replace(tiny, layout=structs.replace(tiny.layout, page_size=page_size))
         return make_engine(sized, page_size=page_size, **changes)
 
     _run_machine(make, 25)

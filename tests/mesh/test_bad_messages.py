@@ -3,18 +3,19 @@ process, and the mesh answers as before.
 """
 
 import asyncio
+import dataclasses
 import json
 import os
 import pickle
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import msgpack
 import pytest
+from msgspec.structs import replace
 
 from components.errors import DeadlineExceeded, MalformedMessage, MessageTooLarge
 from components.messaging.deadline import now_ms
@@ -219,9 +220,10 @@ async def frames_in_disorder_move_a_stream_and_lose_no_token(
     stream_id = max(inbox._streams)
     for seq in (10**6, -1, 10**6):
         item = StreamItem(stream_id, seq, [1, 2, 3])
-        await client.bus.publish_bytes(inbox.subject, pack_frame(replace(forged, items=[item])))
+        await client.bus.publish_bytes(inbox.subject, pack_frame(dataclasses.replace(forged, items=[item])))
     await client.bus.publish_bytes(
-        inbox.subject, pack_frame(replace(forged, instance_id="other", items=[StreamItem(stream_id, 0, [9])]))
+        inbox.subject,
+        pack_frame(dataclasses.replace(forged, instance_id="other", items=[StreamItem(stream_id, 0, [9])])),
     )
     assert await asked == expected
 

@@ -1,7 +1,8 @@
 """Instance records to register and to look for."""
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from components.wire.instances import InstanceRecord
 

@@ -11,9 +11,11 @@ import hashlib
 import json
 import sys
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from components.errors import MeshError
 from components.kv_transfer.backend import KvTransfer
@@ -84,7 +86,7 @@ async def main(agent: str, backend: str = "nixl", page_size: int = LAYOUT.page_s
         say(state(pages, transfer))
 
     async with kv_opener(backend)(pages, agent, "127.0.0.1", NUM_PAGES) as transfer:
-        say(json.dumps(asdict(transfer.endpoint)))
+        say(msgspec.json.encode(transfer.endpoint).decode())
         while line := (await asyncio.to_thread(sys.stdin.readline)).split():
             if line[0] == "expect":
                 waiting.add(asyncio.ensure_future(answer(transfer.expect(line[1]))))

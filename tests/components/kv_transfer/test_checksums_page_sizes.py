@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord

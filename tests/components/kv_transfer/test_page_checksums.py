@@ -1,10 +1,10 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from zlib import crc32
 
 import pytest
+from msgspec.structs import replace
 
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes

@@ -1,12 +1,12 @@
 """Pieces against numpy's own indexing of the same two pools."""
 
-from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from components.errors import IncompatibleLayout
 from components.kv_transfer.layout import KvLayout, check_compatible

@@ -1,10 +1,10 @@
 """Prefill and decode with pages of different sizes: what the sender has written must be what decode's pages need."""
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.sender import Sender

@@ -1,7 +1,7 @@
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from components.errors import DeadlineExceeded, IllegalTransition, IncompatibleLayout, QueueFull, TransferFailed
 from components.kv_transfer.aux import AuxRecord

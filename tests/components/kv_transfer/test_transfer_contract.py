@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from components.errors import BackendUnavailable, IncompatibleLayout, TransferFailed
 from components.kv_transfer.aux import AuxRecord

@@ -8,7 +8,7 @@ from components.errors import DeadlineExceeded, MeshError, PeerLost
 from components.messaging.refusals import Refusals
 from components.messaging.service import Endpoint
 from components.wire import codec
-from components.wire.codec import pack, unpack
+from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import Refused, raised, refusal
 
 
@@ -18,11 +18,11 @@ class FakeBus:
     def __init__(self) -> None:
         self.url = "fake"
         self.refusals = Refusals()
-        self.handlers: dict[str, Callable[[Any], Awaitable[object]]] = {}
+        self.handlers: dict[str, Callable[[Any], Awaitable[Struct]]] = {}
         self.sent: list[tuple[str, Any]] = []  # every message, called or published
         self.frames: list[tuple[str, bytes]] = []
         self.broken: MeshError | None = None  # raised instead of sending
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def serve(self, subject: str, endpoints: list[Endpoint]) -> None:
         """Let these endpoints answer."""
@@ -33,7 +33,7 @@ class FakeBus:
         """The messages of a class that were sent."""
         return [message for _, message in self.sent if isinstance(message, cls)]
 
-    async def call(self, subject: str, request: object, *replies: type[Any], timeout_s: float) -> Any:
+    async def call(self, subject: str, request: Struct, *replies: type[Any], timeout_s: float) -> Any:
         handler = self._send(subject, request)
         await asyncio.sleep(0)
         if handler is None:
@@ -47,7 +47,7 @@ class FakeBus:
             raise raised(received)
         return received
 
-    async def publish(self, subject: str, message: object) -> None:
+    async def publish(self, subject: str, message: Struct) -> None:
         handler = self._send(subject, message)
         if handler is not None:
             task = asyncio.ensure_future(self._answer(handler, message))
@@ -60,14 +60,14 @@ class FakeBus:
         await asyncio.sleep(0)
         self.frames.append((subject, data))
 
-    def _send(self, subject: str, message: object) -> Callable[[Any], Awaitable[object]] | None:
+    def _send(self, subject: str, message: Struct) -> Callable[[Any], Awaitable[Struct]] | None:
         if self.broken is not None:
             raise self.broken
         assert type(message) in codec._tags
         self.sent.append((subject, message))
         return self.handlers.get(subject)
 
-    async def _answer(self, handler: Callable[[Any], Awaitable[object]], request: object) -> object:
+    async def _answer(self, handler: Callable[[Any], Awaitable[Struct]], request: Struct) -> Struct:
         try:
             return await handler(unpack(pack(request), type(request)))
         except MeshError as exc:

@@ -4,10 +4,11 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from components.discovery.book import InstanceBook
 from components.errors import BackendUnavailable, Overloaded, Rejected, StaleInstance

@@ -1,12 +1,13 @@
 """The load book against a world in which everything is known: requests, workers, heartbeats on their way."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from components.routing.choice import Ask
 from components.routing.kv_aware import KvWeights

@@ -1,12 +1,12 @@
 """The sampling part on its way through both workers' messages, and what is not one."""
 
-from dataclasses import fields, replace
 from typing import Any
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from components.errors import MalformedMessage
 from components.wire.codec import pack, unpack
@@ -152,7 +152,7 @@ def test_a_wrong_field_of_a_part_is_named_with_its_path(body: dict[str, Any], na
 def test_what_is_no_part_is_refused_and_the_field_named(sampling: Any) -> None:
     tag, packed = msgpack.unpackb(pack(generate(Sampling(max_tokens=1))))
     packed["sampling"] = sampling
-    with pytest.raises(MalformedMessage, match="'sampling"):
+    with pytest.raises(MalformedMessage, match=r"\$\.sampling|missing required field `max_tokens`"):
         unpack(msgpack.packb([tag, packed]), GenerateRequest)
 
 

@@ -1,9 +1,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from components.aio import background

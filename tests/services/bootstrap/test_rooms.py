@@ -1,9 +1,8 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
 from components.errors import IncompatibleLayout, MalformedMessage
 from components.wire.rooms import OpenRoom, PagesOffered, RoomFailed

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from components.errors import Rejected
 from components.wire.sampling import Constraint, Sampling

@@ -1,10 +1,10 @@
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from components.discovery.registry import Registration
 from components.errors import (

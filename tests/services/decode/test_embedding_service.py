@@ -1,10 +1,10 @@
 """A decode instance's side of embeddings, over an engine that does what the test says."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from components.discovery.registry import Registration
 from components.errors import (

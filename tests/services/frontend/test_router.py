@@ -5,6 +5,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from components.discovery.book import InstanceBook
 from components.errors import (
@@ -160,7 +161,7 @@ async def test_a_stream_moves_with_the_tokens_it_has_the_rest_to_make_and_the_sa
     [request] = second.requests
     assert unpack_tokens(request.token_ids) == [1, 2, 3, *WHOLE[:count]]
     assert request.sampling.max_tokens == 6 - count
-    assert request.sampling == replace(PROMPT.sampling, max_tokens=6 - count, num_generated=count)
+    assert request.sampling == structs.replace(PROMPT.sampling, max_tokens=6 - count, num_generated=count)
     await asyncio.sleep(0)
     assert mesh.cancelled() == [("ns.decode.a.cancel", [0])], "the lost one may live, and generate for nobody"
 
@@ -335,7 +336,7 @@ async def test_adapters_are_listed_after_their_model_with_what_those_that_have_t
 
 
 def three(**changes: Any) -> Sampling:
-    return replace(PROMPT.sampling, n=3, **changes)
+    return structs.replace(PROMPT.sampling, n=3, **changes)
 
 
 async def ask_all(mesh: Mesh, sampling: Sampling) -> list[list[TokenDelta]]:
@@ -382,7 +383,7 @@ async def test_each_unfinished_branch_moves_by_itself_with_its_own_seed(mesh: Me
     moved = sorted(second.requests, key=lambda request: request.sampling.num_generated)
     for branch, request in zip((1, 2), moved, strict=True):
         assert unpack_tokens(request.token_ids) == [1, 2, 3, *WHOLE[:branch]]
-        assert request.sampling == replace(
+        assert request.sampling == structs.replace(
             PROMPT.sampling,
             seed=branch_seed(PROMPT.sampling.seed, branch),
             max_tokens=6 - branch,

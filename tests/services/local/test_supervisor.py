@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.processes import free_port
 from tests.conftest import RunService, ServiceProcess
 
 pytestmark = pytest.mark.mesh
@@ -18,9 +19,7 @@ pytestmark = pytest.mark.mesh
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -170,7 +169,7 @@ def test_a_second_mesh_on_the_same_state_directory_is_refused(
 ) -> None:
     first = mesh()
     first.wait_for_log("Ready:")
-    second = run_service("tests.services.local.fake_mesh", str(tmp_path / "state"), str(port + 1))
+    second = run_service("tests.services.local.fake_mesh", str(tmp_path / "state"), str(free_port()))
     assert second.popen.wait(5) == 1
     assert second.logged() == (
         f"error: {tmp_path}/state is used by a services.local that runs (pid {first.popen.pid}, "

@@ -1,8 +1,7 @@
 """Pages of real metrics become samples."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from components.errors import MalformedMessage, PeerLost
