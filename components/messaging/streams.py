@@ -6,9 +6,11 @@ with DecodeLost, and whoever reads it goes on elsewhere from the tokens it has.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from itertools import count
+from typing import Final
 
 from nats.aio.msg import Msg
 
@@ -22,16 +24,20 @@ from components.wire.refused import raised, refusal
 
 log = logging.getLogger(__name__)
 
+QUICK_INTERVALS: Final = 4  # in which a stream leaves once, when it makes more than a token in each
+
 
 class OutStream:
     """One stream as its sender sees it."""
 
-    __slots__ = ("_next_seq", "reply_to", "stream_id")
+    __slots__ = ("gathered", "last_left_s", "next_seq", "reply_to", "stream_id")
 
     def __init__(self, reply_to: str, stream_id: int) -> None:
         self.reply_to = reply_to
         self.stream_id = stream_id
-        self._next_seq = 0
+        self.gathered: list[int] = []  # tokens that wait to leave: the last numbers that were taken
+        self.last_left_s = 0.0  # when something did
+        self.next_seq = 0
 
     def tokens(
         self,
@@ -46,7 +52,7 @@ class OutStream:
         """The next item of this stream."""
         return StreamItem(
             self.stream_id,
-            self.next_seq(num_numbers(token_ids)),
+            self._take(num_numbers(token_ids)),
             token_ids,
             finish,
             None,
@@ -58,13 +64,18 @@ class OutStream:
 
     def error(self, error: MeshError) -> StreamItem:
         """The last item of this stream: it ends here, and why."""
-        return StreamItem(self.stream_id, self.next_seq(), [], None, refusal(error))
+        return StreamItem(self.stream_id, self._take(1), [], None, refusal(error))
 
-    def next_seq(self, count: int = 1) -> int:
-        """The first of the next numbers, which are taken with it."""
-        seq = self._next_seq
-        self._next_seq += count
+    def _take(self, count: int) -> int:
+        """The first of the next numbers."""
+        seq = self.next_seq
+        self.next_seq += count
         return seq
+
+    def gather(self, token_id: int) -> None:
+        """A token with nothing beside it, which leaves later."""
+        self.next_seq += 1
+        self.gathered.append(token_id)
 
 
 class StreamOutbox:
@@ -83,21 +94,29 @@ class StreamOutbox:
         self._epoch = epoch
         self._step = step
         self._interval_s = interval_s
-        self._pending: dict[str, list[FrameDraft]] = {}  # of each frontend, frame by frame
+        self._gathering: list[OutStream] = []  # those with tokens that wait, some of them twice
+        self._frames: dict[str, list[FrameDraft]] = {}  # of each frontend, what leaves next
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def put(self, stream: OutStream, item: StreamItem) -> None:
         """Queue an item for the next frame to its frontend."""
-        frames = self._frames(stream)
+        frames = self._frames_to(stream.reply_to)
+        if stream.gathered:
+            self._leave(stream, item.seq, frames[-1])
+        stream.last_left_s = time.monotonic()
         frames[-1].add(item)
         if item.prompt_logprobs is not None:  # those of two long prompts may be more than NATS carries
             frames.append(FrameDraft())
+        self._begin()
 
     def put_token(self, stream: OutStream, token_id: int) -> None:
         """Queue a token with nothing beside it, which is nearly all that there is to send."""
-        self._frames(stream)[-1].token(stream.stream_id, stream.next_seq(), token_id)
+        if not stream.gathered:
+            self._gathering.append(stream)
+            self._begin()
+        stream.gather(token_id)
 
     async def flushed(self) -> None:
         """Wait until everything queued was handed to NATS."""
@@ -105,27 +124,49 @@ class StreamOutbox:
 
     async def run(self) -> None:
         """Send frames for ever."""
-        loop = asyncio.get_running_loop()
         rests_until_s = 0.0
         while True:
             await self._wake.wait()
-            if (rest_s := rests_until_s - loop.time()) > 0:
+            if (rest_s := rests_until_s - time.monotonic()) > 0:
                 await asyncio.sleep(rest_s)
-            rests_until_s = loop.time() + self._interval_s
+            now_s = time.monotonic()
+            rests_until_s = now_s + self._interval_s
             self._wake.clear()
-            pending, self._pending = self._pending, {}
-            for reply_to, frames in pending.items():
+            for reply_to, frames in self._due(now_s).items():
                 for frame in filter(None, frames):
                     await self._send(reply_to, frame)
-            if not self._pending:
+            if self._gathering:
+                self._wake.set()
+            elif not self._frames:
                 self._idle.set()
 
-    def _frames(self, stream: OutStream) -> list[FrameDraft]:
-        frames = self._pending.get(stream.reply_to)
+    def _begin(self) -> None:
+        """There is something to send."""
+        self._idle.clear()
+        self._wake.set()
+
+    def _due(self, now_s: float) -> dict[str, list[FrameDraft]]:
+        """What leaves now, by frontend. A stream that makes tokens quickly waits until more have gathered."""
+        gathering, self._gathering = self._gathering, []
+        quick_until_s = now_s - QUICK_INTERVALS * self._interval_s
+        for stream in gathering:
+            if len(stream.gathered) > 1 and stream.last_left_s > quick_until_s:
+                self._gathering.append(stream)
+            elif stream.gathered:
+                self._leave(stream, stream.next_seq, self._frames_to(stream.reply_to)[-1])
+                stream.last_left_s = now_s
+        frames, self._frames = self._frames, {}
+        return frames
+
+    def _leave(self, stream: OutStream, until_seq: int, frame: FrameDraft) -> None:
+        """Into the frame with what has gathered, whose numbers end before `until_seq`."""
+        token_ids, stream.gathered = stream.gathered, []
+        frame.tokens(stream.stream_id, until_seq - len(token_ids), token_ids)
+
+    def _frames_to(self, reply_to: str) -> list[FrameDraft]:
+        frames = self._frames.get(reply_to)
         if frames is None:
-            frames = self._pending[stream.reply_to] = [FrameDraft()]
-            self._idle.clear()
-            self._wake.set()
+            frames = self._frames[reply_to] = [FrameDraft()]
         return frames
 
     async def _send(self, reply_to: str, frame: FrameDraft) -> None:

@@ -105,48 +105,38 @@ class FrameDraft:
     these items come before them.
     """
 
-    __slots__ = ("_others", "_runs", "_seqs", "_streams", "_tokens")
+    __slots__ = ("_others", "_seqs", "_streams", "_tokens")
 
     def __init__(self) -> None:
         self._streams, self._seqs = array("q"), array("q")
-        self._tokens: list[array[int]] = []  # of each item in columns
-        self._runs: dict[int, array[int]] = {}  # of each stream, what the next token goes to
+        self._tokens: list[Sequence[int]] = []  # of each item in columns
         self._others: list[tuple[int, tuple[Any, ...]]] = []
 
     def __len__(self) -> int:
         """Items so far."""
         return len(self._seqs) + len(self._others)
 
-    def token(self, stream_id: int, seq: int, token_id: int) -> None:
-        """Add a token with nothing beside it, the next one of its stream."""
-        run = self._runs.get(stream_id)
-        if run is not None:
-            run.append(token_id)
-        else:
-            self._begin(stream_id, seq, [token_id])
+    def tokens(self, stream_id: int, seq: int, token_ids: Sequence[int]) -> None:
+        """Add tokens with nothing beside them, at least one."""
+        self._streams.append(stream_id)
+        self._seqs.append(seq)
+        self._tokens.append(token_ids)
 
     def add(self, item: StreamItem) -> None:
         """Add any item."""
         if item.token_ids and item[3:] == PLAIN:
-            self._begin(item.stream_id, item.seq, item.token_ids)
+            self.tokens(item.stream_id, item.seq, item.token_ids)
         else:
-            self._runs.pop(item.stream_id, None)
             self._others.append((len(self._seqs), _other(item)))
 
     def pack(self, instance_id: str, epoch: str, step: int) -> bytes:
         """The frame: a plain msgpack array, checked by hand on the other side instead of by a schema."""
         lengths, tokens = array("i", map(len, self._tokens)), array("i")
-        for run in self._tokens:
-            tokens += run
+        for token_ids in self._tokens:
+            tokens.extend(token_ids)
         columns = [_little_endian(column) for column in (self._streams, self._seqs, lengths, tokens)]
         packed: bytes = msgpack.packb((FRAME_VERSION, instance_id, epoch, step, *columns, self._others))
         return packed
-
-    def _begin(self, stream_id: int, seq: int, token_ids: Sequence[int]) -> None:
-        self._streams.append(stream_id)
-        self._seqs.append(seq)
-        run = self._runs[stream_id] = array("i", token_ids)
-        self._tokens.append(run)
 
 
 def _other(item: StreamItem) -> tuple[Any, ...]:

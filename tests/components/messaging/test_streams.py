@@ -229,7 +229,15 @@ async def test_items_that_come_while_a_frame_leaves_follow_in_the_next(outbox: t
     assert [i.seq for i in items] == [i.token_ids[0] for i in items] == list(range(20))
 
 
-async def test_tokens_gather_for_an_interval_but_the_first_after_a_rest_leaves_at_once() -> None:
+def tokens_by_frame(bus: FakeBus, stream_id: int) -> list[list[int]]:
+    frames = [unpack_frame(data).items for _, data in bus.frames]
+    of_stream = (
+        [token for item in items if item.stream_id == stream_id for token in item.token_ids] for items in frames
+    )
+    return [tokens for tokens in of_stream if tokens]
+
+
+async def test_a_token_waits_for_an_interval_but_the_first_after_a_rest_leaves_at_once() -> None:
     bus = FakeBus()
     stream = OutStream("a", 1)
     async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=0.2) as box:
@@ -237,18 +245,59 @@ async def test_tokens_gather_for_an_interval_but_the_first_after_a_rest_leaves_a
             box.put_token(stream, 0)
             await asyncio.sleep(0.02)
             assert len(bus.frames) == 2 * sent - 1, "at once"
-            for token in range(1, 4):
-                box.put_token(stream, token)
-                await asyncio.sleep(0.01)
+            box.put_token(stream, 1)
+            await asyncio.sleep(0.02)
             assert len(bus.frames) == 2 * sent - 1
             await asyncio.sleep(0.5)
             assert len(bus.frames) == 2 * sent
         box.put_token(stream, 9)
         await asyncio.sleep(0.02)
         box.put_token(stream, 10)
-    frames = [unpack_frame(data) for _, data in bus.frames]
-    gathered = [[token for item in frame.items for token in item.token_ids] for frame in frames]
-    assert gathered == [[0], [1, 2, 3], [0], [1, 2, 3], [9], [10]], "and leaving sends what is there"
+    assert tokens_by_frame(bus, 1) == [[0], [1], [0], [1], [9], [10]], "and leaving sends what is there"
+
+
+async def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() -> None:
+    bus, inbox = FakeBus(), StreamInbox("a")
+    readers = inbox.open("d", "e"), inbox.open("d", "e")
+    quick, slow = (OutStream("a", reader.stream_id) for reader in readers)
+    interval_s = 0.1
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=interval_s) as box:
+        for number in range(60):  # ten a interval of the one, one of the other, for 1.5 times as long as the one waits
+            if number % 10 == 0:
+                box.put_token(slow, number)
+            box.put_token(quick, number)
+            await asyncio.sleep(interval_s / 10)
+        assert len(tokens_by_frame(bus, quick.stream_id)) <= 3
+        assert len(tokens_by_frame(bus, slow.stream_id)) >= 5
+        box.put(quick, quick.tokens([60], "stop"))
+        await asyncio.sleep(2 * interval_s)
+        assert tokens_by_frame(bus, quick.stream_id)[-1][-1] == 60, "an end waits for an interval at most"
+    for _, data in bus.frames:
+        await inbox.receive(Message(data))
+    items = await readers[0].next()
+    assert [token for item in items for token in item.token_ids] == list(range(61)), (
+        "in order, and no number is missing"
+    )
+
+
+async def test_what_gathered_leaves_before_an_item_that_says_more(outbox: tuple[StreamOutbox, FakeBus]) -> None:
+    box, bus = outbox
+    one, other = OutStream("a", 1), OutStream("a", 2)
+    for token in (50, 51):
+        box.put_token(one, token)
+        box.put_token(other, token - 30)
+    box.put(one, one.tokens([52], num_cached_tokens=3))
+    box.put_token(one, 53)
+    box.put(other, other.tokens([], "stop"))
+    await box.flushed()
+    (frame,) = (unpack_frame(data).items for _, data in bus.frames)
+    assert sorted(frame) == [
+        StreamItem(1, 0, [50, 51]),
+        StreamItem(1, 2, [52], None, None, 3),
+        StreamItem(1, 3, [53]),
+        StreamItem(2, 0, [20, 21]),
+        StreamItem(2, 2, [], "stop"),
+    ]
 
 
 @pytest.mark.parametrize("error", [BackendUnavailable("away"), MessageTooLarge("huge")])

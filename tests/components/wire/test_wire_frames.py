@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.errors import MalformedMessage
-from components.wire.generate import FrameDraft, StreamItem, TokenFrame, unpack_frame
+from components.wire.generate import StreamItem, TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import Refused
 from components.wire.tokens import num_tokens, pack_tokens, unpack_tokens
@@ -144,27 +144,6 @@ def test_plain_items_keep_their_place_among_the_others() -> None:
     items = [StreamItem(1, 0, [7], None, None, 3, 5), StreamItem(2, 4, [8]), StreamItem(1, 1, [9])]
     items += [StreamItem(2, 5, [10], "stop"), StreamItem(1, 2, [11])]
     assert unpack_frame(pack_frame(TokenFrame("i", "e", 1, items))).items == items
-
-
-def test_a_streams_tokens_gather_in_one_item_up_to_one_that_says_more() -> None:
-    draft = FrameDraft()
-    draft.token(1, 5, 50)
-    draft.token(2, 0, 20)
-    draft.add(StreamItem(1, 6, [51, 52]))
-    draft.token(1, 8, 53)
-    draft.token(2, 1, 21)
-    draft.add(StreamItem(1, 9, [54], None, None, 3))
-    draft.token(1, 10, 55)
-    draft.add(StreamItem(2, 2, [], "stop"))
-    assert len(draft) == 6
-    assert unpack_frame(draft.pack("i", "e", 1)).items == [
-        StreamItem(1, 5, [50]),
-        StreamItem(2, 0, [20, 21]),
-        StreamItem(1, 6, [51, 52, 53]),
-        StreamItem(1, 9, [54], None, None, 3),
-        StreamItem(1, 10, [55]),
-        StreamItem(2, 2, [], "stop"),
-    ]
 
 
 @given(st.lists(int32))
