@@ -25,12 +25,10 @@ from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from engine.config import EngineConfig
 from engine.inflight import Flight, Runner, StepFailed
-from engine.kv.events import CacheEvents
 from engine.limits import Limits
 from engine.model.pooling import Pooling
 from engine.outcomes import Outcomes
 from engine.ports import (
-    BlockStored,
     EngineRequest,
     Failed,
     KvRegion,
@@ -72,8 +70,9 @@ class EngineCore:
         self._pooling = pooling
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and not runner.takes_cpu)
-        self._events = CacheEvents(config.page_size) if config.kv_events else None
-        self._memory = RequestMemory(region.num_pages, config.page_size, config.reserve_tokens, self._events)
+        self._memory = RequestMemory(
+            region.num_pages, config.page_size, config.reserve_tokens, kv_events=config.kv_events
+        )
         self._scheduler = Scheduler(
             self._memory, config.max_running, config.max_step_tokens, config.pack_tokens or pack_tokens
         )
@@ -125,9 +124,9 @@ class EngineCore:
         usable = islice(blocks(page_size), (blocks.num_tokens - 1) // page_size)  # the last token is always computed
         return len(self._memory.prefix.match(usable)) * page_size
 
-    def cached_blocks(self) -> list[BlockStored]:
-        """All that the events so far add up to, those not yet told included; empty unless `kv_events` is set."""
-        return self._events.blocks() if self._events is not None else []
+    def cached_blocks(self) -> list[bytes]:
+        """See `Engine.cached_blocks`."""
+        return self._memory.prefix.blocks()
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises: PromptTooLong, UnknownModel, Rejected.
@@ -203,7 +202,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do anything; telling of blocks that came or went between steps is something."""
-        return self._scheduler.has_work() or self._flight is not None or bool(self._events)
+        return self._scheduler.has_work() or self._flight is not None or bool(self._memory.prefix.events)
 
     def computes(self) -> bool:
         """Whether a step would have the device compute, or wait for it."""
@@ -250,8 +249,7 @@ class EngineCore:
             if pauses:
                 yield from self._pauses(output)
             self._land(output)
-        if self._events:
-            output.cache_events = self._events.take()
+        output.cache_events = self._memory.prefix.take_events()
         output.stats = self._stats(output, perf_counter() - started)
         return output
 

@@ -166,21 +166,9 @@ class Failed:
     error: MeshError
 
 
-class BlockStored(NamedTuple):
-    """The prefix cache holds one more block. Its parent may be missing: it was evicted while a request held this one."""
-
-    block: bytes  # block hash
-    parent: bytes  # hash of the block before it; of a first block, the seed of model, adapter and salt
-    num_tokens: int  # of this block alone
-
-
-class BlockRemoved(NamedTuple):
-    """The prefix cache no longer holds a block."""
-
-    block: bytes
-
-
-CacheEvent = BlockStored | BlockRemoved
+# A block by its hash, and whether the prefix cache holds it from now on. The block before it may be missing: it was evicted
+# while a request held this one.
+CacheEvent = tuple[bytes, bool]
 
 
 class StepStats(NamedTuple):
@@ -290,8 +278,8 @@ class Engine(Protocol):
     def peek_prefix(self, blocks: PromptBlocks) -> int:
         """Tokens of a prompt that the prefix cache holds right now. A hint, callable from any thread."""
 
-    def cached_blocks(self) -> list[BlockStored]:
-        """All that the events so far add up to, those not yet told included; empty unless `kv_events` is set."""
+    def cached_blocks(self) -> list[bytes]:
+        """All that the events so far add up to, those not yet told included."""
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises: PromptTooLong, if it could never fit; Rejected, naming the parameter and its bounds."""

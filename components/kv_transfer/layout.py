@@ -2,8 +2,6 @@
 
 from typing import Final, Literal
 
-from msgspec.structs import fields
-
 from components.errors import IncompatibleLayout
 from components.wire.codec import Struct
 
@@ -51,8 +49,9 @@ def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
 
     Raises: IncompatibleLayout, naming each field that does not fit with both values.
     """
-    names = [f.name for f in fields(KvLayout)]
-    different = [n for n in names if getattr(ours, n) != getattr(theirs, n)]
+    if ours == theirs:  # as good as always
+        return
+    different = [n for n in KvLayout.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)]
     small, large = sorted((ours.page_size, theirs.page_size))
     if small > 0 and large % small == 0:
         different = [n for n in different if n != "page_size"]

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec.structs import fields
 from nats.aio.msg import Msg
 
 from components.aio import background
@@ -220,7 +219,7 @@ def heartbeat_of(
     num_requests: int = 0,
 ) -> Heartbeat:
     """What a worker says of itself; `load` has the counts of a `Heartbeat` under the same names, as `StepStats` does."""
-    counts = {f.name: getattr(load, f.name) for f in fields(Heartbeat) if hasattr(load, f.name)}
+    counts = {name: getattr(load, name) for name in Heartbeat.__struct_fields__ if hasattr(load, name)}
     busy = counts["num_running"] + counts["num_waiting"] > 0
     return Heartbeat(
         instance_id=instance_id,

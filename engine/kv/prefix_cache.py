@@ -2,18 +2,19 @@
 
 from collections.abc import Iterable, Sequence
 
-from engine.kv.events import CacheEvents
+from engine.ports import CacheEvent
 
 
 class PrefixCache:
     """A two-way map between block hashes and pages. It owns no page: `PagePool` says when one must be forgotten.
 
     `match` reads one dict, so another thread may call it for a hint; everything else belongs to whoever has the engine.
-    `events`, when given, is told of every block that comes and goes.
     """
 
-    def __init__(self, events: CacheEvents | None = None) -> None:
-        self._events = events
+    def __init__(self, *, tells: bool = False) -> None:
+        """`tells`: which blocks come and go; somebody must take that."""
+        self.events: list[CacheEvent] = []  # that nobody has taken yet
+        self._tells = tells
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -31,22 +32,27 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def insert(self, hashes: Sequence[bytes], pages: Sequence[int], parent: bytes = b"") -> None:
-        """Name full pages whose KV stands; `parent` is the hash before the first.
+    def blocks(self) -> list[bytes]:
+        """All that can be found, in the order in which they came."""
+        return list(self._page_of)
 
-        A block that another page already holds keeps that page.
-        """
+    def insert(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Name full pages whose KV stands. A block that another page already holds keeps that page."""
         for block, page in zip(hashes, pages, strict=True):
             if block not in self._page_of and page not in self._hash_of:
                 self._page_of[block] = page
                 self._hash_of[page] = block
-                if self._events is not None:
-                    self._events.stored(block, parent)
-            parent = block
+                if self._tells:
+                    self.events.append((block, True))
 
     def forget(self, page: int) -> None:
         """`page` is about to be written anew."""
         block = self._hash_of.pop(page)
         del self._page_of[block]
-        if self._events is not None:
-            self._events.removed(block)
+        if self._tells:
+            self.events.append((block, False))
+
+    def take_events(self) -> list[CacheEvent]:
+        """What came and went since the last call, in order."""
+        taken, self.events = self.events, []
+        return taken

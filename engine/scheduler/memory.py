@@ -3,7 +3,6 @@
 from collections.abc import Collection
 
 from components.routing.block_hash import block_hashes
-from engine.kv.events import CacheEvents
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.scheduler.request import ENDS_WITH_PROMPT, Request
@@ -12,8 +11,8 @@ from engine.scheduler.request import ENDS_WITH_PROMPT, Request
 class RequestMemory:
     """Gives pages to requests and takes them back; the only caller of `PagePool` besides its tests."""
 
-    def __init__(self, num_pages: int, page_size: int, reserve_tokens: int, events: CacheEvents | None = None) -> None:
-        self.prefix = PrefixCache(events)
+    def __init__(self, num_pages: int, page_size: int, reserve_tokens: int, *, kv_events: bool = False) -> None:
+        self.prefix = PrefixCache(tells=kv_events)
         self.pool = PagePool(num_pages, self.prefix)
         self.page_size = page_size
         self.prefix_queries = 0  # prompt tokens looked up, since start
@@ -78,16 +77,14 @@ class RequestMemory:
         done, full = request.num_published, request.num_computed // self.page_size
         if full == done:  # most steps of most requests
             return
-        hashes = self._hashes(request, full)
-        parent = hashes[done - 1] if done else request.root_hash
-        self.prefix.insert(hashes[done:], request.pages[done:full], parent)
+        self.prefix.insert(self._hashes(request, full)[done:], request.pages[done:full])
         request.num_published = full
 
     def give_back(self, request: Request) -> None:
         """Take all pages of `request`; the published ones stay findable until they are evicted."""
         full = request.num_computed // self.page_size
         # once more: who had named some of these blocks before us may have been evicted since
-        self.prefix.insert(self._hashes(request, full), request.pages[:full], request.root_hash)
+        self.prefix.insert(self._hashes(request, full), request.pages[:full])
         self.pool.release(request.pages)
         request.pages = []
         request.num_computed = 0

@@ -20,7 +20,6 @@ from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
-from engine.kv.events import block_changes
 from engine.model.resolve import model_dir, served_name
 from engine.ports import KvRegion, max_request_pages
 from engine.profiler import EngineProfiler
@@ -111,7 +110,7 @@ async def main(settings: DecodeSettings) -> None:
         )
         metrics.registry.register(bus.refusals)
         metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
-        engine.on_output(lambda output: kv_events.take(block_changes(output.cache_events)))
+        engine.on_output(lambda output: kv_events.take(output.cache_events))
         endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]
         async with (
             serve_calls(bus, "decode", subject, endpoints, {"instance_id": me, "model": model}),

@@ -29,7 +29,6 @@ from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.inline_loop import InlineLoop
-from engine.kv.events import block_changes
 from engine.mock.build import build_engine
 from engine.mock.config import MockConfig
 from engine.model.resolve import model_dir
@@ -263,7 +262,7 @@ class Worker(Node):
         self.kv_events = await stack.enter_async_context(
             publish_kv_events(self.bus, self.subject, self.id, lambda: self.registration.epoch)
         )
-        self.engine.on_output(lambda output: self.kv_events.take(block_changes(output.cache_events)))
+        self.engine.on_output(lambda output: self.kv_events.take(output.cache_events))
 
     def _make_engine(self) -> EngineCore:
         setup = self.cluster.setup

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from components.routing.block_hash import block_hashes, seed_hash
 from engine.core import EngineCore
-from engine.ports import BlockRemoved, BlockStored, EngineRequest, Phase, StepOutput
+from engine.ports import EngineRequest, Phase, StepOutput
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import GENERATING, greedy, peek, prompt, run
 
@@ -16,23 +16,22 @@ PROMPTS = [prompt(n, start=s) + prompt(m, start=9) for n, s, m in [(16, 0, 0), (
 
 
 class Replica:
-    """What a router knows: blocks and their parents."""
+    """What a router knows: blocks, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.parent_of: dict[bytes, bytes] = {}
+        self.blocks: list[bytes] = []
 
     def take(self, output: StepOutput) -> None:
-        for event in output.cache_events:
-            if isinstance(event, BlockStored):
-                assert event.block not in self.parent_of, "stored twice"
-                assert event.num_tokens == 16
-                self.parent_of[event.block] = event.parent
+        for block, is_stored in output.cache_events:
+            if is_stored:
+                assert block not in self.blocks, "stored twice"
+                self.blocks.append(block)
             else:
-                del self.parent_of[event.block]
+                self.blocks.remove(block)
 
     def check(self, engine: EngineCore) -> None:
-        assert self.parent_of.keys() == engine._memory.prefix._page_of.keys()
-        assert self.parent_of == {e.block: e.parent for e in engine.cached_blocks()}
+        assert self.blocks == engine.cached_blocks()
+        assert set(self.blocks) == set(engine._memory.prefix._hash_of.values())
 
 
 def make_engine(home: Path, **changes: object) -> EngineCore:
@@ -43,9 +42,7 @@ def test_events_name_the_chain_of_block_hashes(tmp_path: Path) -> None:
     engine, replica = make_engine(tmp_path), Replica()
     engine.submit(EngineRequest("r", prompt(50), greedy(2), cache_salt="tenant"))
     replica.take(engine.step())
-    root = seed_hash("mock", "", "tenant")
-    chain = block_hashes(prompt(50), 16, root)
-    assert replica.parent_of == dict(zip(chain, [root, *chain], strict=False))
+    assert replica.blocks == block_hashes(prompt(50), 16, seed_hash("mock", "", "tenant"))
 
 
 def test_eviction_is_told_from_the_end_of_a_chain(tmp_path: Path) -> None:
@@ -54,27 +51,28 @@ def test_eviction_is_told_from_the_end_of_a_chain(tmp_path: Path) -> None:
     engine.submit(EngineRequest("new", prompt(20, start=1), greedy(1)))
     events = engine.step().cache_events
     chain = block_hashes(prompt(48), 16, seed_hash("mock"))
-    assert events[0] == BlockRemoved(chain[-1])
-    assert [type(e) for e in events] == [BlockRemoved, BlockStored]
+    assert events == [(chain[-1], False), (block_hashes(prompt(20, start=1), 16, seed_hash("mock"))[0], True)]
 
 
 def test_blocks_that_come_between_steps_are_told_without_further_work(tmp_path: Path) -> None:
     engine, replica = make_engine(tmp_path), Replica()
     engine.submit(EngineRequest("d", prompt(40), greedy(1), Phase.DECODE))
     replica.take(engine.step())
-    assert not replica.parent_of
+    assert not replica.blocks
     engine.deliver("d", 7)
     assert engine.has_work()
     replica.take(engine.step())
-    assert len(replica.parent_of) == 2
+    assert len(replica.blocks) == 2
     assert not engine.has_work()
 
 
 def test_nothing_is_told_where_nobody_listens(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, kv_events=False)
     engine.submit(EngineRequest("r", prompt(50), greedy(2)))
-    assert engine.step().cache_events == []
-    assert engine.cached_blocks() == []
+    for _ in range(2):
+        assert engine.step().cache_events == []
+    assert len(engine.cached_blocks()) == 3
+    assert not engine._memory.prefix.events, "nothing piles up"
 
 
 Action = st.one_of(
