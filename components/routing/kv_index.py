@@ -13,9 +13,8 @@ from typing import Final
 MAX_BLOCKS: Final = 4_000_000
 SHARDS: Final = 256  # by a hash's first byte: a dictionary of millions would stand still for as long as it grows
 INTERNED: Final = 1 << 16  # masks
-MANY: Final = (
-    24  # one bit in so many, or more: all of them are looked at faster, as text, than each is found by arithmetic
-)
+# One bit in so many, or more: all bits are looked at faster, as text, than each that is set is found by arithmetic.
+MANY: Final = 24
 AS_NUMBERS: Final = bytes.maketrans(b"01", b"\0\1")
 SWEPT_PER_ADD: Final = 4  # blocks looked at for each block added, while there is something to sweep
 

@@ -42,7 +42,10 @@ class DecodeSettings(MeshSettings):
         Field(
             ge=0,
             le=1000,
-            description="from one frame of tokens to a frontend to the next, at least; tokens gather so long",
+            description=(
+                "from one frame of tokens to a frontend to the next, at least; tokens gather so long, those of a stream"
+                " that makes several meanwhile four times as long"
+            ),
         ),
     ] = 3.0
     local_prefill_on_queue: Annotated[
