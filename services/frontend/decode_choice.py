@@ -29,7 +29,7 @@ from services.frontend.ports import Prompt
 
 log = logging.getLogger(__name__)
 
-WAIT_FOR_DECODE_S: Final = 30.0  # for a stream that has begun: a decode instance that died may be restarting
+WAIT_FOR_DECODE_S: Final = 30.0  # of a request that was lost with its instance, which may be restarting
 MOVES: Final = 5
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is asked again; doubles
 MOST_BACK_OFF_S: Final = 1.0
@@ -48,12 +48,12 @@ class DecodeChoice:
         self._model = model
 
     async def choose(self, prompt: Prompt, tried: list[str]) -> tuple[InstanceRecord, Route]:
-        """An instance not tried yet, else, after a while, one tried before; a stream that has begun waits for one to come back.
+        """An instance not tried yet, else, after a while, one tried before; what one has lost waits for one to come back.
 
         Raises: NoDecodeInstance.
         """
-        started = prompt.sampling.num_generated > 0
-        until = time.monotonic() + (min(WAIT_FOR_DECODE_S, remaining_s(prompt.deadline_unix_ms)) if started else 0.0)
+        wait_s = min(WAIT_FOR_DECODE_S, remaining_s(prompt.deadline_unix_ms)) if tried else 0.0
+        until = time.monotonic() + wait_s
         with tracer.start_as_current_span("frontend.route") as span:
             while True:
                 usable = self._decodes.usable(self._model, self.adapter(prompt))

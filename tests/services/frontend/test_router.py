@@ -227,17 +227,16 @@ async def test_a_stream_that_moves_too_often_gives_up_with_the_last_error(mesh: 
     assert sum(len(d.requests) for d in decodes) == MOVES + 1
 
 
-async def test_without_a_decode_instance_a_stream_that_has_not_begun_fails_at_once(mesh: Mesh) -> None:
+async def test_a_request_that_finds_no_decode_instance_fails_at_once(mesh: Mesh) -> None:
     with pytest.raises(NoDecodeInstance) as raised:
         await asyncio.wait_for(mesh.ask(), 5)
     assert raised.value.retry_after_s == 2.0
-    Decode(mesh, "a", dies_after(0))
-    with pytest.raises(NoDecodeInstance):
-        await asyncio.wait_for(mesh.ask(), 5)
 
 
-async def test_a_stream_that_has_begun_waits_for_an_instance_to_come(mesh: Mesh) -> None:
-    Decode(mesh, "a", dies_after(2))
+@pytest.mark.parametrize("sent", [0, 2])
+async def test_what_its_only_instance_has_lost_waits_for_one_to_come(mesh: Mesh, sent: int) -> None:
+    """Also before its first token."""
+    Decode(mesh, "a", dies_after(sent))
     asyncio.get_running_loop().call_later(0.1, Decode, mesh, "b", answers)
     assert tokens(await mesh.ask()) == WHOLE
 
