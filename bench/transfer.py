@@ -26,9 +26,9 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
 import typer
-from pydantic import TypeAdapter
 
 from bench.transfer_peer import Pool, digest, plain_agent
 from components.kv_transfer.layout import KvLayout
@@ -48,7 +48,7 @@ class Peer:
     def __init__(self, popen: subprocess.Popen[str]) -> None:
         self._popen = popen
         facts = json.loads(self._line())
-        self.endpoint = TypeAdapter(KvEndpoint).validate_json(json.dumps(facts["endpoint"]))
+        self.endpoint = msgspec.convert(facts["endpoint"], KvEndpoint)
         self.plain_metadata = base64.b64decode(facts["plain_metadata"])
         self.shared_name = str(facts["shared"])
 
@@ -70,7 +70,7 @@ class Peer:
 @contextmanager
 def receiving(layout: KvLayout, num_pages: int) -> Iterator[Peer]:
     """A receiver with a pool of `num_pages`."""
-    described = TypeAdapter(KvLayout).dump_json(layout).decode()
+    described = msgspec.json.encode(layout).decode()
     command = [sys.executable, "-m", "bench.transfer_peer", described, str(num_pages)]
     with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
         try:

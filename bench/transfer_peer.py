@@ -11,13 +11,12 @@ import json
 import sys
 from multiprocessing.shared_memory import SharedMemory
 
+import msgspec
 import numpy as np
-from pydantic import TypeAdapter
 
 from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.nixl_transfer import POLL_WRITES_S, open_nixl
-from components.wire.instances import KvEndpoint
 
 
 class Pool:
@@ -58,7 +57,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
             agent = plain_agent("plain-receiver", pool)
             progress = asyncio.create_task(keep_going(agent))
             facts = {
-                "endpoint": TypeAdapter(KvEndpoint).dump_python(transfer.endpoint, mode="json"),
+                "endpoint": msgspec.to_builtins(transfer.endpoint),
                 "plain_metadata": base64.b64encode(agent.get_agent_metadata()).decode(),
                 "shared": shared.name,
             }
@@ -81,4 +80,4 @@ async def keep_going(agent: nixl_agent) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(TypeAdapter(KvLayout).validate_json(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(msgspec.json.decode(sys.argv[1], type=KvLayout), int(sys.argv[2])))
