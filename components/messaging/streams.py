@@ -66,16 +66,21 @@ class OutStream:
         """The last item of this stream: it ends here, and why."""
         return StreamItem(self.stream_id, self._take(1), [], None, refusal(error))
 
-    def _take(self, count: int) -> int:
-        """The first of the next numbers."""
-        seq = self.next_seq
-        self.next_seq += count
-        return seq
-
     def gather(self, token_id: int) -> None:
         """A token with nothing beside it, which leaves later."""
         self.next_seq += 1
         self.gathered.append(token_id)
+
+    def leave(self, until_seq: int, frame: FrameDraft) -> None:
+        """What has gathered goes into the frame; its numbers end before `until_seq`."""
+        token_ids, self.gathered = self.gathered, []
+        frame.tokens(self.stream_id, until_seq - len(token_ids), token_ids)
+
+    def _take(self, count: int) -> int:
+        """The first of so many next numbers."""
+        seq = self.next_seq
+        self.next_seq += count
+        return seq
 
 
 class StreamOutbox:
@@ -104,7 +109,7 @@ class StreamOutbox:
         """Queue an item for the next frame to its frontend."""
         frames = self._frames_to(stream.reply_to)
         if stream.gathered:
-            self._leave(stream, item.seq, frames[-1])
+            stream.leave(item.seq, frames[-1])
         stream.last_left_s = time.monotonic()
         frames[-1].add(item)
         if item.prompt_logprobs is not None:  # those of two long prompts may be more than NATS carries
@@ -153,15 +158,10 @@ class StreamOutbox:
             if len(stream.gathered) > 1 and stream.last_left_s > quick_until_s:
                 self._gathering.append(stream)
             elif stream.gathered:
-                self._leave(stream, stream.next_seq, self._frames_to(stream.reply_to)[-1])
+                stream.leave(stream.next_seq, self._frames_to(stream.reply_to)[-1])
                 stream.last_left_s = now_s
         frames, self._frames = self._frames, {}
         return frames
-
-    def _leave(self, stream: OutStream, until_seq: int, frame: FrameDraft) -> None:
-        """Into the frame with what has gathered, whose numbers end before `until_seq`."""
-        token_ids, stream.gathered = stream.gathered, []
-        frame.tokens(stream.stream_id, until_seq - len(token_ids), token_ids)
 
     def _frames_to(self, reply_to: str) -> list[FrameDraft]:
         frames = self._frames.get(reply_to)
