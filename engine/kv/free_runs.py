@@ -1,17 +1,29 @@
 """The free pages, kept as runs of neighbours: NIXL pays per run, so a block table should have few."""
 
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
 
 class FreeRuns:
-    """A set of page ids as maximal runs; giving back and growing in place are O(1), taking looks at every run."""
+    """A set of page ids as maximal runs, found by their ends and by their length: nothing looks at every one."""
 
     def __init__(self, num_pages: int) -> None:
-        self._length = {0: num_pages} if num_pages else {}  # first page -> pages in the run
-        self._first = {num_pages: 0} if num_pages else {}  # page after the last -> first page
-        self._num_free = num_pages
+        self._length: dict[int, int] = {}  # first page -> pages in the run
+        self._first: dict[int, int] = {}  # page after the last -> first page
+        self._of_length: dict[int, set[int]] = {}  # pages in the run -> first pages
+        self._lengths: list[int] = []  # those that there are, in order
+        self._num_free = 0
+        if num_pages:
+            self._put(0, num_pages)
 
     def __len__(self) -> int:
         """Free pages."""
         return self._num_free
+
+    @property
+    def longest(self) -> int:
+        """Pages in the longest run."""
+        return self._lengths[-1] if self._lengths else 0
 
     def pages(self) -> list[int]:
         """Every free page, in order."""
@@ -27,33 +39,58 @@ class FreeRuns:
             taken += self._cut(self._best_run(missing), missing)
         return taken
 
-    def give(self, page: int) -> None:
-        """Make `page` free, joining it with its neighbours."""
-        first, length = page, 1
-        if page in self._first:
-            first = self._first.pop(page)
-            length += self._length[first]
-        if page + 1 in self._length:
-            length += self._length.pop(page + 1)
-        self._length[first] = length
-        self._first[first + length] = first
-        self._num_free += 1
+    def give(self, pages: Iterable[int]) -> None:
+        """Make `pages` free, joining them with each other and with their neighbours."""
+        first = end = -1
+        for page in sorted(pages):
+            if page != end:
+                if end > first:
+                    self._join(first, end)
+                first = page
+            end = page + 1
+        if end > first:
+            self._join(first, end)
+
+    def _join(self, first: int, end: int) -> None:
+        """Pages from `first` to the one before `end` are free, and one run with those on both sides."""
+        if first in self._first:
+            first = self._first[first]
+            self._pull(first)
+        if end in self._length:
+            end += self._pull(end)
+        self._put(first, end - first)
 
     def _best_run(self, count: int) -> int:
-        """First page of the smallest run that holds `count` pages, else of the largest run."""
-        fitting = [(length, first) for first, length in self._length.items() if length >= count]
-        if fitting:
-            return min(fitting)[1]
-        return max((length, -first) for first, length in self._length.items())[1] * -1
+        """First page of one of the shortest runs that hold `count` pages, else of one of the longest."""
+        at = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
+        return next(iter(self._of_length[self._lengths[at]]))
 
     def _cut(self, first: int, count: int) -> list[int]:
         """Take up to `count` pages from the head of the run that starts at `first`."""
-        length = self._length.pop(first)
-        cut = min(count, length)
-        if cut < length:
-            self._length[first + cut] = length - cut
-            self._first[first + length] = first + cut
+        length = self._pull(first)
+        if count < length:
+            self._put(first + count, length - count)
+        return list(range(first, first + min(count, length)))
+
+    def _put(self, first: int, length: int) -> None:
+        """A run begins at `first`."""
+        self._length[first] = length
+        self._first[first + length] = first
+        self._num_free += length
+        if length in self._of_length:
+            self._of_length[length].add(first)
         else:
-            del self._first[first + length]
-        self._num_free -= cut
-        return list(range(first, first + cut))
+            self._of_length[length] = {first}
+            insort(self._lengths, length)
+
+    def _pull(self, first: int) -> int:
+        """The run at `first` is no more. Returns: its length."""
+        length = self._length.pop(first)
+        del self._first[first + length]
+        self._num_free -= length
+        alike = self._of_length[length]
+        alike.remove(first)
+        if not alike:
+            del self._of_length[length]
+            del self._lengths[bisect_left(self._lengths, length)]
+        return length

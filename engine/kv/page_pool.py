@@ -2,10 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Final
 
 from components.errors import PageLeak
 from engine.kv.free_runs import FreeRuns
 from engine.kv.prefix_cache import PrefixCache
+
+SPARE: Final = 1 / 16  # of the pages that nobody holds: so many more may be evicted for the sake of neighbours
 
 
 class PagePool:
@@ -45,10 +48,18 @@ class PagePool:
         return sum(1 for page in pages if page in self._cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Hold `count` pages, at most `num_available`: neighbours of each other and of `after` where there are any."""
-        for _ in range(count - len(self._free)):
-            self._evict()
-        pages = self._free.take(count, after)
+        """Hold `count` pages, at most `num_available`: neighbours of each other and of `after` where there are any.
+
+        Cached pages are evicted, the oldest first, as far as they are needed, and some more where those that are free lie
+        apart. Without that a pool that is full has hardly two neighbours: what an answer's end leaves free here and there
+        is all that the next prompt is given.
+        """
+        free = self._free
+        self._evict(count - len(free))
+        most = min(count + int(self.num_available * SPARE), self.num_available)
+        while count > 1 and free.longest < count and len(free) < most:
+            self._evict(min(count, most - len(free)))
+        pages = free.take(count, after)
         for page in pages:
             self._holders[page] = 1
         return pages
@@ -64,6 +75,7 @@ class PagePool:
 
         The last is let go first, so that eviction takes a chain from its end and what stays can still be matched.
         """
+        free = []
         for page in reversed(pages):
             if self._holders[page] <= 0:
                 raise PageLeak(f"page {page} was released but nobody holds it", page=page)
@@ -73,7 +85,8 @@ class PagePool:
             if page in self._prefix:
                 self._cached[page] = None
             else:
-                self._free.give(page)
+                free.append(page)
+        self._free.give(free)
 
     def check(self) -> None:
         """Raises: PageLeak, unless free + cached + held = pool and no page is in two places."""
@@ -94,7 +107,9 @@ class PagePool:
         if unnamed or named:
             raise PageLeak(f"cached pages without a name: {unnamed}; free pages with one: {named}")
 
-    def _evict(self) -> None:
-        page, _ = self._cached.popitem(last=False)
-        self._prefix.forget(page)
-        self._free.give(page)
+    def _evict(self, count: int) -> None:
+        """Free the oldest cached pages, so many or all."""
+        oldest = [self._cached.popitem(last=False)[0] for _ in range(min(count, len(self._cached)))]
+        for page in oldest:
+            self._prefix.forget(page)
+        self._free.give(oldest)

@@ -14,35 +14,28 @@ def test_pages_taken_together_are_neighbours() -> None:
 
 def test_growing_takes_the_page_behind_the_last_one() -> None:
     runs = FreeRuns(10)
-    for page in runs.take(10):
-        if page in (1, 5):
-            runs.give(page)
+    runs.give({1, 5}.intersection(runs.take(10)))
     assert runs.take(1, after=4) == [5]
 
 
 def test_the_smallest_run_that_fits_is_taken_so_that_large_ones_stay_whole() -> None:
     runs = FreeRuns(20)
-    for page in runs.take(20):
-        if page in (2, 3, 4, 10, 11, 12, 13, 14):
-            runs.give(page)
+    runs.give({2, 3, 4, 10, 11, 12, 13, 14}.intersection(runs.take(20)))
     assert runs.take(3) == [2, 3, 4]
     assert runs.take(5) == [10, 11, 12, 13, 14]
 
 
 def test_without_a_run_that_fits_the_largest_ones_are_joined() -> None:
     runs = FreeRuns(20)
-    for page in runs.take(20):
-        if page in (1, 5, 6, 7, 10, 11):
-            runs.give(page)
+    runs.give({1, 5, 6, 7, 10, 11}.intersection(runs.take(20)))
     assert runs.take(5) == [5, 6, 7, 10, 11]
 
 
 def test_a_page_given_back_joins_its_neighbours_on_both_sides() -> None:
     runs = FreeRuns(6)
-    for page in runs.take(6):
-        if page != 3:
-            runs.give(page)
-    runs.give(3)
+    pages = runs.take(6)
+    runs.give(page for page in pages if page != 3)
+    runs.give([3])
     assert runs.take(6) == [0, 1, 2, 3, 4, 5]
 
 
@@ -53,8 +46,11 @@ def test_taken_and_free_pages_are_always_each_page_once(moves: list[tuple[int, i
     for count, choice in moves:
         if count <= len(runs) and choice % 2:
             taken += runs.take(count, after=taken[-1] if taken else None)
-        elif taken:
-            runs.give(taken.pop(choice % len(taken)))
+        else:
+            runs.give([taken.pop(choice % len(taken)) for _ in range(min(count, len(taken)))])
         assert sorted([*taken, *runs.pages()]) == list(range(24))
         assert len(runs) == 24 - len(taken)
         assert runs_of(runs.pages()) == len(runs._length) == len(runs._first)
+        assert sorted(runs._length.values())[-1:] == ([runs.longest] if len(runs) else [])
+        assert runs._lengths == sorted(set(runs._length.values()))
+        assert {first: length for length, firsts in runs._of_length.items() for first in firsts} == runs._length

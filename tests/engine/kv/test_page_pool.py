@@ -1,3 +1,6 @@
+import random
+from itertools import pairwise
+
 import pytest
 
 from components.errors import PageLeak
@@ -56,6 +59,40 @@ def test_cached_pages_are_evicted_only_as_far_as_needed_and_oldest_first() -> No
     assert places(pool) == (0, 3, 3)
     assert prefix.match([b"o1", b"o2"]) == old[:1], "a chain is evicted from its end"
     assert prefix.match([b"n1", b"n2"]) == new
+
+
+def neighbours(pages: list[int]) -> int:
+    return sum(1 for page, after in pairwise(pages) if after == page + 1)
+
+
+def test_a_full_pool_still_gives_neighbours() -> None:
+    pool, prefix = make_pool(2048)
+    draw, live = random.Random(1), list[list[int]]()
+    joined = wanted = 0
+    for number in range(3000):
+        pages = pool.allocate(draw.randrange(3, 30))
+        if number > 1000:
+            joined, wanted = joined + neighbours(pages), wanted + len(pages) - 1
+        live.append(pages)
+        for grows in live:
+            grows.extend(pool.allocate(1, after=grows[-1]))
+        if len(live) > 8:
+            over = live.pop(draw.randrange(len(live)))
+            prefix.insert([b"%d %d" % (number, index) for index in range(len(over) - 1)], over[:-1])
+            pool.release(over)
+    pool.check()
+    assert joined > 0.9 * wanted
+    assert pool.num_cached > 0.9 * pool.num_available
+
+
+def test_for_neighbours_a_sixteenth_of_what_nobody_holds_is_evicted_at_most() -> None:
+    pool, prefix = make_pool(96)
+    apart = [pool.allocate(1) for _ in range(96)]
+    for number, page in enumerate(apart[::2] + apart[1::2]):
+        prefix.insert([b"%d" % number], page)
+        pool.release(page)
+    pool.allocate(8)  # no two of those that are evicted first lie together
+    assert places(pool) == (6, 96 - 8 - 6, 8)
 
 
 def test_sharing_a_page_makes_it_young_again() -> None:
