@@ -300,9 +300,11 @@ class EngineCore:
             self._fail(error, flight.chunks, output)
             return
         for chunk, token_id in zip(flight.chunks, sampled, strict=True):
-            if chunk.start < chunk.request.prompt_len:
-                self._prompt_tokens += min(chunk.end, chunk.request.prompt_len) - chunk.start
-            self._requests.landed(chunk)
+            request = chunk.request
+            if chunk.start < request.prompt_len:
+                self._prompt_tokens += min(chunk.end, request.prompt_len) - chunk.start
+            if request.in_flight is chunk:  # else it is in the next step already
+                self._requests.landed(chunk)
             if not chunk.dropped:
                 self._outcomes.commit(chunk, token_id, output)
 

@@ -60,10 +60,9 @@ class Outcomes:
         request = chunk.request
         request.num_computed = chunk.end
         self._memory.publish(request)
-        if request.phase is Phase.EMBED:
-            if chunk.samples:
-                output.embedded.append(Embedded(request.id, request.vector, request.num_cached_tokens))
-                self._requests.finish(request)
+        if request.phase is Phase.FULL:
+            if token_id is not None:
+                self._continue(request, token_id, output)
         elif request.phase is Phase.PREFILL:
             pages, computed, cached = list(request.pages), request.num_computed, request.num_cached_tokens
             if token_id is None:
@@ -75,25 +74,30 @@ class Outcomes:
             told = request.row.logprobs, request.row.prompt_logprobs
             output.computed.append(Computed(request.id, pages, computed, cached, token_id, finish, *told))
             self._requests.end(request)
-        elif token_id is not None:
-            row = request.row
-            prompt_logprobs = None
-            if len(request.tokens) == request.prompt_len:
-                self._fork(request)
-                prompt_logprobs = row.prompt_logprobs
-                if request.branch in request.unwanted:
-                    self._requests.finish(request)
-                    return
-            finish = self._append(request, token_id)
-            if request.mask is not None and self._failed(request, request.mask, output):
-                return
-            logprobs = None if row.logprobs is None else [row.logprobs]
-            cached = request.num_cached_tokens
-            output.tokens.append(
-                TokenOutput(request.id, [token_id], finish, cached, request.branch, logprobs, prompt_logprobs)
-            )
-            if finish is not None:
+        elif chunk.samples:  # EMBED
+            output.embedded.append(Embedded(request.id, request.vector, request.num_cached_tokens))
+            self._requests.finish(request)
+
+    def _continue(self, request: Request, token_id: int, output: StepOutput) -> None:
+        """The answer's next token."""
+        row = request.row
+        prompt_logprobs = None
+        if len(request.tokens) == request.prompt_len:
+            self._fork(request)
+            prompt_logprobs = row.prompt_logprobs
+            if request.branch in request.unwanted:
                 self._requests.finish(request)
+                return
+        finish = self._append(request, token_id)
+        if request.mask is not None and self._failed(request, request.mask, output):
+            return
+        logprobs = None if row.logprobs is None else [row.logprobs]
+        cached = request.num_cached_tokens
+        output.tokens.append(
+            TokenOutput(request.id, [token_id], finish, cached, request.branch, logprobs, prompt_logprobs)
+        )
+        if finish is not None:
+            self._requests.finish(request)
 
     def _fork(self, request: Request) -> None:
         """Begin the other branches of a request, whose prompt's KV stands."""

@@ -19,6 +19,7 @@ from engine.inflight import StepFailed
 from engine.ports import KvRegion
 
 MARK: Final = Struct("<II")  # tokens of this block whose KV stands, checksum of all tokens up to the last of them
+TOKEN: Final = Struct("<i")  # as `pack_tokens` has it
 BLOCK: Final = min(PAGE_SIZES)  # tokens
 
 
@@ -32,6 +33,24 @@ class MarkedPages:
         self._last_stripe = (layout.num_stripes - 1) * layout.page_size * layout.row_bytes
         self._memory = mmap.mmap(-1, num_pages * layout.page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.region = KvRegion(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_pages, layout, "cpu")
+
+    def extend(self, pages: Sequence[int], token_id: int, at: int) -> int | None:
+        """Write the mark of the token at index `at`; the checksum of all tokens up to it.
+
+        None, with nothing written: its block has none before it, or other ones, and `compute` is to be asked.
+        """
+        block, offset = divmod(at, BLOCK)
+        first, last = self._places(pages, block)
+        memory = self._memory
+        mark = memory[first : first + MARK.size]
+        if not offset or mark != memory[last : last + MARK.size]:
+            return None
+        count, checksum = MARK.unpack(mark)
+        if count != offset:
+            return None
+        checksum = crc32(TOKEN.pack(token_id), checksum)
+        memory[first : first + MARK.size] = memory[last : last + MARK.size] = MARK.pack(offset + 1, checksum)
+        return checksum
 
     def compute(self, pages: Sequence[int], tokens: Sequence[int], start: int, end: int, origin: int = 0) -> int:
         """Write the marks of tokens `start` to `end`; the checksum of all tokens before `end`.

@@ -69,13 +69,17 @@ class MockRunner:
         checksums: list[int] = []
         prompt_tokens = decodes = context_tokens = pairs = 0
         for chunk in chunks:
-            checksums.append(self._mark(chunk))
-            if chunk.length == 1:
+            request, start, end, _, ahead = chunk
+            if (length := end - start) == 1:
                 decodes += 1
-                context_tokens += chunk.end
+                context_tokens += end
+                token_id = self._drawn[request] if ahead else request.tokens[start]
+                checksum = self._pages.extend(request.pages, token_id, start)
+                checksums.append(self._mark(chunk) if checksum is None else checksum)
             else:
-                prompt_tokens += chunk.length
-                pairs += attended(chunk.start, chunk.length)
+                prompt_tokens += length
+                pairs += attended(start, length)
+                checksums.append(self._mark(chunk))
         self._busy_until_s = started_s + self._config.duration_s(prompt_tokens, decodes, context_tokens, pairs)
         return MockStep(self, chunks, checksums, self._busy_until_s)
 
@@ -109,10 +113,11 @@ class MockRunner:
     def leave(self, chunks: Sequence[Chunk], checksums: Sequence[int], token_ids: Sequence[int | None]) -> None:
         """Leave log-probabilities with the requests that ask for them."""
         for chunk, checksum, token_id in zip(chunks, checksums, token_ids, strict=True):
-            alternatives = chunk.request.sampling.logprobs
+            request = chunk.request
+            alternatives = request.sampling.logprobs
             if token_id is not None and alternatives is not None:
-                chunk.request.row.logprobs = made_up(checksum, token_id, alternatives, self._alphabet)
-            if chunk.request.reads_prompt and self._pooling is None:
+                request.row.logprobs = made_up(checksum, token_id, alternatives, self._alphabet)
+            if request.sampling.prompt_logprobs is not None and request.reads_prompt and self._pooling is None:
                 leave_prompt_logprobs(chunk, self._alphabet)
 
     def copy_page(self, source: int, target: int) -> None:

@@ -59,13 +59,9 @@ class RequestMemory:
         branch.num_computed = request.prompt_len - 1
         return request.pages[len(shared)], branch.pages[-1]
 
-    def has_slots(self, request: Request, num_tokens: int) -> bool:
-        """Whether so many tokens have slots."""
-        return num_tokens <= len(request.pages) * self.page_size
-
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make sure that the last of so many tokens has a slot. False: it needs a page and there is none."""
-        if self.has_slots(request, num_tokens):
+        if num_tokens <= len(request.pages) * self.page_size:
             return True
         if not self.pool.num_available:
             return False

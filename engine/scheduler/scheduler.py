@@ -133,8 +133,8 @@ class Scheduler:
         available = self.memory.pool.num_available
         if available >= len(self.running):  # a page each: as good as always
             return False
-        has_slots, decodes = self.memory.has_slots, ((r, *r.upcoming) for r in self.running)
-        return sum(1 for r, start, pending in decodes if pending == 1 and not has_slots(r, start + 1)) > available
+        decodes = ((len(r.pages) * self.memory.page_size, *r.upcoming) for r in self.running)
+        return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
     def schedule(self) -> Plan:
         """Plan one step and give its requests the pages they need for it.
@@ -143,11 +143,13 @@ class Scheduler:
         """
         reserved: list[Request] = []
         budget = self._max_step_tokens
-        retractions = self.retractions
+        retractions, page_size = self.retractions, self.memory.page_size
         chunks: list[Chunk] = []
         for request in list(self.running):  # whoever is last of them may have to make room
             start, pending = request.upcoming
-            if pending == 1 and request.state is RequestState.RUNNING and self._make_room(request, start + 1):
+            if pending != 1 or (self.retractions > retractions and request.state is not RequestState.RUNNING):
+                continue
+            if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunks.append(Chunk(request, start, start + 1, True, start == len(request.tokens)))
         budget -= len(chunks)
         full = max(0, budget - self._pack_tokens)  # with so much of the budget left, no further prompt is begun
