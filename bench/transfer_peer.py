@@ -52,7 +52,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
     try:
         assert shared.buf is not None, "open"
         async with open_nixl(pool, "receiver") as transfer:
-            transfer.expect("never")  # keeps its thread making progress
+            transfer.expect("never", 0)  # keeps its thread making progress
             transfer.hasten("never")  # as prefill's word does
             agent = plain_agent("plain-receiver", pool)
             progress = asyncio.create_task(keep_going(agent))

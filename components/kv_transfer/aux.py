@@ -4,6 +4,7 @@ A slot is a head of whole cache lines and, where workers said how many pages a r
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 from zlib import crc32
 
@@ -25,7 +26,8 @@ HEAD: Final = np.dtype(
         ("top_ids", "<i4", (MAX_ALTERNATIVES,)),
         ("top_logprobs", "<f4", (MAX_ALTERNATIVES,)),
         ("checksum", "<u4"),  # of the record itself, when it is checked
-        ("reserved", "V60"),  # up to whole cache lines
+        ("reserved", "V52"),  # up to whole cache lines
+        ("seal", "<u8"),  # of all that stands in the slot, and what it is for; 0: whoever wrote it tells otherwise
     ]
 )
 CHECKSUM: Final = np.dtype("<u4")
@@ -133,6 +135,24 @@ class AuxBuffer:
             intact=count < 0 or int(head["checksum"]) == self._sum(slot, count),
             logprobs=_read_logprobs(head),
         )
+
+    def seal(self, slot: int, notification: str) -> None:
+        """What stands in the slot is for whoever expects `notification`, who may look at the slot instead of being told."""
+        self._heads["seal"][slot] = self._seal(slot, notification)
+
+    def is_sealed(self, slot: int, notification: str) -> bool:
+        """Whether what was sealed for `notification` has arrived in the slot, and not in part."""
+        found = self._heads["seal"][slot]
+        return bool(found and found == self._seal(slot, notification))
+
+    def _seal(self, slot: int, notification: str) -> int:
+        head = self._memory[slot, : HEAD.fields["seal"][1]]  # type: ignore[index]
+        count = max(0, int(self._heads["checked"][slot]) - 1)
+        sums = self._checksums[slot, :count]
+        digest = blake2b(head.data, digest_size=8)
+        digest.update(sums.data)
+        digest.update(notification.encode())
+        return int.from_bytes(digest.digest(), "little") | 1  # never 0
 
     def raw(self, slot: int) -> bytes:
         """A slot as it lies in memory, as far as its record goes: room for checksums that are not there is left out."""

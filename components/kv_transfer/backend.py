@@ -67,8 +67,10 @@ class KvTransfer(Protocol):
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
         """Copy one aux slot, then tell the peer `notification`. Raises: TransferFailed."""
 
-    def expect(self, notification: str) -> asyncio.Future[None]:
-        """A future that completes when a peer has sent exactly this text; from this call on, the text is not missed.
+    def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
+        """A future that completes when a peer has written this aux slot and said exactly this text.
+
+        From this call on, neither is missed.
 
         Keep it until nothing is written here any more: writes make progress only while something is expected.
         """

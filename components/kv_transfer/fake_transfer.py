@@ -72,8 +72,8 @@ class FakeKvTransfer:
         record = self.aux.raw(source_slot)
         await self._lines.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
 
-    def expect(self, notification: str) -> asyncio.Future[None]:
-        """A future that completes when a peer has sent exactly this text."""
+    def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
+        """A future that completes when a peer has sent exactly this text, and with it the slot."""
         return self.bell.expect(notification)
 
     def hasten(self, notification: str) -> None:

@@ -102,8 +102,8 @@ class MooncakeTransfer:
         await peer.write([Piece(source, target, size)])
         await line.ring(Ring(notification=notification))
 
-    def expect(self, notification: str) -> asyncio.Future[None]:
-        """A future that completes when a peer has sent exactly this text."""
+    def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
+        """A future that completes when a peer has sent exactly this text, which it does once the slot is written."""
         return self.bell.expect(notification)
 
     def hasten(self, notification: str) -> None:

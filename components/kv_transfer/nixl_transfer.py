@@ -9,6 +9,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 POLL_WRITES_S: Final = 0.0002
-POLL_NOTIFICATIONS_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
+POLL_EXPECTED_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
 SHORT_BYTES: Final = 8 << 20  # the event loop posts so much at a time: about a millisecond, two waits for Python's lock
 DESCRIPTOR_BYTES: Final = 32 << 10  # what could be copied in the time that posting one more descriptor takes
 
@@ -63,8 +64,10 @@ class NixlTransfer:
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
-        self._expected: dict[str, asyncio.Future[None]] = {}  # both threads; each access is one atomic operation
-        self._coming: set[str] = set()  # of these, what peers are about to send; likewise
+        # Aux slots that peers are to write, by what they are sealed for. Both threads; each access is one atomic operation.
+        self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}
+        self._coming: set[str] = set()  # of these, what peers are about to write; likewise
+        self._look_at_all_s = 0.0  # when; the others are looked at each time
         self._failed: list[_Write] = []  # failed, but NIXL would not release the handle yet: something may be in flight
         self._thread = OwnThread("NIXL", self._poll)
         self._endpoint: KvEndpoint | None = None
@@ -118,28 +121,26 @@ class NixlTransfer:
         return int(pieces.length.sum())
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
-        """Copy one aux slot, then tell the peer."""
-        text = notification.encode()
+        """Copy one aux slot, sealed for whoever expects `notification` there."""
+        self.aux.seal(source_slot, notification)
         await self._write(
-            lambda peer: self._agent.make_prepped_xfer(
-                "WRITE", peer.our_aux, [source_slot], peer.aux, [target_slot], text
-            ),
+            lambda peer: self._agent.make_prepped_xfer("WRITE", peer.our_aux, [source_slot], peer.aux, [target_slot]),
             agent,
             short=self._short_pages > 0,
         )
 
-    def expect(self, notification: str) -> asyncio.Future[None]:
-        """A future that completes when a peer has sent exactly this text."""
+    def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
+        """A future that completes when a peer has written this slot, sealed for exactly this text."""
         future: asyncio.Future[None] = self._loop.create_future()
-        self._expected[notification] = future
+        self._expected[notification] = slot, future
         future.add_done_callback(lambda _: self._forget(notification))
         if len(self._expected) == 1:  # else the thread is looking already
             self._thread.wake()
         return future
 
     def hasten(self, notification: str) -> None:
-        """A peer is about to send this text."""
-        if notification in self._expected:
+        """A peer is about to write what this text stands for, or has by now."""
+        if notification in self._expected and not self._look_at(notification):
             self._coming.add(notification)
             if len(self._coming) == 1:  # likewise
                 self._thread.wake()
@@ -255,10 +256,8 @@ class NixlTransfer:
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
         if self._expected:
-            for text in self._notifications():
-                future = self._expected.pop(text, None)
-                if future is not None:
-                    self._thread.settle(future, None)
+            self._make_progress()
+            self._look()
         return self._patience()
 
     def _patience(self) -> float | None:
@@ -266,15 +265,31 @@ class NixlTransfer:
             return POLL_WRITES_S
         if not self._expected:
             return None
-        return POLL_WRITES_S if self._coming else POLL_NOTIFICATIONS_S
+        return POLL_WRITES_S if self._coming else POLL_EXPECTED_S
 
-    def _notifications(self) -> list[str]:
+    def _make_progress(self) -> None:
+        """Over TCP, say, a peer's bytes come in only while NIXL is asked for something."""
         try:
-            texts = self._agent.get_new_notifs().values()
+            self._agent.get_new_notifs()
         except Exception as exc:  # noqa: BLE001  the thread must live: others wait for their writes
-            log.warning("notifications not read", extra={"cause": str(exc) or type(exc).__name__})
-            return []
-        return [bytes(text).decode(errors="replace") for of_agent in texts for text in of_agent]
+            log.warning("no progress", extra={"cause": str(exc) or type(exc).__name__})
+
+    def _look(self) -> None:
+        """Settle what has landed of what is about to, and at times of everything: a hint may get lost."""
+        due = time.monotonic() >= self._look_at_all_s
+        if due:
+            self._look_at_all_s = time.monotonic() + POLL_EXPECTED_S
+        for notification in list(self._expected) if due else list(self._coming):
+            self._look_at(notification)
+
+    def _look_at(self, notification: str) -> bool:
+        """Whether the slot is written; whoever expects it is told."""
+        slot, future = self._expected.get(notification, (0, None))
+        if future is None or not self.aux.is_sealed(slot, notification):
+            return False
+        self._expected.pop(notification, None)
+        self._thread.settle(future)
+        return True
 
     def _state(self, write: _Write) -> str:
         try:

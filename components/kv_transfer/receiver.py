@@ -47,7 +47,7 @@ class Receiver:
     def offer(self, room: str) -> None:
         """From here on prefill may write; called before the offer leaves."""
         self.lifecycle.advance(S.TRANSFERRING)
-        self._landed = self._transfer.expect(room)
+        self._landed = self._transfer.expect(room, self.slot)
 
     async def landed(self, stamp: int, num_pages: int, sent: Sent | None = None) -> AuxRecord:
         """Wait for everything, and believe it only when the aux slot carries this room's stamp and page count.

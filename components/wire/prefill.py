@@ -5,7 +5,7 @@ from components.wire.codec import Struct, message
 from components.wire.sampling import Sampling
 
 
-@message("prefill.v4")
+@message("prefill.v5")
 class PrefillRequest(Struct):
     """decode → prefill, on `<prefill subject>.prefill`; answered by PrefillAccepted or Refused."""
 

@@ -228,7 +228,7 @@ class MemoryTransfer:
         )
         await self._write(agent, [piece], fault, notification)
 
-    def expect(self, notification: str) -> asyncio.Future[None]:
+    def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.expected[notification] = future
         future.add_done_callback(lambda _: self.expected.pop(notification, None))

@@ -84,7 +84,7 @@ class FakeTransfer:
         if future is not None and not future.done():
             future.set_result(None)
 
-    def expect(self, notification: str) -> asyncio.Future[None]:
+    def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         future = asyncio.get_running_loop().create_future()
         self.expected[notification] = future
         future.add_done_callback(lambda _: self.expected.pop(notification, None))

@@ -1,9 +1,9 @@
 """Another process with pages of its own: `python -m tests.components.kv_transfer.nixl_peer <agent> [<backend> [<page size>]]`.
 
-Spoken to in lines. Writes its endpoint as JSON first. Then, for each line of its input: `expect <text>` announces a
-notification and answers when it has come with what stands in the pages at that very moment; `pages` answers at once.
-`receive <text> <tokens> <prefill's page size> <page>...` takes the place of decode, verifies, and answers first with its aux
-slot, in the end with "landed" or the error.
+Spoken to in lines. Writes its endpoint as JSON first. Then, for each line of its input: `expect <text> [<slot>]` announces
+a notification, of aux slot 0 where none is named, and answers when it has come with what stands in the pages at that very
+moment; `pages` answers at once. `receive <text> <tokens> <prefill's page size> <page>...` takes the place of decode,
+verifies, and answers first with its aux slot, in the end with "landed" or the error.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ async def main(agent: str, backend: str = "nixl", page_size: int = LAYOUT.page_s
         say(msgspec.json.encode(transfer.endpoint).decode())
         while line := (await asyncio.to_thread(sys.stdin.readline)).split():
             if line[0] == "expect":
-                waiting.add(asyncio.ensure_future(answer(transfer.expect(line[1]))))
+                waiting.add(asyncio.ensure_future(answer(transfer.expect(line[1], int(line[2]) if line[2:] else 0))))
                 say("expecting")
             elif line[0] == "receive":
                 waiting.add(asyncio.ensure_future(receive(pages, transfer, line[1], *map(int, line[2:]))))

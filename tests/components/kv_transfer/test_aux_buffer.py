@@ -45,7 +45,7 @@ def test_room_for_checksums_that_are_not_there_does_not_go_along(checksums: tupl
     assert receives.read(0) == AuxRecord(1, 2, 3, 4, checksums)
 
 
-@pytest.mark.parametrize("field", [name for name in HEAD.names or () if name != "reserved"])
+@pytest.mark.parametrize("field", [name for name in HEAD.names or () if name not in ("reserved", "seal")])
 def test_the_records_checksum_covers_every_field(field: str) -> None:
     aux = AuxBuffer(1, 4)
     aux.write(0, AuxRecord(1, 2, 3, 4, (5, 6), logprobs=TokenLogprobs(-0.125, TOP)))
@@ -79,3 +79,29 @@ def test_a_slot_given_back_twice_is_our_bug() -> None:
     aux.give_back(slot)
     with pytest.raises(AssertionError, match="free already"):
         aux.give_back(slot)
+
+
+def test_a_slot_is_sealed_for_one_notification_alone() -> None:
+    aux = AuxBuffer(2, 4)
+    assert not aux.is_sealed(0, "room")
+    aux.write(0, AuxRecord(1, 2, 3, 4))
+    assert not aux.is_sealed(0, "room")
+    aux.seal(0, "room")
+    assert aux.is_sealed(0, "room")
+    assert not aux.is_sealed(0, "room0")
+    assert not aux.is_sealed(1, "room")
+
+
+@pytest.mark.parametrize("checksums", [None, (5, 6, 7)])
+def test_a_sealed_slot_that_has_arrived_in_part_is_none(checksums: tuple[int, ...] | None) -> None:
+    ours, theirs = AuxBuffer(1, 4), AuxBuffer(1, 4)
+    ours.write(0, AuxRecord(1, 2, 3, 4, checksums, logprobs=TokenLogprobs(-0.125, TOP)))
+    ours.seal(0, "room")
+    whole = ours._memory[0].copy()
+    written = HEAD.itemsize + (len(checksums) * 4 if checksums else 0)
+    for arrived in range(written):
+        theirs._memory[0] = 0
+        theirs._memory[0, :arrived] = whole[:arrived]
+        assert not theirs.is_sealed(0, "room") or bytes(theirs._memory[0]) == bytes(whole)
+    theirs._memory[0] = whole
+    assert theirs.is_sealed(0, "room")

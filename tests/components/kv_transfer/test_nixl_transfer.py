@@ -22,7 +22,7 @@ from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.nixl_api import nixl_agent_config
 from components.kv_transfer.nixl_transfer import (
     DESCRIPTOR_BYTES,
-    POLL_NOTIFICATIONS_S,
+    POLL_EXPECTED_S,
     POLL_WRITES_S,
     SHORT_BYTES,
     NixlTransfer,
@@ -130,8 +130,8 @@ async def test_permuted_pages_land_bit_exact_and_the_notification_comes_after_th
         source, target = draw.sample(range(NUM_PAGES), 24), draw.sample(range(NUM_PAGES), 24)
         pages.fill(seed=100 + turn)
         room = f"boot/{draw.getrandbits(40):x}"
-        assert shared_peer.say(f"expect {room}") == "expecting\n"
-        assert shared_peer.say(f"expect {room}0") == "expecting\n"  # matched exactly, never by prefix
+        assert shared_peer.say(f"expect {room} 2") == "expecting\n"
+        assert shared_peer.say(f"expect {room}0 2") == "expecting\n"  # matched exactly, never by prefix
         assert await transfer.write_pages(shared_peer.endpoint.agent, source, target) == 24 * LAYOUT.page_bytes
         slot = transfer.aux.take()
         record = AuxRecord(turn + 1, 24, 42, 3)
@@ -384,18 +384,18 @@ async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, sta
 
 async def test_a_notification_is_looked_for_often_once_it_is_said_to_come(transfer: NixlTransfer) -> None:
     transfer.hasten("boot/1")  # nobody expects it
-    first, second = transfer.expect("boot/1"), transfer.expect("boot/2")
-    assert transfer._patience() == POLL_NOTIFICATIONS_S
+    first, second = transfer.expect("boot/1", 1), transfer.expect("boot/2", 2)
+    assert transfer._patience() == POLL_EXPECTED_S
     transfer.hasten("boot/2")
     assert transfer._patience() == POLL_WRITES_S
     second.cancel()
     await asyncio.sleep(0)
-    assert transfer._patience() == POLL_NOTIFICATIONS_S
+    assert transfer._patience() == POLL_EXPECTED_S
     first.cancel()
 
 
 async def test_what_nobody_expects_any_more_is_not_waited_for(transfer: NixlTransfer) -> None:
-    expected = transfer.expect("boot/1")
+    expected = transfer.expect("boot/1", 1)
     assert transfer._patience() is not None
     expected.cancel()
     await asyncio.sleep(0)

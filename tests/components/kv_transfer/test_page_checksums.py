@@ -148,7 +148,7 @@ async def test_slots_of_different_lengths_carry_what_both_have_room_for(room: in
     async with open_nixl(Pages(), f"prefill-{room}", max_request_pages=room) as transfer:
         await transfer.connect(shared_peer.endpoint)
         for slot in (0, 3):  # another place for another slot, on both sides
-            shared_peer.say(f"expect {room}-{slot}")
+            shared_peer.say(f"expect {room}-{slot} {slot}")
             transfer.aux.write(transfer.aux.num_slots - 1 - slot, record)
             await transfer.write_aux(
                 shared_peer.endpoint.agent, transfer.aux.num_slots - 1 - slot, slot, f"{room}-{slot}"

@@ -46,7 +46,7 @@ async def test_pages_leave_as_they_are_computed_and_the_aux_slot_last() -> None:
     decode = FakeTransfer()
     prefill = FakeTransfer(peer=decode)
     sender, task = sending(prefill)
-    landed = decode.expect(ROOM)
+    landed = decode.expect(ROOM, 0)
     sender.computed(OURS, 7)  # one page and three quarters
     await turns()
     assert sender.lifecycle.state is SendState.BOOTSTRAPPING

@@ -97,7 +97,7 @@ async def test_pages_stand_there_and_no_other_has_changed_when_the_notification_
     room = f"boot/{draw.getrandbits(40):x}"
     await transfer.connect(shared_peer.endpoint)
     before = json.loads(shared_peer.say("pages"))["pages"]
-    assert shared_peer.say(f"expect {room}") == "expecting\n"
+    assert shared_peer.say(f"expect {room} 2") == "expecting\n"
     moved = await transfer.write_pages(shared_peer.endpoint.agent, source, target)
     await _tell(transfer, shared_peer, room, AuxRecord(7 + count, count, -42, 3))
     landed = json.loads(shared_peer.read())
@@ -118,8 +118,8 @@ async def test_a_notification_is_for_exactly_its_room_however_late_it_comes(
 ) -> None:
     room = f"boot/{random.getrandbits(40):x}"
     await transfer.connect(shared_peer.endpoint)
-    shared_peer.say(f"expect {room}0")
-    shared_peer.say(f"expect {room}")
+    shared_peer.say(f"expect {room}0 2")
+    shared_peer.say(f"expect {room} 2")
     await _tell(transfer, shared_peer, "boot/nobody-expects-this", AuxRecord(1, 1, 1, 1))
     reading = asyncio.create_task(asyncio.to_thread(shared_peer.read))
     assert not (await asyncio.wait((reading,), timeout=1.5))[0]
@@ -276,7 +276,7 @@ async def test_nothing_runs_while_nobody_waits(transfer: KvTransfer, shared_peer
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
     await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
-    expected = transfer.expect("never")
+    expected = transfer.expect("never", 0)
     if backend == "nixl":
         expected.cancel()
     used_s = time.process_time()

@@ -136,7 +136,7 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 
 async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forgotten(prefill: Prefill) -> None:
-    landed = prefill.decode.expect(ROOM)
+    landed = prefill.decode.expect(ROOM, 0)
     accepted = await prefill.ask(sampling=Sampling(max_tokens=5, stop_token_ids=pack_tokens([9])), cache_salt="s")
     assert accepted == PrefillAccepted(request_id="r", number=1)
     await turns()
@@ -266,7 +266,7 @@ async def test_pages_are_sent_with_checksums_where_decode_asks_for_them(prefill:
     prefill.registry.book.put("d", record("d", "1", kv=kv))
     await prefill.ask(verify_kv=True)
     await prefill.offer(num_cached_pages=1)
-    landed = prefill.decode.expect(ROOM)
+    landed = prefill.decode.expect(ROOM, 0)
     prefill.computed()
     await asyncio.wait_for(landed, 5)
     sent = tuple(crc32(pages.memory[page].tobytes()) for page in PAGES[1:])
@@ -592,7 +592,7 @@ async def test_the_first_tokens_logprobs_go_beside_the_pages(prefill: Prefill) -
     told = TokenLogprobs(-0.5, ((42, -0.5), (7, -1.25)))
     await prefill.ask(sampling=Sampling(max_tokens=5, logprobs=2, n=3))
     await prefill.offer()
-    landed = prefill.decode.expect(ROOM)
+    landed = prefill.decode.expect(ROOM, 0)
     prefill.engine.step(computed=[Computed("r", PAGES, 10, 0, 42, logprobs=told)])
     await asyncio.wait_for(landed, 5)
     assert prefill.decode.aux.read(2).logprobs == told
