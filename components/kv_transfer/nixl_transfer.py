@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 POLL_WRITES_S: Final = 0.0002
 POLL_EXPECTED_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
+LINGER_S: Final = 1.0  # after bytes have landed: to hear that they have, the writer may still need us
 SHORT_BYTES: Final = 8 << 20  # the event loop posts so much at a time: about a millisecond, two waits for Python's lock
 DESCRIPTOR_BYTES: Final = 32 << 10  # what could be copied in the time that posting one more descriptor takes
 
@@ -68,6 +69,7 @@ class NixlTransfer:
         self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}
         self._coming: set[str] = set()  # of these, what peers are about to write; likewise
         self._look_at_all_s = 0.0  # when; the others are looked at each time
+        self._lingers_until_s = 0.0
         self._failed: list[_Write] = []  # failed, but NIXL would not release the handle yet: something may be in flight
         self._thread = OwnThread("NIXL", self._poll)
         self._endpoint: KvEndpoint | None = None
@@ -255,7 +257,7 @@ class NixlTransfer:
         """Settle what is over; seconds until the next look, None while nothing is in flight or expected."""
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
-        if self._expected:
+        if self._expected or self._lingers:
             self._make_progress()
             self._look()
         return self._patience()
@@ -263,9 +265,13 @@ class NixlTransfer:
     def _patience(self) -> float | None:
         if self._writes or self._failed:
             return POLL_WRITES_S
-        if not self._expected:
+        if not self._expected and not self._lingers:
             return None
         return POLL_WRITES_S if self._coming else POLL_EXPECTED_S
+
+    @property
+    def _lingers(self) -> bool:
+        return time.monotonic() < self._lingers_until_s
 
     def _make_progress(self) -> None:
         """Over TCP, say, a peer's bytes come in only while NIXL is asked for something."""
@@ -287,6 +293,7 @@ class NixlTransfer:
         slot, future = self._expected.get(notification, (0, None))
         if future is None or not self.aux.is_sealed(slot, notification):
             return False
+        self._lingers_until_s = time.monotonic() + LINGER_S
         self._expected.pop(notification, None)
         self._thread.settle(future)
         return True
