@@ -8,7 +8,7 @@ from typing import Final
 from tests.faults.faults import OF_MESSAGES, OF_WRITES, Do, Fault
 from tests.faults.mesh_run import ROLES
 
-REQUEST: Final = ("generate.v3", "prefill.v4", "room-open.v2")
+REQUEST: Final = ("generate.v3", "prefill.v5", "room-open.v2")
 ANSWER: Final = ("generate-accepted.v1", "prefill-accepted.v2", "room-ok.v1")
 TOLD: Final = ("room-pages.v2", "room-close.v2", "frame", "kv-events", "kv-dump-fetch.v1", "kv-dump-part.v1")
 AFTER_FAILURE: Final = ("room-failed.v1", "quiesce.v1", "quiet.v1")  # only after a transfer has failed
@@ -17,7 +17,7 @@ MESSAGES: Final = (*REQUEST, *ANSWER, *TOLD)
 ERRORS: Final = ("Overloaded", "PeerLost", "DeadlineExceeded", "InvariantBroken", "Rejected")
 FIELDS: Final = {
     "generate.v3": ("epoch", "model", "deadline_unix_ms"),
-    "prefill.v4": ("epoch", "decode_epoch", "decode_id", "deadline_unix_ms", "room", "stamp"),
+    "prefill.v5": ("epoch", "decode_epoch", "decode_id", "deadline_unix_ms", "room", "stamp"),
     "room-open.v2": ("room", "request_id", "prefill_epoch", "decode_epoch", "deadline_unix_ms", "pages", "aux_slot"),
     "room-pages.v2": ("request_id", "room", "bootstrap_id", "decode_epoch", "pages", "aux_slot"),
     "room-close.v2": ("rooms",),

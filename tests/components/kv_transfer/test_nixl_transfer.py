@@ -394,6 +394,31 @@ async def test_a_notification_is_looked_for_often_once_it_is_said_to_come(transf
     first.cancel()
 
 
+async def test_what_has_landed_is_seen_as_soon_as_it_is_said_to_come(transfer: NixlTransfer) -> None:
+    expected = transfer.expect("boot/1", 3)
+    transfer.aux.write(3, AuxRecord(1, 2, 3, 4))
+    transfer.aux.seal(3, "boot/2")
+    transfer.hasten("boot/1")
+    assert transfer._coming == {"boot/1"}, "it is another's, or not whole yet"
+    transfer.aux.seal(3, "boot/1")
+    transfer.hasten("boot/1")
+    assert not transfer._expected
+    await asyncio.wait_for(expected, FAILS_WITHIN_S)
+    assert not transfer._coming
+
+
+async def test_who_has_received_goes_on_making_progress_for_a_while(
+    transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transfer, "LINGER_S", 0.2)
+    expected = transfer.expect("boot/1", 3)
+    transfer.aux.seal(3, "boot/1")
+    await asyncio.wait_for(expected, FAILS_WITHIN_S)
+    assert transfer._patience() == POLL_EXPECTED_S, "the writer's own end may depend on us"
+    await asyncio.sleep(0.3)
+    assert transfer._patience() is None
+
+
 async def test_what_nobody_expects_any_more_is_not_waited_for(transfer: NixlTransfer) -> None:
     expected = transfer.expect("boot/1", 1)
     assert transfer._patience() is not None
