@@ -100,7 +100,7 @@ class Ends:
         return self._pages(range(count), range(count))
 
     def aux(self) -> Move:
-        """Our backend, the record that ends a transfer, with its notification."""
+        """Our backend, the record that ends a transfer, sealed."""
         return lambda: self.transfer.write_aux(self.peer.endpoint.agent, 0, 0, "bench")
 
     def plain(self, count: int) -> Move:
@@ -165,7 +165,7 @@ async def times_us(moves: dict[str, Move], rounds: int) -> dict[str, float]:
 
 
 async def fixed_us(ends: Ends, rounds: int) -> dict[str, float]:
-    """Medians of small writes. The aux record apart: a receiver has to read its notification before the next write ends."""
+    """Medians of small writes: one page each way, the record that ends a transfer, and a page right behind one."""
     page = {"scattered": ends.scattered(1), "nixl": ends.plain(1), "memcpy": ends.memcpy(1)}
     alone = await times_us(page, rounds)
     aux = await times_us({"aux": ends.aux()}, rounds)

@@ -1,8 +1,9 @@
-"""The aux buffer: what goes from prefill to decode beside the pages, written last, so that its stamp says all has landed.
+"""The aux buffer: what goes from prefill to decode beside the pages, written last, so that it says all has landed.
 
 A slot is a head of whole cache lines and, where workers said how many pages a request may have, room for a checksum a page.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -65,7 +66,8 @@ class AuxBuffer:
         self._memory = np.zeros((slots, slot_bytes(max_checksums)), dtype=np.uint8)
         self._heads = self._memory[:, : HEAD.itemsize].view(HEAD)[:, 0]
         self._checksums = self._memory[:, HEAD.itemsize :].view(CHECKSUM)
-        self._free = list(range(slots - 1, -1, -1))
+        self._seals = self._heads["seal"]
+        self._free = deque(range(slots))  # the longest free is taken first: a late write finds its slot nobody's yet
         self._is_taken = bytearray(slots)
 
     @property
@@ -97,7 +99,7 @@ class AuxBuffer:
         """A cleared slot. Raises: QueueFull, when none is free."""
         if not self._free:
             raise QueueFull(f"all {self.num_slots} aux slots are taken: too many transfers at once")
-        slot = self._free.pop()
+        slot = self._free.popleft()
         self._is_taken[slot] = True
         self._memory[slot, : HEAD.itemsize] = 0
         return slot
@@ -138,11 +140,11 @@ class AuxBuffer:
 
     def seal(self, slot: int, notification: str) -> None:
         """What stands in the slot is for whoever expects `notification`, who may look at the slot instead of being told."""
-        self._heads["seal"][slot] = self._seal(slot, notification)
+        self._seals[slot] = self._seal(slot, notification)
 
     def is_sealed(self, slot: int, notification: str) -> bool:
         """Whether what was sealed for `notification` has arrived in the slot, and not in part."""
-        found = self._heads["seal"][slot]
+        found = self._seals[slot]
         return bool(found and found == self._seal(slot, notification))
 
     def _seal(self, slot: int, notification: str) -> int:

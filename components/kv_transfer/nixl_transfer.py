@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 POLL_WRITES_S: Final = 0.0002
 POLL_EXPECTED_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
-LINGER_S: Final = 1.0  # after bytes have landed: to hear that they have, the writer may still need us
+LINGER_POLLS: Final = 200  # after bytes have landed: to hear that they have, the writer may still need us, for a second
 SHORT_BYTES: Final = 8 << 20  # the event loop posts so much at a time: about a millisecond, two waits for Python's lock
 DESCRIPTOR_BYTES: Final = 32 << 10  # what could be copied in the time that posting one more descriptor takes
 
@@ -69,7 +69,7 @@ class NixlTransfer:
         self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}
         self._coming: set[str] = set()  # of these, what peers are about to write; likewise
         self._look_at_all_s = 0.0  # when; the others are looked at each time
-        self._lingers_until_s = 0.0
+        self._linger = 0  # polls that are to come though nothing is expected
         self._failed: list[_Write] = []  # failed, but NIXL would not release the handle yet: something may be in flight
         self._thread = OwnThread("NIXL", self._poll)
         self._endpoint: KvEndpoint | None = None
@@ -158,7 +158,7 @@ class NixlTransfer:
         post(lambda: self._post(make, agent, done))
         return done
 
-    # Below: on the thread, and what a short write needs on the event loop too, never at the same time.
+    # Below: on the thread, and what a short write needs on the event loop too, never at the same time, but for `_look_at`.
 
     def _create_agent(self) -> KvEndpoint:
         config = nixl_agent_config(
@@ -254,24 +254,23 @@ class NixlTransfer:
         return bool(self._writes or self._failed)
 
     def _poll(self) -> float | None:
-        """Settle what is over; seconds until the next look, None while nothing is in flight or expected."""
+        """Settle what is over; seconds until the next look, None while nothing is in flight, expected or just received."""
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
-        if self._expected or self._lingers:
+        if self._expected:
             self._make_progress()
             self._look()
+        elif self._linger:
+            self._linger -= 1
+            self._make_progress()
         return self._patience()
 
     def _patience(self) -> float | None:
         if self._writes or self._failed:
             return POLL_WRITES_S
-        if not self._expected and not self._lingers:
+        if not self._expected and not self._linger:
             return None
         return POLL_WRITES_S if self._coming else POLL_EXPECTED_S
-
-    @property
-    def _lingers(self) -> bool:
-        return time.monotonic() < self._lingers_until_s
 
     def _make_progress(self) -> None:
         """Over TCP, say, a peer's bytes come in only while NIXL is asked for something."""
@@ -289,11 +288,11 @@ class NixlTransfer:
             self._look_at(notification)
 
     def _look_at(self, notification: str) -> bool:
-        """Whether the slot is written; whoever expects it is told."""
+        """Whether the slot is written; whoever expects it is told. On either thread, also at once: NIXL is not asked."""
         slot, future = self._expected.get(notification, (0, None))
         if future is None or not self.aux.is_sealed(slot, notification):
             return False
-        self._lingers_until_s = time.monotonic() + LINGER_S
+        self._linger = LINGER_POLLS
         self._expected.pop(notification, None)
         self._thread.settle(future)
         return True

@@ -10,7 +10,7 @@ class FreeRuns:
     def __init__(self, num_pages: int) -> None:
         self._length: dict[int, int] = {}  # first page -> pages in the run
         self._first: dict[int, int] = {}  # page after the last -> first page
-        self._of_length: dict[int, set[int]] = {}  # pages in the run -> first pages
+        self._of_length: dict[int, dict[int, None]] = {}  # pages in the run -> first pages
         self._lengths: list[int] = []  # those that there are, in order
         self._num_free = 0
         if num_pages:
@@ -63,7 +63,10 @@ class FreeRuns:
     def _best_run(self, count: int) -> int:
         """First page of one of the shortest runs that hold `count` pages, else of one of the longest."""
         at = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
-        return next(iter(self._of_length[self._lengths[at]]))
+        alike = self._of_length[self._lengths[at]]
+        first, _ = alike.popitem()  # whoever looks for one of a dict, or set, walks past all that were taken out before
+        alike[first] = None
+        return first
 
     def _cut(self, first: int, count: int) -> list[int]:
         """Take up to `count` pages from the head of the run that starts at `first`."""
@@ -78,9 +81,9 @@ class FreeRuns:
         self._first[first + length] = first
         self._num_free += length
         if length in self._of_length:
-            self._of_length[length].add(first)
+            self._of_length[length][first] = None
         else:
-            self._of_length[length] = {first}
+            self._of_length[length] = {first: None}
             insort(self._lengths, length)
 
     def _pull(self, first: int) -> int:
@@ -89,7 +92,7 @@ class FreeRuns:
         del self._first[first + length]
         self._num_free -= length
         alike = self._of_length[length]
-        alike.remove(first)
+        del alike[first]
         if not alike:
             del self._of_length[length]
             del self._lengths[bisect_left(self._lengths, length)]

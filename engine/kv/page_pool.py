@@ -75,18 +75,20 @@ class PagePool:
 
         The last is let go first, so that eviction takes a chain from its end and what stays can still be matched.
         """
-        free = []
-        for page in reversed(pages):
-            if self._holders[page] <= 0:
-                raise PageLeak(f"page {page} was released but nobody holds it", page=page)
-            self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            if page in self._prefix:
-                self._cached[page] = None
-            else:
-                free.append(page)
-        self._free.give(free)
+        free: list[int] = []
+        try:
+            for page in reversed(pages):
+                if self._holders[page] <= 0:
+                    raise PageLeak(f"page {page} was released but nobody holds it", page=page)
+                self._holders[page] -= 1
+                if self._holders[page]:
+                    continue
+                if page in self._prefix:
+                    self._cached[page] = None
+                else:
+                    free.append(page)
+        finally:
+            self._free.give(free)
 
     def check(self) -> None:
         """Raises: PageLeak, unless free + cached + held = pool and no page is in two places."""
