@@ -16,7 +16,7 @@ from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core import PACK_TOKENS, EngineCore
 from engine.cores import SharedCores
 from engine.kernels.linear import pack_linears
 from engine.kv.count import count_pages
@@ -29,7 +29,7 @@ from engine.runner import TorchRunner
 
 log = logging.getLogger(__name__)
 
-PACK_TOKENS: Final = 128  # so many keep a CPU busy: two long prompts in one step only make the first one late
+CPU_PACK_TOKENS: Final = 128  # so many keep a CPU busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +124,5 @@ def assemble(
         eos_token_ids=loaded.eos_token_ids,
         adapters=loaded.adapters.identities,
         pooling=loaded.pooling,
-        pack_tokens=PACK_TOKENS if loaded.device.type == "cpu" else None,
+        pack_tokens=CPU_PACK_TOKENS if loaded.device.type == "cpu" else PACK_TOKENS,
     )

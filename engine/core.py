@@ -18,6 +18,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count, islice
 from time import perf_counter
 from types import MappingProxyType
+from typing import Final
 
 from components.errors import InvariantBroken, UnknownModel
 from components.routing.block_hash import PromptBlocks, seed_hash
@@ -46,6 +47,8 @@ from engine.scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
 
+PACK_TOKENS: Final = 1536  # so many keep a device busy: more prompts in one step only make the first ones late
+
 
 class EngineCore:
     """The `Engine` of `engine.ports`: every request from submit to its end, and its pages beyond it."""
@@ -61,7 +64,7 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         adapters: Mapping[str, str] = MappingProxyType({}),
         pooling: Pooling | None = None,
-        pack_tokens: int | None = None,
+        pack_tokens: int = PACK_TOKENS,
     ) -> None:
         """`pooling`: of a model that makes embeddings; `pack_tokens`: where the configuration has none."""
         self._runner = runner

@@ -45,7 +45,8 @@ def in_mesh(requests: list[Request], prefill: int, decode: int, cost: MockConfig
     """Through real processes."""
     env = {f"MESH_ENGINE__MOCK__{name}": str(value) for name, value in MOCK.items()}
     env |= {"MESH_ENGINE__MOCK__SPEEDUP": str(cost.speedup), "MESH_ENGINE__NUM_PAGES": str(PAGES)}
-    env |= {"MESH_ENGINE__MAX_STEP_TOKENS": str(STEP_TOKENS), "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false"}
+    env |= {"MESH_ENGINE__MAX_STEP_TOKENS": str(STEP_TOKENS), "MESH_ENGINE__PACK_TOKENS": str(STEP_TOKENS)}
+    env |= {"MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false"}
     port = free_port()
     with mesh("mock:smollm2-135m", {"prefill": prefill, "decode": decode}, env, port):
         model = model_name(port)

@@ -67,10 +67,8 @@ class Plan:
 class Scheduler:
     """Those who wait, as they stand in line, those who run or are reserved, in order of rank; who moves between them."""
 
-    def __init__(
-        self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int | None = None
-    ) -> None:
-        """`pack_tokens`: a step takes no further prompt when it has so many prompt tokens; None: when it is full."""
+    def __init__(self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int) -> None:
+        """`pack_tokens`: a step takes no further prompt when it has so many prompt tokens."""
         self.memory = memory
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -78,7 +76,7 @@ class Scheduler:
         self.retractions = 0
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
-        self._pack_tokens = pack_tokens or max_step_tokens
+        self._pack_tokens = pack_tokens
         self._made_room = False  # the latest plan had to retract somebody
 
     def add(self, request: Request) -> None:
