@@ -1,12 +1,13 @@
 """`mock` or `mock:<model>` to an engine that answers: no torch, no weights, everything else as it is with a model."""
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from components.kv_transfer.layout import KvLayout
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core import PACK_TOKENS, EngineCore
 from engine.kv.count import count_pages
 from engine.mock.memory import MarkedPages
 from engine.mock.runner import MockRunner
@@ -53,6 +54,8 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
         eos_token_ids=eos_token_ids,
         adapters=config.lora,  # what a real engine takes for their directory is all that there is to a mock's adapter
         pooling=pooling,
+        # no number of prompts keeps a device busy that takes no time
+        pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.max_step_tokens,
     )
 
 

@@ -1,5 +1,6 @@
 """Who goes first, who gives way when pages run out, and that nobody waits for ever."""
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -86,14 +87,15 @@ def test_a_long_prompt_lets_shorter_ones_pass_that_come_soon_after_it(tmp_path: 
     assert order == ["0", "long", "1", "2", "as long", "3", "4", "5", "longer", "6", "7"]
 
 
-def test_prompts_share_a_step_until_they_keep_a_device_busy(tmp_path: Path) -> None:
-    engine = make_mock(tmp_path, num_pages=2048, max_step_tokens=8192)
+@pytest.mark.parametrize(("speedup", "steps"), [(1e6, [1800, 1200]), (inf, [3000])])
+def test_prompts_share_a_step_until_they_keep_a_device_busy(tmp_path: Path, speedup: float, steps: list[int]) -> None:
+    engine = make_mock(tmp_path, num_pages=2048, max_step_tokens=8192, mock={"speedup": speedup})
     for number in range(5):
         engine.submit(request(str(number), 0, 600))
     computed = []
     while engine.has_work():
         computed.append(engine.step().stats.prompt_tokens)
-    assert [tokens for tokens in computed if tokens] == [1800, 1200]
+    assert [tokens for tokens in computed if tokens] == steps
 
 
 def test_a_long_prompt_that_is_being_computed_holds_nobody_up(tmp_path: Path) -> None:
