@@ -47,7 +47,7 @@ from engine.scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
 
-PACK_TOKENS: Final = 1536  # so many keep a device busy: more prompts in one step only make the first ones late
+PACK_TOKENS: Final = 1536  # so many should keep a device busy: more prompts in one step only make the first ones late
 
 
 class EngineCore:
