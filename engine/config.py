@@ -32,7 +32,8 @@ class EngineConfig:
     pack_tokens: Annotated[
         int | None,
         Field(
-            description="prompts share a step until they have so many tokens together; default: 128 on a CPU, 1536 on a device, no limit on one that takes no time"
+            description="prompts share a step until they have so many tokens together; "
+            "default: 128 on a CPU, 1536 on a device, no limit on one that takes no time"
         ),
     ] = None
     reserve_tokens: Annotated[
