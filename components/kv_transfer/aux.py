@@ -34,6 +34,7 @@ HEAD: Final = np.dtype(
 CHECKSUM: Final = np.dtype("<u4")
 CACHE_LINE: Final = 64  # bytes
 SLOTS: Final = 1024
+DAMAGED_AFTER_S: Final = 1.0  # that a seal which does not fit has stood: longer than a slot is written
 
 
 def slot_bytes(max_checksums: int) -> int:
@@ -69,6 +70,7 @@ class AuxBuffer:
         self._seals = self._heads["seal"]
         self._free = deque(range(slots))  # the longest free is taken first: a late write finds its slot nobody's yet
         self._is_taken = bytearray(slots)
+        self._useless: dict[int, tuple[int, float]] = {}  # seals that did not fit, and since when
 
     @property
     def address(self) -> int:
@@ -101,6 +103,7 @@ class AuxBuffer:
             raise QueueFull(f"all {self.num_slots} aux slots are taken: too many transfers at once")
         slot = self._free.popleft()
         self._is_taken[slot] = True
+        self._useless.pop(slot, None)
         self._memory[slot, : HEAD.itemsize] = 0
         return slot
 
@@ -146,6 +149,23 @@ class AuxBuffer:
         """Whether what was sealed for `notification` has arrived in the slot, and not in part."""
         found = self._seals[slot]
         return bool(found and found == self._seal(slot, notification))
+
+    def is_damaged(self, slot: int, now_s: float) -> bool:
+        """Whether the slot has a seal that is of no use and stays as it is, so that what was sealed will not come any more.
+
+        Asked again and again while nothing that was expected there has arrived; `now_s` is of a clock that does not go back.
+        """
+        seal = int(self._seals[slot])
+        if not seal:
+            return False
+        known, since_s = self._useless.setdefault(slot, (seal, now_s))
+        if known != seal:
+            self._useless[slot] = seal, now_s
+        return known == seal and now_s - since_s > DAMAGED_AFTER_S
+
+    def has_checksums(self, slot: int) -> bool:
+        """Whether what stands in the slot is longer than a head."""
+        return bool(self._heads["checked"][slot])
 
     def _seal(self, slot: int, notification: str) -> int:
         head = self._memory[slot, : HEAD.fields["seal"][1]]  # type: ignore[index]

@@ -1,7 +1,7 @@
 """What a transfer backend does: one-sided writes of pages into another process's pool, and a word when they have landed."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -49,14 +49,15 @@ class KvTransfer(Protocol):
     async def disconnect(self, agent: str) -> None:
         """Forget a peer that is gone: nothing is written to it any more."""
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+    def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
         """Copy pages `source` of ours into pages `target` of the peer, whose pages are as large as ours.
 
-        Returns when they have landed: how many bytes that were. A page is one contiguous piece on both sides.
+        Gives, when they have landed, how many bytes that were: a coroutine, or a future that may be done already. A page is
+        one contiguous piece on both sides.
         Raises: TransferFailed, when no byte of it is in flight any more but not all have landed.
         """
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
+    def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
         """Copy `pieces` of our pool into the peer's, whose pages have another size; otherwise as `write_pages`.
 
         At least one piece, and not a byte beside them: an earlier write may have filled the other rows of the same page.
@@ -64,7 +65,7 @@ class KvTransfer(Protocol):
         prepares for whole pages does not help here.
         """
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
+    def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
         """Copy one aux slot, then tell the peer `notification`. Raises: TransferFailed."""
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:

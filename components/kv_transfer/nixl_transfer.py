@@ -9,8 +9,7 @@ import asyncio
 import base64
 import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from components.errors import BackendUnavailable, TransferFailed
-from components.kv_transfer.aux import AuxBuffer
+from components.kv_transfer.arrivals import Arrivals
+from components.kv_transfer.aux import HEAD, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 
 POLL_WRITES_S: Final = 0.0002
-POLL_EXPECTED_S: Final = 0.005  # until a peer says that one is coming: looking often slows down who computes it
-LINGER_POLLS: Final = 200  # after bytes have landed: to hear that they have, the writer may still need us, for a second
 SHORT_BYTES: Final = 8 << 20  # the event loop posts so much at a time: about a millisecond, two waits for Python's lock
 DESCRIPTOR_BYTES: Final = 32 << 10  # what could be copied in the time that posting one more descriptor takes
 
@@ -40,15 +38,22 @@ DESCRIPTOR_BYTES: Final = 32 << 10  # what could be copied in the time that post
 class _Peer:
     endpoint: KvEndpoint
     pages: Any  # prepared descriptor list of the peer's whole pool
-    aux: Any
-    our_aux: Any  # our slots, as far as they are no longer than the peer's
+    aux: "_Slots"  # whole ones, as far as both sides have room
+    heads: "_Slots"  # of those without checksums, which are all that is written then
+
+
+@dataclass(slots=True)
+class _Slots:
+    ours: Any
+    theirs: Any
 
 
 @dataclass(slots=True)
 class _Write:
     agent: str
     handle: Any
-    done: asyncio.Future[None]
+    num_bytes: int
+    done: asyncio.Future[int]
 
 
 class NixlTransfer:
@@ -65,13 +70,9 @@ class NixlTransfer:
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
-        # Aux slots that peers are to write, by what they are sealed for. Both threads; each access is one atomic operation.
-        self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}
-        self._coming: set[str] = set()  # of these, what peers are about to write; likewise
-        self._look_at_all_s = 0.0  # when; the others are looked at each time
-        self._linger = 0  # polls that are to come though nothing is expected
         self._failed: list[_Write] = []  # failed, but NIXL would not release the handle yet: something may be in flight
         self._thread = OwnThread("NIXL", self._poll)
+        self._arrivals = Arrivals(self.aux, self._thread)
         self._endpoint: KvEndpoint | None = None
 
     @property
@@ -101,64 +102,60 @@ class NixlTransfer:
         known = self._peers.pop(agent, None)  # at once: who connects again waits behind this
         await self._thread.ask(lambda: self._disconnect(agent, known))
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        """Copy pages; returns when they have landed. The event loop copies some at a time, with turns for others in between."""
-        step = self._short_pages or len(source)
-        await self._write_some(agent, source[:step], target[:step])
-        for first in range(step, len(source), step):
-            await asyncio.sleep(0)
-            await self._write_some(agent, source[first : first + step], target[first : first + step])
-        return len(source) * self._page_bytes
+    def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
+        """Copy pages; a few within one machine have landed when this returns."""
+        if len(source) <= (self._short_pages or len(source)):
+            return self._write_some(agent, source, target)
+        return self._write_in_steps(agent, source, target)
 
-    def _write_some(self, agent: str, source: Sequence[int], target: Sequence[int]) -> asyncio.Future[None]:
+    async def _write_in_steps(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+        """The event loop copies some at a time, with turns for others in between."""
+        step, moved = self._short_pages, 0
+        for first in range(0, len(source), step):
+            if first:
+                await asyncio.sleep(0)
+            moved += await self._write_some(agent, source[first : first + step], target[first : first + step])
+        return moved
+
+    def _write_some(self, agent: str, source: Sequence[int], target: Sequence[int]) -> asyncio.Future[int]:
         return self._write(
             lambda peer: self._agent.make_prepped_xfer("WRITE", self._pages, list(source), peer.pages, list(target)),
             agent,
+            len(source) * self._page_bytes,
             short=self._short_pages > 0,
         )
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
-        """Copy pieces; returns when they have landed."""
-        await self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent, short=False)
-        return int(pieces.length.sum())
+    def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
+        """Copy pieces."""
+        num_bytes = int(pieces.length.sum())
+        return self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent, num_bytes, short=False)
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
+    def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
         """Copy one aux slot, sealed for whoever expects `notification` there."""
         self.aux.seal(source_slot, notification)
-        await self._write(
-            lambda peer: self._agent.make_prepped_xfer("WRITE", peer.our_aux, [source_slot], peer.aux, [target_slot]),
-            agent,
-            short=self._short_pages > 0,
-        )
+
+        def make(peer: _Peer) -> Any:
+            slots = peer.aux if self.aux.has_checksums(source_slot) else peer.heads
+            return self._agent.make_prepped_xfer("WRITE", slots.ours, [source_slot], slots.theirs, [target_slot])
+
+        return self._write(make, agent, 0, short=self._short_pages > 0)  # no page's
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         """A future that completes when a peer has written this slot, sealed for exactly this text."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._expected[notification] = slot, future
-        future.add_done_callback(lambda _: self._forget(notification))
-        if len(self._expected) == 1:  # else the thread is looking already
-            self._thread.wake()
-        return future
+        return self._arrivals.expect(notification, slot)
 
     def hasten(self, notification: str) -> None:
         """A peer is about to write what this text stands for, or has by now."""
-        if notification in self._expected and not self._look_at(notification):
-            self._coming.add(notification)
-            if len(self._coming) == 1:  # likewise
-                self._thread.wake()
+        self._arrivals.hasten(notification)
 
-    def _forget(self, notification: str) -> None:
-        self._expected.pop(notification, None)
-        self._coming.discard(notification)
-
-    def _write(self, make: Callable[[_Peer], Any], agent: str, *, short: bool) -> asyncio.Future[None]:
+    def _write(self, make: Callable[[_Peer], Any], agent: str, num_bytes: int, *, short: bool) -> asyncio.Future[int]:
         """Completes at the write's end. Cancelling it tells nobody: who needs to know the end shields the call."""
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[int] = self._loop.create_future()
         post = self._thread.post_short if short else self._thread.post
-        post(lambda: self._post(make, agent, done))
+        post(lambda: self._post(make, agent, num_bytes, done))
         return done
 
-    # Below: on the thread, and what a short write needs on the event loop too, never at the same time, but for `_look_at`.
+    # Below: on the thread, and what a short write needs on the event loop too, never at the same time.
 
     def _create_agent(self) -> KvEndpoint:
         config = nixl_agent_config(
@@ -207,20 +204,25 @@ class NixlTransfer:
             raise TransferFailed(f"NIXL metadata of {peer.agent!r} names the agent {agent!r}")
         self._agent.make_connection(agent)
         pages = self._prepare(agent, peer.base_address, peer.num_pages, peer.layout.page_bytes, peer.device)
-        ours, size = self.aux, min(self.aux.slot_bytes, peer.aux_slot_bytes)  # longer ones are not filled further
-        aux = self._prepare(agent, peer.aux_address, peer.aux_slots, size, "cpu", stride=peer.aux_slot_bytes)
-        our_aux = self._prepare("NIXL_INIT_AGENT", ours.address, ours.num_slots, size, "cpu", stride=ours.slot_bytes)
-        self._peers[agent] = _Peer(peer, pages, aux, our_aux)
+        size = min(self.aux.slot_bytes, peer.aux_slot_bytes)  # longer ones are not filled further
+        self._peers[agent] = _Peer(peer, pages, self._slots(peer, size), self._slots(peer, HEAD.itemsize))
+
+    def _slots(self, peer: KvEndpoint, size: int) -> _Slots:
+        """So much of each slot, on both sides."""
+        ours = self.aux
+        return _Slots(
+            self._prepare("NIXL_INIT_AGENT", ours.address, ours.num_slots, size, "cpu", stride=ours.slot_bytes),
+            self._prepare(peer.agent, peer.aux_address, peer.aux_slots, size, "cpu", stride=peer.aux_slot_bytes),
+        )
 
     def _disconnect(self, agent: str, known: _Peer | None) -> None:
         peer = known or self._peers.pop(agent, None)
-        if peer is None:
-            return
-        for prepared in (peer.pages, peer.aux, peer.our_aux):
-            with contextlib.suppress(Exception):  # a peer that died took its half with it
-                prepared.release()
-        with contextlib.suppress(Exception):
-            self._agent.remove_remote_agent(agent)  # writes in flight to it fail with the next poll
+        if peer is not None:
+            for prepared in (peer.pages, *(side for s in (peer.aux, peer.heads) for side in (s.ours, s.theirs))):
+                with contextlib.suppress(Exception):  # a peer that died took its half with it
+                    prepared.release()
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(agent)  # writes in flight to it fail with the next poll
         for write in [w for w in self._failed if w.agent == agent]:
             self._failed.remove(write)
             self._thread.settle(write.done, error=TransferFailed(f"{agent} is gone"))
@@ -229,7 +231,8 @@ class NixlTransfer:
         self,
         make: Callable[[_Peer], Any],
         agent: str,
-        done: asyncio.Future[None],
+        num_bytes: int,
+        done: asyncio.Future[int],
     ) -> bool:
         """Whether something is in flight."""
         peer = self._peers.get(agent)
@@ -243,7 +246,7 @@ class NixlTransfer:
                 done, error=TransferFailed(f"NIXL refused the write to {agent}: {exc or type(exc).__name__}")
             )
             return False
-        write = _Write(agent, handle, done)
+        write = _Write(agent, handle, num_bytes, done)
         try:
             state = str(self._agent.transfer(handle))
         except Exception as exc:  # noqa: BLE001  a peer that was lost before; part of the write may have been posted
@@ -257,20 +260,13 @@ class NixlTransfer:
         """Settle what is over; seconds until the next look, None while nothing is in flight, expected or just received."""
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
-        if self._expected:
+        if self._arrivals.begin_look():
             self._make_progress()
-            self._look()
-        elif self._linger:
-            self._linger -= 1
-            self._make_progress()
+            self._arrivals.look()
         return self._patience()
 
     def _patience(self) -> float | None:
-        if self._writes or self._failed:
-            return POLL_WRITES_S
-        if not self._expected and not self._linger:
-            return None
-        return POLL_WRITES_S if self._coming else POLL_EXPECTED_S
+        return POLL_WRITES_S if self._writes or self._failed else self._arrivals.patience_s()
 
     def _make_progress(self) -> None:
         """Over TCP, say, a peer's bytes come in only while NIXL is asked for something."""
@@ -278,24 +274,6 @@ class NixlTransfer:
             self._agent.get_new_notifs()
         except Exception as exc:  # noqa: BLE001  the thread must live: others wait for their writes
             log.warning("no progress", extra={"cause": str(exc) or type(exc).__name__})
-
-    def _look(self) -> None:
-        """Settle what has landed of what is about to, and at times of everything: a hint may get lost."""
-        due = time.monotonic() >= self._look_at_all_s
-        if due:
-            self._look_at_all_s = time.monotonic() + POLL_EXPECTED_S
-        for notification in list(self._expected) if due else list(self._coming):
-            self._look_at(notification)
-
-    def _look_at(self, notification: str) -> bool:
-        """Whether the slot is written; whoever expects it is told. On either thread, also at once: NIXL is not asked."""
-        slot, future = self._expected.get(notification, (0, None))
-        if future is None or not self.aux.is_sealed(slot, notification):
-            return False
-        self._linger = LINGER_POLLS
-        self._expected.pop(notification, None)
-        self._thread.settle(future)
-        return True
 
     def _state(self, write: _Write) -> str:
         try:
@@ -309,11 +287,14 @@ class NixlTransfer:
         if state == "PROC":
             return False
         if state == "DONE":
-            self._thread.settle(write.done)
+            self._thread.settle(write.done, write.num_bytes)
             with contextlib.suppress(Exception):  # nothing is in flight
                 write.handle.release()
         elif not self._gave_up(write):
-            self._failed.append(write)
+            if write.agent in self._peers:
+                self._failed.append(write)
+            else:  # as with those that had failed when it was forgotten
+                self._thread.settle(write.done, error=TransferFailed(f"{write.agent} is gone"))
         return True
 
     def _gave_up(self, write: _Write) -> bool:

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from enum import StrEnum, auto
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from components.aio import ended, time_limit
 from components.errors import TransferFailed
@@ -127,7 +127,7 @@ class Sender:
                 await self._news.wait()
             if ready == self._num_tokens:
                 await self._announce(offer)
-            self.num_bytes += await self._quietly(self._write(offer, peer, range(sent, ready)))
+            self.num_bytes += await _to_its_end(self._write(offer, peer, range(sent, ready)))
             sent = ready
         while self._last is None:
             self._news.clear()
@@ -138,12 +138,13 @@ class Sender:
         computed = self._num_computed
         return computed if computed == self._num_tokens else computed // unit * unit
 
-    async def _write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> int:
+    def _write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> Awaitable[int]:
         """Write `tokens`, and meanwhile sum them: both only read our pages."""
         write = self._begin_write(offer, peer, tokens)
-        if self._sums is None:
-            return await write
-        summing = asyncio.ensure_future(self._sums.add(self._pages, tokens))
+        return write if self._sums is None else self._summed(write, self._sums, tokens)
+
+    async def _summed(self, write: Awaitable[int], sums: TransferChecksums, tokens: range) -> int:
+        summing = asyncio.ensure_future(sums.add(self._pages, tokens))
         try:
             moved = await write
         finally:
@@ -151,7 +152,7 @@ class Sender:
         summing.result()
         return moved
 
-    def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> Coroutine[Any, Any, int]:
+    def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> Awaitable[int]:
         """Rows of a last page that no token fills go along with a whole page, not in pieces."""
         if peer.layout.page_size != self._layout.page_size:
             pieces = cut(self._layout, peer.layout, tokens, self._pages, offer.pages)
@@ -179,12 +180,13 @@ class Sender:
             num_pages = peer.layout.pages_for(self._num_tokens)
             record = AuxRecord(stamp, num_pages, first_token, num_cached_tokens, checksums, logprobs=logprobs)
             self._transfer.aux.write(slot, record)
-            await self._quietly(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
+            await _to_its_end(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
         finally:
             self._transfer.aux.give_back(slot)
 
-    async def _quietly(self, write: Coroutine[Any, Any, T]) -> T:
-        """Await a write to its end even when cancelled: whoever cancelled may reuse the pages as soon as we return."""
-        task = asyncio.ensure_future(write)
-        await ended(task)
-        return task.result()
+
+async def _to_its_end(write: Awaitable[T]) -> T:
+    """Await a write even when cancelled: whoever cancelled may reuse the pages as soon as we return."""
+    writing = asyncio.ensure_future(write)
+    await ended(writing)
+    return writing.result()

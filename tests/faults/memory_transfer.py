@@ -1,6 +1,7 @@
 """KV transfer inside this process: bytes copied between the pools of two engines, piece by piece, when their time comes.
 
-A piece is half a page, or less between pages of different sizes, so that a page can be there in part. What is copied is
+A piece is half a page, or less between pages of different sizes, so that a page can be there in part; of an aux slot it is a
+cache line, and they land in any order. Decode is told of its end, or sees it in the slot, as with NIXL. What is copied is
 what the source holds when the piece lands, not when it was posted: a source page that was given away too early shows. A
 stopped process writes nothing and goes on where it was when it continues; the last pieces of one that was killed may
 still land. Whatever a piece hits must be held for the transfer that it was posted for.
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, Protocol
 
-from components.errors import TransferFailed
-from components.kv_transfer.aux import AuxBuffer
+from components.errors import KvCorrupt, TransferFailed
+from components.kv_transfer.aux import CACHE_LINE, AuxBuffer
 from components.kv_transfer.backend import endpoint_of
 from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.pieces import Pieces
@@ -24,10 +25,11 @@ from engine.ports import KvRegion
 from tests.faults.virtual_loop import Process
 
 WRITE_S: Final = 0.004
+LOOK_EVERY_S: Final = 0.005
 LAST_PIECES_S: Final = 3.0  # for which what a dead process posted may still land
 AUX_SLOTS: Final = 16
 MARK_BYTES: Final = 8  # of a piece: what the mock's pages say, the rest of a row says nothing
-AUX_FACTS: Final = (12, 16, 64)  # first token, number of cached tokens, checksum of the first page
+AUX_FACTS: Final = (12, 16, 64)  # first token, number of cached tokens, what would be an alternative to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,13 @@ class Piece:
     target: int  # address
     size: int
     page: int | None = None  # of the target's pool
+    slot: int | None = None  # of its aux buffer
+    facts: tuple[int, ...] = ()  # of an aux slot: offsets in this piece of what somebody looks at
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a bit of it that is another one is noticed."""
+        return self.slot is None or bool(self.facts)
 
 
 class _Write:
@@ -91,10 +100,11 @@ class _Write:
         self._died_s: float | None = None
         lost = fabric.random.randint(1, len(pieces)) if fault.fails else 0
         self._pieces = pieces[: len(pieces) - lost]
-        self._hit = fabric.random.choice(pieces) if fault.corrupts else None
-        duration_s = fault.delay_s + WRITE_S * fabric.random.random()
-        self._each_s = duration_s / (len(self._pieces) + 1)
-        self._later(self._each_s)
+        self._hit = fabric.random.choice([p for p in pieces if p.is_read]) if fault.corrupts else None
+        # Pages that are late come one after another all the time, an aux slot in the end.
+        before_s, during_s = (fault.delay_s, 0.0) if notification else (0.0, fault.delay_s)
+        self._each_s = (during_s + WRITE_S * fabric.random.random()) / (len(self._pieces) + 1)
+        self._later(before_s + self._each_s)
 
     def _later(self, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -116,7 +126,7 @@ class _Write:
         if self._fault.fails:
             self.done.set_exception(TransferFailed("the write failed"))
             return
-        if self._notification and not self._fault.is_silent:
+        if self._notification and not self._fault.is_silent and not self._target.seals:
             self._target.notify(self._notification)
         self.done.set_result(self._num_bytes)
 
@@ -124,6 +134,12 @@ class _Write:
         ctypes.memmove(piece.target, piece.source, piece.size)
         if piece is self._hit:
             self._corrupt(piece)
+        # What stood there already may land again when decode has seen that all is there, and has given the slot back.
+        if piece.slot is not None and self._target.slots.get(piece.slot, self._notification) != self._notification:
+            self._fabric.violations.append(
+                f"{self._source.endpoint.agent} wrote into aux slot {piece.slot} of {self._target.endpoint.agent}, "
+                "which was held for another"
+            )
         if piece.page is None:
             return
         holder = self._holders[piece.page]
@@ -135,7 +151,7 @@ class _Write:
 
     def _corrupt(self, piece: Piece) -> None:
         draw = self._fabric.random
-        offset = draw.choice(AUX_FACTS) if piece.page is None else draw.randrange(MARK_BYTES)
+        offset = draw.choice(piece.facts) if piece.page is None else draw.randrange(MARK_BYTES)
         ctypes.c_ubyte.from_address(piece.target + offset).value ^= 1 << draw.randrange(8)
 
     def _died(self) -> bool:
@@ -157,8 +173,13 @@ class MemoryTransfer:
         agent: str,
         process: Process,
         holder: Callable[[int], object | None],
+        *,
+        seals: bool,
     ) -> None:
+        """`seals`: whoever expects an aux slot looks at it, and is told nothing."""
         self.aux = AuxBuffer(AUX_SLOTS, max_request_pages)
+        self.seals = seals
+        self.slots: dict[int, str] = {}  # what is expected in each
         self.holder = holder  # page → the request to whose transfer it is exposed
         self.is_closed = False
         self.process = process
@@ -221,18 +242,47 @@ class MemoryTransfer:
         fault = self._fabric.meddler.write(agent, "aux")
         if fault.stamp:
             self.aux._heads[source_slot]["stamp"] += fault.stamp
+        if self.seals:
+            self.aux.seal(source_slot, notification)
         ours, theirs = self.aux, self._peer(agent).aux
-        size = min(ours.slot_bytes, theirs.slot_bytes)  # longer ones are not filled further
-        piece = Piece(
-            ours.address + source_slot * ours.slot_bytes, theirs.address + target_slot * theirs.slot_bytes, size
+        size = min(len(ours.raw(source_slot)), theirs.slot_bytes)  # longer ones are not filled further
+        source, target = (
+            ours.address + source_slot * ours.slot_bytes,
+            theirs.address + target_slot * theirs.slot_bytes,
         )
-        await self._write(agent, [piece], fault, notification)
+        lines = [
+            Piece(
+                source + at,
+                target + at,
+                CACHE_LINE,
+                slot=target_slot,
+                facts=tuple(fact - at for fact in AUX_FACTS if at <= fact < at + CACHE_LINE),
+            )
+            for at in range(0, size, CACHE_LINE)
+        ]
+        self._fabric.random.shuffle(lines)
+        await self._write(agent, lines, fault, notification)
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.expected[notification] = future
+        self.expected[notification], self.slots[slot] = future, notification
         future.add_done_callback(lambda _: self.expected.pop(notification, None))
+        if self.seals:
+            self._look(notification, slot)
         return future
+
+    def _look(self, notification: str, slot: int) -> None:
+        """Again and again, until the slot is sealed or damaged, or nobody expects it any more."""
+        future, loop = self.expected.get(notification), asyncio.get_running_loop()
+        if future is None or future.done():
+            return
+        if self.aux.is_sealed(slot, notification):
+            future.set_result(None)
+        elif self.aux.is_damaged(slot, loop.time()):
+            future.set_exception(KvCorrupt("the aux slot did not arrive as prefill wrote it"))
+            future.exception()  # seen: whoever waited may have gone
+        else:
+            loop.call_later(LOOK_EVERY_S, self._look, notification, slot)
 
     def hasten(self, notification: str) -> None:
         """Nothing looks for it here."""

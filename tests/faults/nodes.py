@@ -247,6 +247,7 @@ class Worker(Node):
 
     engine: "BuiltHere"
     transfer: MemoryTransfer
+    beat: Callable[[], None]
     service: Any
 
     async def _start_engine(self, stack: AsyncExitStack) -> None:
@@ -256,7 +257,13 @@ class Worker(Node):
         stack.push_async_callback(self.engine.stop)
         engine = self.engine.engine
         self.transfer = MemoryTransfer(
-            self.cluster.fabric, engine.kv_region, max_request_pages(engine), self.id, self.process, self._exposed_for
+            self.cluster.fabric,
+            engine.kv_region,
+            max_request_pages(engine),
+            self.id,
+            self.process,
+            self._exposed_for,
+            seals=self.cluster.setup.seals,
         )
         stack.callback(self.transfer.close)
         self.kv_events = await stack.enter_async_context(
@@ -284,7 +291,7 @@ class Worker(Node):
         return next((r for r in self.engine.core._requests if page in r.pages and r.state in exposed), None)
 
     async def _drain(self) -> None:
-        await drain(self.service, DRAIN_TIMEOUT_S)
+        await drain(self.service, DRAIN_TIMEOUT_S, self.beat)
 
     def _kept(self) -> list[str]:
         core = self.engine.core
@@ -336,7 +343,8 @@ class Decode(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        await stack.enter_async_context(send_heartbeats(self.bus, self.subject, self.service.heartbeat))
+        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat)
+        self.beat = await stack.enter_async_context(heartbeats)
 
     def _kept(self) -> list[str]:
         counts = {
@@ -359,7 +367,8 @@ class Prefill(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        await stack.enter_async_context(send_heartbeats(self.bus, self.subject, self.service.heartbeat))
+        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat)
+        self.beat = await stack.enter_async_context(heartbeats)
 
     def _kept(self) -> list[str]:
         jobs = self.service.num_jobs

@@ -29,6 +29,7 @@ class Setup:
     local_prefill_on_queue: bool = True
     prefill_step_s: float = STEP_S
     pipeline: bool = False  # steps are planned ahead, as on a GPU
+    seals: bool = True  # decode sees in the aux slot that all has landed, as with NIXL; else it is told
 
     def __repr__(self) -> str:
         named = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
@@ -66,6 +67,7 @@ def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         adapters=draw.choice(("none", "none", "everywhere")),
         http=draw.random() < 0.4,
         pipeline=draw.random() < 0.5,
+        seals=draw.random() < 0.7,
     )
 
 
@@ -83,6 +85,7 @@ def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         http=draw.random() < 0.5,
         prefill_step_s=draw.choice((STEP_S, SLOW_STEP_S)),
         pipeline=draw.random() < 0.5,
+        seals=draw.random() < 0.7,
     )
 
 

@@ -30,10 +30,10 @@ def test_pages_of_another_size_are_written_in_pieces(home: Path, sizes: tuple[in
 
 
 @pytest.mark.parametrize("what", CORRUPTED)
-@pytest.mark.parametrize("http", [False, True])
-def test_corrupted_kv_is_computed_anew_and_its_cause_is_named(home: Path, what: str, http: bool) -> None:
+@pytest.mark.parametrize(("http", "seals"), [(False, True), (True, True), (False, False)])
+def test_corrupted_kv_is_computed_anew_and_its_cause_is_named(home: Path, what: str, http: bool, seals: bool) -> None:
     schedule, cause = CORRUPTED[what]
-    outcome = check(home, 2, schedule, setup=Setup(verify_kv=True, http=http))
+    outcome = check(home, 2, schedule, setup=Setup(verify_kv=True, http=http, seals=seals))
     assert not any(client.error for client in outcome.clients)
     assert outcome.counts["kv_transfers_corrupt_total"] == outcome.counts["prompt_recomputes_total"] == 1
     assert sum("computing the prompt here" in line and cause in line for line in outcome.trace) == 1
@@ -51,7 +51,15 @@ def test_corrupted_kv_fails_its_request_alone_where_that_is_asked_for(home: Path
 @pytest.mark.parametrize("what", CORRUPTED)
 def test_without_verification_corrupted_kv_shows(home: Path, what: str) -> None:
     """Or the two tests above would prove nothing."""
-    assert any(run_faults(home, seed, CORRUPTED[what][0]).problems for seed in range(2, 10))
+    assert any(run_faults(home, seed, CORRUPTED[what][0], setup=Setup(seals=False)).problems for seed in range(2, 10))
+
+
+def test_a_damaged_aux_slot_is_noticed_by_its_seal_without_verification(home: Path) -> None:
+    schedule, cause = CORRUPTED["aux"]
+    outcome = check(home, 2, schedule)
+    assert not any(client.error for client in outcome.clients)
+    assert outcome.counts["kv_transfers_corrupt_total"] == outcome.counts["prompt_recomputes_total"] == 1
+    assert _heard(outcome, cause) == 1
 
 
 @pytest.mark.parametrize("http", [False, True])

@@ -1,7 +1,7 @@
 import pytest
 
 from components.errors import QueueFull
-from components.kv_transfer.aux import CACHE_LINE, HEAD, MAX_ALTERNATIVES, AuxBuffer, AuxRecord
+from components.kv_transfer.aux import CACHE_LINE, DAMAGED_AFTER_S, HEAD, MAX_ALTERNATIVES, AuxBuffer, AuxRecord
 from components.wire.logprobs import TokenLogprobs
 
 
@@ -105,3 +105,21 @@ def test_a_sealed_slot_that_has_arrived_in_part_is_none(checksums: tuple[int, ..
         assert not theirs.is_sealed(0, "room") or bytes(theirs._memory[0]) == bytes(whole)
     theirs._memory[0] = whole
     assert theirs.is_sealed(0, "room")
+
+
+def test_a_seal_that_does_not_fit_is_damage_when_it_has_stood_for_a_while() -> None:
+    buffer = AuxBuffer(4)
+    slot = buffer.take()
+    assert not buffer.is_damaged(slot, 0.0), "nothing has arrived"
+    assert not buffer.is_damaged(slot, 9.0)
+    buffer.seal(slot, "another room")
+    assert not buffer.is_damaged(slot, 10.0)
+    assert not buffer.is_damaged(slot, 10.0 + DAMAGED_AFTER_S)
+    buffer.seal(slot, "again another")
+    assert not buffer.is_damaged(slot, 10.1 + DAMAGED_AFTER_S), "it changes"
+    assert buffer.is_damaged(slot, 10.2 + 2 * DAMAGED_AFTER_S)
+    buffer.give_back(slot)
+    while buffer.take() != slot:
+        pass
+    buffer.seal(slot, "another room")
+    assert not buffer.is_damaged(slot, 100.0), "whoever takes it begins anew"

@@ -16,14 +16,13 @@ import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from components.errors import IncompatibleLayout, TransferFailed
-from components.kv_transfer import nixl_transfer
+from components.errors import IncompatibleLayout, KvCorrupt, TransferFailed
+from components.kv_transfer import arrivals, aux, nixl_transfer
+from components.kv_transfer.arrivals import POLL_COMING_S, POLL_EXPECTED_S
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.nixl_api import nixl_agent_config
 from components.kv_transfer.nixl_transfer import (
     DESCRIPTOR_BYTES,
-    POLL_EXPECTED_S,
-    POLL_WRITES_S,
     SHORT_BYTES,
     NixlTransfer,
     open_nixl,
@@ -249,13 +248,11 @@ async def test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop(
     await transfer.write_pages(agent, [1], [1])  # sets the connection up
     moved = 0
     for _ in range(TRIES):
-        step = transfer.write_pages(agent, [3], [5])
-        try:
-            step.send(None)  # as far as it comes without waiting
-        except StopIteration as returned:
-            moved = returned.value
+        write = asyncio.ensure_future(transfer.write_pages(agent, [3], [5]))
+        if write.done():
+            moved = write.result()
             break
-        step.close()  # the thread was at it
+        await write  # the thread was at it
         await asyncio.sleep(0.05)
     assert moved == LAYOUT.page_bytes
     assert json.loads(shared_peer.say("pages"))["pages"][5] == pages.hashes()[3]
@@ -387,7 +384,7 @@ async def test_a_notification_is_looked_for_often_once_it_is_said_to_come(transf
     first, second = transfer.expect("boot/1", 1), transfer.expect("boot/2", 2)
     assert transfer._patience() == POLL_EXPECTED_S
     transfer.hasten("boot/2")
-    assert transfer._patience() == POLL_WRITES_S
+    assert transfer._patience() == POLL_COMING_S
     second.cancel()
     await asyncio.sleep(0)
     assert transfer._patience() == POLL_EXPECTED_S
@@ -399,18 +396,69 @@ async def test_what_has_landed_is_seen_as_soon_as_it_is_said_to_come(transfer: N
     transfer.aux.write(3, AuxRecord(1, 2, 3, 4))
     transfer.aux.seal(3, "boot/2")
     transfer.hasten("boot/1")
-    assert transfer._coming == {"boot/1"}, "it is another's, or not whole yet"
+    assert list(transfer._arrivals._coming) == ["boot/1"], "it is another's, or not whole yet"
     transfer.aux.seal(3, "boot/1")
     transfer.hasten("boot/1")
-    assert not transfer._expected
+    assert not transfer._arrivals._expected
     await asyncio.wait_for(expected, FAILS_WITHIN_S)
-    assert not transfer._coming
+    assert not transfer._arrivals._coming
+
+
+async def test_a_record_that_was_damaged_on_its_way_is_told_long_before_the_transfers_time_is_over(
+    transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aux, "DAMAGED_AFTER_S", 0.05)
+    damaged, waits = transfer.expect("boot/1", 3), transfer.expect("boot/2", 4)
+    transfer.aux.write(3, AuxRecord(1, 2, 3, 4))
+    transfer.aux.seal(3, "boot/1")
+    transfer.aux._heads[3]["first_token"] ^= 1
+    await asyncio.sleep(0.2)
+    assert not damaged.done(), "it may be of somebody else, as long as nobody says that ours is coming"
+    transfer.hasten("boot/1")
+    with pytest.raises(KvCorrupt, match="did not arrive as prefill wrote it"):
+        await asyncio.wait_for(damaged, FAILS_WITHIN_S)
+    assert list(transfer._arrivals._expected) == ["boot/2"]
+    assert not waits.done()
+    waits.cancel()
+
+
+async def test_a_hint_that_comes_to_nothing_is_looked_after_for_a_while_only(
+    transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "COMING_S", 0.05)
+    expected = transfer.expect("boot/1", 3)
+    transfer.hasten("boot/1")
+    async with asyncio.timeout(FAILS_WITHIN_S):
+        while transfer._patience() == POLL_COMING_S:
+            await asyncio.sleep(0.005)
+    assert transfer._patience() == POLL_EXPECTED_S
+    transfer.hasten("boot/1")
+    assert transfer._patience() == POLL_COMING_S
+    expected.cancel()
+
+
+async def test_of_an_aux_slot_without_checksums_its_head_alone_is_written() -> None:
+    async with (
+        open_nixl(Pages(), "prefill-heads", max_request_pages=100) as ours,
+        open_nixl(Pages(), "decode-heads", max_request_pages=100) as theirs,
+    ):
+        await ours.connect(theirs.endpoint)
+        theirs.aux._checksums[:] = 7
+        slot = ours.aux.take()
+        for target, checksums in ((1, None), (2, (5, 6))):
+            expected = theirs.expect(f"room {target}", target)
+            ours.aux.write(slot, AuxRecord(1, 2, 3, 4, checksums=checksums))
+            await ours.write_aux("decode-heads", slot, target, f"room {target}")
+            await asyncio.wait_for(expected, FAILS_WITHIN_S)
+            assert theirs.aux.read(target) == AuxRecord(1, 2, 3, 4, checksums=checksums)
+        assert theirs.aux._checksums[1].tolist() == [7] * len(theirs.aux._checksums[1])
+        assert theirs.aux._checksums[2].tolist() == [5, 6] + [0] * (len(theirs.aux._checksums[2]) - 2)
 
 
 async def test_who_has_received_goes_on_making_progress_for_a_while(
     transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_transfer, "LINGER_POLLS", 40)
+    monkeypatch.setattr(arrivals, "LINGER_POLLS", 40)
     expected = transfer.expect("boot/1", 3)
     transfer.aux.seal(3, "boot/1")
     await asyncio.wait_for(expected, FAILS_WITHIN_S)
@@ -462,7 +510,7 @@ async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
         await transfer.connect(peer.endpoint)
         peer.popen.send_signal(signal.SIGSTOP)
     writes = [
-        asyncio.create_task(transfer.write_pages(p.endpoint.agent, range(64), range(64))) for p in (killed, stopped)
+        asyncio.ensure_future(transfer.write_pages(p.endpoint.agent, range(64), range(64))) for p in (killed, stopped)
     ]
     await asyncio.wait(writes, timeout=0.2)
     assert not any(write.done() for write in writes)

@@ -150,7 +150,7 @@ async def test_a_cancelled_caller_leaves_the_connection_whole(transfer: KvTransf
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    writes = [asyncio.create_task(transfer.write_pages(agent, [p], [p])) for p in range(8)]
+    writes = [asyncio.ensure_future(transfer.write_pages(agent, [p], [p])) for p in range(8)]
     await asyncio.sleep(0)
     for write in writes[::2]:
         write.cancel()
@@ -229,7 +229,7 @@ async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_
     hung.popen.send_signal(signal.SIGSTOP)
     agent, everything = hung.endpoint.agent, range(NUM_PAGES)
     writes = [
-        asyncio.create_task(transfer.write_pages(agent, everything, everything)) for _ in range(16)
+        asyncio.ensure_future(transfer.write_pages(agent, everything, everything)) for _ in range(16)
     ]  # more than any socket buffer holds
     assert not (await asyncio.wait(writes, timeout=0.3))[0]
     await transfer.disconnect(agent)
