@@ -20,8 +20,10 @@ class RequestMemory:
         self._reserve_tokens = reserve_tokens
         self._most_promised = self._pages_for(reserve_tokens) + 1  # pages that one may need beyond those that it has
 
-    def fits(self, request: Request, others: Collection[Request]) -> bool:
+    def fits(self, request: Request, others: Collection[Request], before: Collection[Request] = ()) -> bool:
         """Whether `request` may have its pages now: with its reserve, beside what `others` may still need.
+
+        Those `before` it have no pages yet, and are to find all of theirs.
 
         The rule is SGLang's for its decode queue. It never asks for more than the request could use, so a request
         that fits the empty pool is admitted at the latest when it is alone.
@@ -29,6 +31,7 @@ class RequestMemory:
         found = self._match(request)
         wanted = self._pages_with_reserve(request) - len(found)
         left = self.pool.num_available - self.pool.num_cached_among(found) - wanted
+        left -= sum(map(self._pages_with_reserve, before))
         if left >= len(others) * self._most_promised:  # as good as always: no need to ask each of them
             return True
         return left >= sum(self._pages_with_reserve(other) - len(other.pages) for other in others)

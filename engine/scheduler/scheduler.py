@@ -4,16 +4,18 @@ Priority, as in vLLM: the lower number goes first, 0 is the default. Within one 
 in, first out, so that nobody waits for what a later one holds: decode and prefill each hold pages until the other one is
 ready, and must agree on who goes first. Of those who have pages a long prompt lets shorter ones pass, also between two of
 its chunks: one of 60,000 tokens that is computed for seconds holds nobody up for longer than a step. Nobody starves
-(`components/turns.py`), and admission never skips whoever is first in line. A running request keeps its place: only when
+(`components/turns.py`): whoever needs only pages passes prompts that wait for budget as far as there is room for those, too,
+and admission skips nobody else. A running request keeps its place: only when
 pages run out does the youngest of the worst priority give its own up, to compute its tokens again later.
 """
 
 import logging
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from components.turns import turn
 from engine.ports import Phase
@@ -21,6 +23,8 @@ from engine.scheduler.memory import RequestMemory
 from engine.scheduler.request import Request, RequestState
 
 log = logging.getLogger(__name__)
+
+PASSED: Final = 64  # prompts in line, that those who need only pages may pass, at most
 
 by_rank = attrgetter("priority", "arrival")  # the last is the first to be retracted
 
@@ -78,9 +82,11 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
         self._made_room = False  # the latest plan had to retract somebody
+        self._decodes_wait = False  # a DECODE may be in line
 
     def add(self, request: Request) -> None:
         """Queue a WAITING request."""
+        self._decodes_wait |= request.phase is Phase.DECODE
         insort(self.waiting, request, key=in_line)
 
     def start(self, request: Request) -> None:
@@ -139,7 +145,6 @@ class Scheduler:
 
         One step may be in flight, and its tokens unknown; none when somebody must be retracted.
         """
-        reserved: list[Request] = []
         budget = self._max_step_tokens
         retractions, page_size = self.retractions, self.memory.page_size
         chunks: list[Chunk] = []
@@ -154,39 +159,48 @@ class Scheduler:
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)
         self._made_room = self.retractions > retractions
+        reserved = self.reserve()
         while (following := self._next(prompts, admit=not self._made_room, more=budget > full)) is not None:
-            if following.state is RequestState.RESERVED:
-                reserved.append(following)
-            else:
-                chunks.append(_chunk(following, budget))
-                budget -= chunks[-1].length
+            chunks.append(_chunk(following, budget))
+            budget -= chunks[-1].length
         return Plan(chunks, reserved)
 
     def reserve(self) -> list[Request]:
-        """Give pages to those whose turn it is to be given some and no more, while the step that was planned is under way."""
+        """Give pages to those that need no more, also while the step that was planned is under way.
+
+        They pass prompts that wait to be computed, as far as there is room for those, too: their prefills hold pages until they
+        have theirs.
+        """
         reserved: list[Request] = []
-        while not self._made_room and self._can_admit() and self.waiting[0].phase is Phase.DECODE:
-            reserved.append(self._admit())
+        while not self._made_room and (at := self._first_decode()) is not None:
+            reserved.append(self._admit(at))
         return reserved
 
+    def _first_decode(self) -> int | None:
+        """Where the first DECODE stands in line, if there is room for it and for everyone before it."""
+        if not self._decodes_wait:
+            return None
+        at = next((i for i, r in enumerate(self.waiting[: PASSED + 1]) if r.phase is Phase.DECODE), None)
+        if at is None:
+            self._decodes_wait = len(self.waiting) > PASSED
+            return None
+        return at if self._has_place(self.waiting[at], self.waiting[:at]) else None
+
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
-        """Whose turn it is: one of the running `prompts`, the last of which comes first, or a DECODE that is given pages.
+        """Whose turn it is: one of the running `prompts`, the last of which comes first.
 
         `admit`: whoever was retracted in this step would be the next. `more`: there is budget for a prompt. As long as one
         who waits is before all `prompts` by turn, those in line up to it are given pages, and become prompts, too.
         """
         while admit and self._takes_first(prompts, more=more) and self._can_admit():
-            admitted = self._admit()
-            if admitted.phase is Phase.DECODE:
-                return admitted
-            prompts.append(admitted)
+            prompts.append(self._admit())
             prompts.sort(key=by_turn, reverse=True)
         return prompts.pop() if prompts and more else None
 
     def _takes_first(self, prompts: list[Request], *, more: bool) -> bool:
         """Whether this step has a use for whoever is first in line."""
-        if not self.waiting or self.waiting[0].phase is Phase.DECODE:
-            return bool(self.waiting)
+        if not self.waiting or self.waiting[0].phase is Phase.DECODE:  # which waits for pages, and nobody passes it
+            return False
         if not more or not prompts:
             return more
         first = by_turn(prompts[-1])
@@ -196,14 +210,14 @@ class Scheduler:
     def _can_admit(self) -> bool:
         return bool(self.waiting) and self._has_place(self.waiting[0])
 
-    def _has_place(self, request: Request) -> bool:
-        """Whether `request` may join the batch now."""
-        if len(self.running) + len(self.reserved) >= self._max_running:
+    def _has_place(self, request: Request, before: Sequence[Request] = ()) -> bool:
+        """Whether `request` may join the batch now, and those `before` it in line later."""
+        if len(self.running) + len(self.reserved) + len(before) >= self._max_running:
             return False
-        return self.memory.fits(request, [*self.running, *self.reserved])
+        return self.memory.fits(request, [*self.running, *self.reserved], before)
 
-    def _admit(self) -> Request:
-        request = self.waiting.pop(0)
+    def _admit(self, at: int = 0) -> Request:
+        request = self.waiting.pop(at)
         self.memory.admit(request)
         if request.phase is Phase.DECODE:
             request.advance(RequestState.RESERVED)

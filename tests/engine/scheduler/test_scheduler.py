@@ -50,6 +50,33 @@ def test_at_most_max_running_requests_hold_a_place_reserved_ones_included(tiny: 
     assert (stats.num_reserved, stats.num_running, stats.num_waiting) == (2, 1, 2)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_who_needs_only_pages_does_not_wait_for_prompts_to_be_computed(tiny: LoadedModel, steps: int) -> None:
+    engine = make_engine(tiny, max_step_tokens=20, pack_tokens=10)
+    for i in range(4):
+        engine.submit(EngineRequest(f"f{i}", prompt(30, start=i), endless(2)))
+    for _ in range(steps):
+        engine.step()
+    engine.submit(EngineRequest("d", prompt(30, start=9), endless(2), Phase.DECODE))
+    engine.submit(EngineRequest("behind", prompt(30, start=10), endless(2)))
+    output = engine.step()
+    assert [r.request_id for r in output.reserved] == ["d"]
+    assert (output.stats.num_running, output.stats.num_waiting) == (1, 4), "nobody else is given pages before its turn"
+
+
+def test_who_needs_only_pages_leaves_those_that_prompts_before_it_will_need(tiny: LoadedModel) -> None:
+    """Three pages for each prompt, with what is to come."""
+    engine = make_engine(tiny, num_pages=9, reserve_tokens=16, max_running=8, max_step_tokens=10, pack_tokens=5)
+    for i in range(3):
+        engine.submit(EngineRequest(f"f{i}", prompt(30, start=i), endless(9)))
+    engine.submit(EngineRequest("d", prompt(30, start=9), endless(9), Phase.DECODE))
+    seen = [engine.step() for _ in range(3)]
+    assert not any(output.reserved for output in seen)
+    assert seen[-1].stats.free_pages >= 6, "there are pages, but not for everyone before it"
+    engine.cancel("f2")
+    assert [r.request_id for r in engine.step().reserved] == ["d"]
+
+
 def test_reservations_wait_for_the_reserve_of_those_before_them(tiny: LoadedModel) -> None:
     """16 prompt tokens and 32 reserved ones are 3 pages: of 6 pages, two requests get theirs and the third waits."""
     engine = make_engine(tiny, num_pages=6, reserve_tokens=32)
