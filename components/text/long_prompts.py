@@ -9,10 +9,14 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Final, TypeVar
 
+from components.errors import QueueFull
+
 T = TypeVar("T")
 
 MAX_THREADS: Final = 4
-OVERTAKEN_S_PER_CHAR: Final = 5e-6  # 20 times what `tokenizers` takes: 1 s for 200,000 characters
+S_PER_CHAR: Final = 2.5e-7  # what `tokenizers` takes
+OVERTAKEN_S_PER_CHAR: Final = 20 * S_PER_CHAR  # 1 s for 200,000 characters
+MAX_WAITING_CHARS: Final = 32 << 20  # some eight million tokens, eight seconds of one thread
 
 
 class LongPrompts:
@@ -21,15 +25,21 @@ class LongPrompts:
     So one of 10,000 characters does not wait behind ten of 200,000, and none waits for ever. Belongs to the event loop.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
-        """`threads`: at once; None for half of this process's cores, as far as that pays."""
+    def __init__(self, threads: int | None = None, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
+        """`threads`: at once; None for half of this process's cores, as far as that pays. More waits only alone."""
         self._free = threads or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._executor = ThreadPoolExecutor(self._free, "tokenize")
+        self._threads = self._free
+        self._max_chars = max_waiting_chars
+        self._chars = 0  # that wait
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = count()  # equal times have an order
 
     async def run(self, chars: int, work: Callable[[], T]) -> T:
-        """What `work`, on a prompt of so many characters, returns; whoever leaves before its turn has cost nothing."""
+        """What `work`, on a prompt of so many characters, returns; whoever leaves before its turn has cost nothing.
+
+        Raises: QueueFull, when too many wait already.
+        """
         await self._turn(chars)
         loop = asyncio.get_running_loop()
         job = self._executor.submit(work)
@@ -40,14 +50,23 @@ class LongPrompts:
         if self._free:
             self._free -= 1
             return
+        if self._chars and self._chars + chars > self._max_chars:
+            raise QueueFull(
+                "too much waits to be tokenised",
+                retry_after_s=1 + self._chars * S_PER_CHAR / self._threads,
+                waiting_chars=self._chars,
+            )
         turn = asyncio.get_running_loop().create_future()
         heappush(self._waiting, (time.monotonic() + chars * OVERTAKEN_S_PER_CHAR, next(self._numbers), turn))
+        self._chars += chars
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it was given to us, in the same turn of the loop
                 self._pass_on()
             raise
+        finally:
+            self._chars -= chars
 
     def _pass_on(self) -> None:
         while self._waiting:

@@ -70,12 +70,21 @@ async def main(settings: FrontendSettings) -> None:
     given_keys = None if settings.api_keys is None else settings.api_keys.get_secret_value()
     writes = HeldWrites()  # a frame brings tokens of many requests: their events leave together
     keys = key_ring(given_keys, settings.api_keys_file)
+    metrics = CollectorRegistry()
     async with (
         start_telemetry(settings, "frontend", me),
         follow_keys(keys, given_keys, settings.api_keys_file),
         connect_bus(settings.nats_url, f"frontend-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
-        watch_fleet(bus, settings.namespace, "decode", registry.book, settings.decode_policy) as decodes,
+        watch_fleet(
+            bus,
+            settings.namespace,
+            "decode",
+            registry.book,
+            settings.decode_policy,
+            kv_index_blocks=settings.kv_index_blocks,
+            metrics=metrics,
+        ) as decodes,
         watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,  # for /workers alone
         open_inbox(bus, f"{subject}.tokens", writes) as inbox,
     ):
@@ -86,7 +95,6 @@ async def main(settings: FrontendSettings) -> None:
         except ValueError as exc:
             sys.exit(f"settings: {exc}")
         mesh = MeshClient(bus, inbox, decodes, model)
-        metrics = CollectorRegistry()
         metrics.register(bus.refusals)
         Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
             {"instance_id": me}

@@ -7,8 +7,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validat
 from pydantic_settings import CliSuppress, SettingsConfigDict
 
 from components.output.formats import ReasoningParserName, ToolParserName
-from components.routing.policies import DEFAULT, PolicyName
-from components.settings import MeshSettings
+from components.routing.policies import DEFAULT
+from components.settings import ABOUT_POLICIES, MeshSettings, RoutingPolicy
 
 
 class FrontendSettings(MeshSettings):
@@ -48,7 +48,7 @@ class FrontendSettings(MeshSettings):
         ),
     ] = 20.0
     max_body_bytes: Annotated[PositiveInt, Field(description="largest request body")] = 8 * 1024 * 1024
-    decode_policy: Annotated[PolicyName, Field(description="how a decode instance is chosen; docs/routing.md")] = (
+    decode_policy: Annotated[RoutingPolicy, Field(description=f"how a decode instance is chosen: {ABOUT_POLICIES}")] = (
         DEFAULT["decode"]
     )
     tool_format: Annotated[
@@ -77,6 +77,14 @@ class FrontendSettings(MeshSettings):
             gt=1, description="requests wait once decode's KV memory is this many times taken and asked for; inf: never"
         ),
     ] = 1.5
+    best_priority: Annotated[
+        int,
+        Field(
+            ge=-127,
+            le=127,
+            description="the best, that is lowest, priority that a request may ask for; a key's own goes before it",
+        ),
+    ] = -127
     max_inflight: Annotated[
         PositiveInt | None, Field(description="requests of this frontend at work at a time; default: no limit")
     ] = None

@@ -63,6 +63,7 @@ class EmbedCalls:
         tried: list[str] = []
         while True:
             record, route = await self._choice.choose(prompt, tried)
+            route.accepted(0)  # its answer comes with its end: the next heartbeat tells of it before
             stream = self._inbox.open(record.instance_id, record.epoch)  # for its failure: nothing comes on it
             try:
                 vectors = await self._call_embed(

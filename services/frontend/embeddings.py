@@ -31,10 +31,17 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     with tracer.start_as_current_span("frontend.tokenize"):
         inputs = await _encoded(frontend.text, request, model)
     num_tokens = sum(map(len, inputs))
-    texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, request.cache_salt or "", request.priority or 0)
     caller = caller_of(call.scope)
-    place = frontend.admission.enter(caller.share(call.scope), texts.priority, num_tokens, len(inputs))
-    caller.pay(num_tokens, place, frontend.metrics)
+    priority = caller.priority(request.priority, frontend.settings.best_priority)
+    texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, request.cache_salt or "", priority)
+    place = caller.enter(
+        call.scope,
+        frontend.admission,
+        frontend.metrics,
+        priority=priority,
+        prompt_tokens=num_tokens,
+        choices=len(inputs),
+    )
     running = frontend.metrics.running.labels(model.name)
     running.inc()
     try:

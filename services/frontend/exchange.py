@@ -136,6 +136,7 @@ class Exchange(Response):
     ) -> list[PromptSpec]:
         frontend, dialect = self._frontend, self._dialect
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
+        priority = self._caller.priority(request.priority, frontend.settings.best_priority)
         with tracing.tracer.start_as_current_span("frontend.tokenize"):
             encoded = await dialect.encode(frontend.text)
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded]
@@ -151,6 +152,7 @@ class Exchange(Response):
                     ids,
                     max_tokens=budget,
                     deadline=deadline,
+                    priority=priority,
                     defaults=frontend.defaults,
                     constraint=constraint,
                 ),
@@ -182,9 +184,14 @@ class Exchange(Response):
         """All prompts of a request go on together. Raises: QueueFull, KeyLimited."""
         prompts = [spec.prompt for spec in specs]
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
-        place = self._frontend.admission.enter(self._caller.share(scope), prompts[0].priority, tokens, choices)
-        self._caller.pay(tokens, place, self._frontend.metrics)
-        return place
+        return self._caller.enter(
+            scope,
+            self._frontend.admission,
+            self._frontend.metrics,
+            priority=prompts[0].priority,
+            prompt_tokens=tokens,
+            choices=choices,
+        )
 
     async def _stream(
         self, reply: Reply, generation: Generation, pieces: AsyncGenerator[Piece, None], events: EventStream
@@ -260,7 +267,7 @@ class Exchange(Response):
         metrics.prompt_tokens.labels(self._model).inc(usage.prompt_tokens)
         metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)
         if (account := self._caller.account) is not None:
-            account.take_answer(usage.completion_tokens)
+            account.take(usage.completion_tokens)
             metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)
             metrics.key_tokens.labels(account.name, "answer").inc(usage.completion_tokens)
         if status == 200:

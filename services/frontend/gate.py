@@ -12,9 +12,9 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from components.errors import KeyLimited
+from components.errors import KeyLimited, Rejected
 from components.openai.errors import ApiError, from_mesh, from_status
-from services.frontend.admission import Place, key_of, token_of
+from services.frontend.admission import Admission, Place, key_of, token_of
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account
@@ -39,19 +39,46 @@ class Caller:
         """Whom the request counts for when there is not room for all."""
         return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
 
-    def pay(self, prompt_tokens: int, place: Place, metrics: FrontendMetrics) -> None:
-        """For what has found a place, which is left again where the key may not: what is refused costs nothing.
+    def priority(self, asked: int | None, best: int) -> int:
+        """What a request gets that asks for this, or for none; lower goes first, `best` is for keys without one of their own.
 
-        Raises: KeyLimited.
+        Raises: Rejected.
         """
-        if self.account is None:
-            return
-        try:
-            self.account.take_prompt(prompt_tokens)
-        except KeyLimited:
-            place.leave()
-            metrics.limited.labels(self.account.name).inc()
-            raise
+        if self.account is not None and self.account.limits.best_priority is not None:
+            best = self.account.limits.best_priority
+        if asked is not None and asked < best:
+            raise Rejected(
+                f"Invalid 'priority': {asked} is better than the best you may ask for, {best}; lower goes first.",
+                param="priority",
+                code="invalid_value",
+            )
+        return max(asked or 0, best)
+
+    def enter(
+        self,
+        scope: Scope,
+        admission: Admission,
+        metrics: FrontendMetrics,
+        *,
+        priority: int,
+        prompt_tokens: int,
+        choices: int,
+    ) -> Place:
+        """A place for a request, which its key pays for; what is refused costs nothing, and nobody their place.
+
+        Raises: KeyLimited, QueueFull.
+        """
+        account = self.account
+        if account is not None:
+            try:
+                account.check_prompt(prompt_tokens)
+            except KeyLimited:
+                metrics.limited.labels(account.name).inc()
+                raise
+        place = admission.enter(self.share(scope), priority, prompt_tokens, choices)
+        if account is not None:
+            account.take(prompt_tokens)
+        return place
 
 
 NOBODY: Final = Caller()

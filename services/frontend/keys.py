@@ -4,9 +4,10 @@ A file of them is TOML, one table a key, named as the key is to be called in met
 
     [alice]
     key = "sk-…"                   # or sha256 = "…", what `printf %s "$KEY" | sha256sum` prints
-    requests_at_once = 8           # these three may be left out: no limit
+    requests_at_once = 8           # these may be left out: no limit
     requests_per_minute = 600
     tokens_per_minute = 100_000
+    best_priority = 0              # lower goes first; without it, that of --best-priority
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from typing import Annotated, Any, Final, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 
 from components.aio import background
+from components.openai.fields import Priority
 from services.frontend.quota import Account, KeyLimits
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class _Entry(BaseModel):
     requests_at_once: PositiveInt | None = None
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
+    best_priority: Priority | None = None
 
 
 _entries: Final = TypeAdapter(
@@ -101,7 +104,7 @@ def _made(name: str, entry: _Entry) -> ApiKey:
     if (entry.key is None) == (entry.sha256 is None):
         raise BadKeys(f"{name}: give either key or sha256")
     digest = bytes.fromhex(entry.sha256) if entry.key is None else digest_of(entry.key.encode())  # type: ignore[arg-type]
-    limits = KeyLimits(entry.requests_at_once, entry.requests_per_minute, entry.tokens_per_minute)
+    limits = KeyLimits(entry.requests_at_once, entry.requests_per_minute, entry.tokens_per_minute, entry.best_priority)
     return ApiKey(name, digest, limits)
 
 

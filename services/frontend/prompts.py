@@ -67,6 +67,7 @@ def make_prompt(
     *,
     max_tokens: int,
     deadline: int,
+    priority: int,
     defaults: SamplingDefaults,
     constraint: Constraint | None = None,
 ) -> Prompt:
@@ -79,7 +80,7 @@ def make_prompt(
         sampling=_sampling(request, max_tokens, defaults, constraint),
         cache_salt=request.cache_salt or "",
         deadline_unix_ms=deadline,
-        priority=request.priority or 0,
+        priority=priority,
         session=request.session,
     )
 

@@ -21,6 +21,7 @@ class KeyLimits:
     requests_at_once: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    best_priority: int | None = None  # lower is better; None: the frontend's
 
     @property
     def per_minute(self) -> bool:
@@ -82,7 +83,7 @@ class Account:
         """A request is over."""
         self._at_once -= 1
 
-    def take_prompt(self, tokens: int) -> None:
+    def check_prompt(self, tokens: int) -> None:
         """Of a request that would go to the mesh. One with more than a minute allows goes when all of that is left.
 
         Raises: KeyLimited.
@@ -93,10 +94,9 @@ class Account:
         needed = min(tokens, limit)
         if self._tokens.left(limit, self._clock()) < needed:
             raise self._refusal("tokens", f"{limit} tokens a minute", self._tokens.wait_s(needed))
-        self._tokens.take(tokens)
 
-    def take_answer(self, tokens: int) -> None:
-        """Of a request that is over, however it ended."""
+    def take(self, tokens: int) -> None:
+        """Of a prompt that goes to the mesh, or of an answer that is over, however it ended."""
         limit = self.limits.tokens_per_minute
         if limit is not None:
             self._tokens.left(limit, self._clock())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from components.errors import QueueFull
 from components.text import long_prompts as module
 from components.text.long_prompts import LongPrompts
 
@@ -131,3 +132,29 @@ def test_the_loop_goes_on_meanwhile() -> None:
         return ticks
 
     assert asyncio.run(run()) > 3
+
+
+def test_what_is_too_much_to_wait_is_refused_with_when_to_come_again() -> None:
+    async def run() -> None:
+        gate, turns = Gate(), LongPrompts(1, max_waiting_chars=1000)
+        tasks = [asyncio.create_task(turns.run(5000, gate.work("first")))]
+        await started(gate, 1)
+        tasks.append(asyncio.create_task(turns.run(4000, gate.work("alone"))))  # larger than all that may wait
+        await settle()
+        with pytest.raises(QueueFull) as refused:
+            await turns.run(1, gate.work("more"))
+        assert refused.value.retry_after_s is not None
+        assert refused.value.retry_after_s > 1
+        tasks[1].cancel()
+        await settle()
+        tasks[1] = asyncio.create_task(turns.run(600, gate.work("second")))
+        await settle()
+        with pytest.raises(QueueFull):
+            await turns.run(401, gate.work("more"))
+        tasks.append(asyncio.create_task(turns.run(400, gate.work("third"))))
+        await settle()
+        gate.open.set()
+        assert await asyncio.gather(*tasks) == ["first", "second", "third"]
+        assert turns._chars == 0
+
+    asyncio.run(run())

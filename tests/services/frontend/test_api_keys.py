@@ -18,6 +18,7 @@ from openai import AsyncOpenAI, AuthenticationError, RateLimitError
 from components.errors import KeyLimited
 from components.http_server import Tls, serve_http
 from services.frontend import keys as keys_module
+from services.frontend.admission import LOOK_EVERY_S
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.keys import BadKeys, KeyRing, follow_keys, parse_file, parse_list, read_keys
@@ -298,6 +299,45 @@ async def test_places_in_the_queue_are_shared_by_the_names_of_keys(mesh: FakeMes
             wait.cancel()
 
 
+async def test_a_key_that_has_used_what_it_may_takes_nobodys_place(mesh: FakeMesh) -> None:
+    async with served(mesh, table("alice", ALICE, tokens_per_minute=25) + table("bob", BOB), queue_tokens=80) as http:
+        assert (await http.post(CHAT, json=HELLO, headers=AUTH)).status_code == 200
+        mesh.fleet = FULL
+        await asyncio.sleep(2 * LOOK_EVERY_S)
+        waits = asyncio.create_task(http.post(CHAT, json=HELLO, headers={"x-api-key": BOB}))
+        await asyncio.sleep(0)  # to ask for the metrics alice's key is lent to every request that is made meanwhile
+        async with asyncio.timeout(5):
+            while await value_of_with_key(http, "num_requests_waiting") < 1:
+                assert not waits.done(), waits.result().text
+                await asyncio.sleep(0.01)
+        answer = await http.post(CHAT, json={**HELLO, "priority": -5}, headers=AUTH)
+        assert (answer.status_code, answer.json()["error"]["message"].count("used what it may")) == (429, 1)
+        assert await value_of_with_key(http, "num_requests_waiting") == 1
+        assert not waits.done()
+        waits.cancel()
+
+
+async def test_a_priority_better_than_a_key_may_ask_for_is_refused_and_none_becomes_its_best(mesh: FakeMesh) -> None:
+    keys = table("alice", ALICE, best_priority=3) + table("bob", BOB)
+    async with served(mesh, keys, best_priority=0) as http:
+        for key, asked, got in (
+            (ALICE, None, 3),
+            (ALICE, 3, 3),
+            (ALICE, 7, 7),
+            (BOB, None, 0),
+            (BOB, 0, 0),
+            (BOB, 5, 5),
+        ):
+            body = HELLO if asked is None else {**HELLO, "priority": asked}
+            assert (await http.post(CHAT, json=body, headers={"x-api-key": key})).status_code == 200
+            assert mesh.prompts[-1].priority == got
+        for key, asked, best in ((ALICE, 2, 3), (BOB, -1, 0)):
+            answer = await http.post(CHAT, json={**HELLO, "priority": asked}, headers={"x-api-key": key})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, "priority", "invalid_value")
+            assert f"the best you may ask for, {best};" in error["message"]
+
+
 # -- what one account may use, by a clock of our own ------------------------------------------------------------------
 
 
@@ -305,17 +345,19 @@ def test_what_a_minute_allows_comes_back_evenly_and_a_debt_is_paid_first() -> No
     now = [100.0]
     account = Account("a", lambda: now[0])
     account.limits = KeyLimits(tokens_per_minute=600)  # ten a second
-    account.take_prompt(500)
-    account.take_answer(400)  # 300 in debt
+    account.take(500)
+    account.take(400)  # 300 in debt
     now[0] += 29.0
     with pytest.raises(KeyLimited, match="600 tokens a minute") as late:
-        account.take_prompt(100)
+        account.check_prompt(100)
     assert late.value.retry_after_s == pytest.approx(11.0)
     now[0] += 11.0
-    account.take_prompt(100)
+    account.check_prompt(100)
+    account.take(100)
     now[0] += 3600.0
     assert dict(account.headers())[b"x-ratelimit-remaining-tokens"] == b"600", "never more than a minute's"
-    account.take_prompt(5000)  # larger than a minute allows: it goes when all of that is there, and is paid for later
+    account.check_prompt(5000)
+    account.take(5000)  # larger than a minute allows: it goes when all of that is there, and is paid for later
     assert dict(account.headers())[b"x-ratelimit-remaining-tokens"] == b"0"
 
 
