@@ -115,9 +115,13 @@ class Draining(Protocol):
         """Give up what is left; the other sides go on elsewhere."""
 
 
-async def drain(service: Draining, timeout_s: float) -> None:
-    """Finish what is in flight, still registered so that nobody believes us dead; give the rest up after `timeout_s`."""
+async def drain(service: Draining, timeout_s: float, beat: Callable[[], None]) -> None:
+    """Finish what is in flight, still registered so that nobody believes us dead; give the rest up after `timeout_s`.
+
+    `beat` tells everybody at once that nothing new is taken.
+    """
     service.draining = True
+    beat()
     log.info("draining", extra={"timeout_s": timeout_s})
     try:
         async with asyncio.timeout(timeout_s):

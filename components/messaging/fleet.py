@@ -5,12 +5,15 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 
+from prometheus_client import CollectorRegistry
+
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
 from components.messaging.heartbeats import Liveness, watch_heartbeats
+from components.messaging.kv_metrics import KvMirrorMetrics
 from components.messaging.kv_subscriber import follow_kv_events
-from components.routing.kv_index import KvIndex
-from components.routing.policies import Phase, PolicyName, looks_at_caches, make_policy
+from components.routing.kv_index import MAX_BLOCKS, KvIndex
+from components.routing.policies import Phase, looks_at_caches, make_policy
 from components.routing.router import Router
 from components.wire.instances import InstanceRecord
 
@@ -23,15 +26,18 @@ class Fleet:
         book: InstanceBook,
         alive: Liveness,
         phase: Phase,
-        policy: PolicyName,
+        policy: str,
         rng: Random | None = None,
+        *,
+        kv_index_blocks: int = MAX_BLOCKS,
     ) -> None:
-        """Draws come from `rng`; None: a source of its own."""
+        """Draws come from `rng`; None: a source of its own. `kv_index_blocks`: that are remembered of all caches, at most."""
         self.rng = rng = rng or Random()
         self.alive = alive
         self.policy = policy
-        self.index = KvIndex() if looks_at_caches(policy, phase) else None
-        self.router = Router(make_policy(policy, phase, rng), rng, time.monotonic, self.index)
+        self.index = KvIndex(kv_index_blocks) if looks_at_caches(policy, phase) else None
+        or_nobody = phase == "prefill"  # decode computes prompts itself
+        self.router = Router(make_policy(policy, phase, rng), rng, time.monotonic, self.index, or_nobody=or_nobody)
         self._phase = phase
         for record in book.of_role(phase):
             self._changed(None, record)
@@ -48,12 +54,26 @@ class Fleet:
 
 @asynccontextmanager
 async def watch_fleet(
-    bus: Bus, namespace: str, phase: Phase, book: InstanceBook, policy: PolicyName, *, rng: Random | None = None
+    bus: Bus,
+    namespace: str,
+    phase: Phase,
+    book: InstanceBook,
+    policy: str,
+    *,
+    rng: Random | None = None,
+    kv_index_blocks: int = MAX_BLOCKS,
+    metrics: CollectorRegistry | None = None,
 ) -> AsyncIterator[Fleet]:
-    """The fleet of a role, kept while inside; what its instances have cached only where the policy looks at it."""
+    """The fleet of a role, kept while inside; what its instances have cached only where the policy looks at it.
+
+    `metrics` then shows how much that is.
+    """
     async with AsyncExitStack() as stack:
         alive = await stack.enter_async_context(watch_heartbeats(bus, namespace, phase, book))
-        fleet = Fleet(book, alive, phase, policy, rng)
+        fleet = Fleet(book, alive, phase, policy, rng, kv_index_blocks=kv_index_blocks)
         if fleet.index is not None:
-            await stack.enter_async_context(follow_kv_events(bus, namespace, phase, book, fleet.index, rng=fleet.rng))
+            following = follow_kv_events(bus, namespace, phase, book, fleet.index, rng=fleet.rng)
+            mirror = await stack.enter_async_context(following)
+            if metrics is not None:
+                metrics.register(KvMirrorMetrics(fleet.index, mirror))
         yield fleet

@@ -26,9 +26,9 @@ EVERY_S: Final = 0.5
 SILENT_AFTER_S: Final = 2.0
 HUNG_AFTER_S: Final = 20.0  # the longest step we believe in: a chunk of a prompt on a busy CPU takes seconds
 STILL_AFTER_S: Final = 1.5  # without a heartbeat or a step: no new work for it, while there is somebody else
-LONG_STEPS: Final = 2.0  # times the longest step of late, where that is longer
-LONGEST_STEP_S: Final = 5.0
-FADES: Final = 0.9  # what is left of the longest step with each later one
+LONG_STEPS: Final = 2.0  # times its usual step, where that is longer
+LONGEST_STEP_S: Final = 5.0  # that we get used to
+LATEST: Final = 0.5  # weight of the latest step in what is usual: a hang now and then is no habit
 
 OnLost = Callable[[InstanceRecord, str], None]  # (who, why)
 OnHeard = Callable[[Heartbeat], None]
@@ -40,7 +40,7 @@ class _Pulse:
     heard: float  # monotonic
     advanced: float  # monotonic time of the last change of the step counter, or of the last idle beat
     last: Heartbeat | None = None
-    longest_s: float = 0.0  # between two changes of the step counter under work, lately
+    usual_s: float = 0.0  # between two changes of the step counter under work
     is_lost: bool = False
     is_still: bool = False
 
@@ -58,7 +58,7 @@ class Liveness:
         self._pulses: dict[str, _Pulse] = {}
         self._on_lost: list[OnLost] = []
         self._on_heard: list[OnHeard] = []
-        self._usable: dict[tuple[str | None, str], Sequence[InstanceRecord]] = {}  # answers, until something changes
+        self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # until something changes
         for record in book.of_role(role):
             self._changed(None, record)
         book.subscribe(self._changed)
@@ -71,17 +71,20 @@ class Liveness:
         """Call `callback(heartbeat)` for each that an instance sent in its present epoch."""
         self._on_heard.append(callback)
 
-    def usable(self, model: str | None = None, adapter: str = "") -> Sequence[InstanceRecord]:
+    def usable(
+        self, model: str | None = None, adapter: str = "", *, or_nobody: bool = False
+    ) -> Sequence[InstanceRecord]:
         """Live instances that take new work (of `model`, with that adapter), by instance id.
 
-        Those that are silent or whose engine stands still, for a moment so far, are among them only when all are so.
+        Those that are silent or whose engine stands still, for a moment so far, are among them only when all are so; never
+        with `or_nobody`, for who can do without.
         """
-        known = self._usable.get((model, adapter))
+        known = self._usable.get((model, adapter, or_nobody))
         if known is None:
-            known = self._usable[model, adapter] = self._find_usable(model, adapter)
+            known = self._usable[model, adapter, or_nobody] = self._find_usable(model, adapter, or_nobody=or_nobody)
         return known
 
-    def _find_usable(self, model: str | None, adapter: str) -> Sequence[InstanceRecord]:
+    def _find_usable(self, model: str | None, adapter: str, *, or_nobody: bool) -> Sequence[InstanceRecord]:
         found = [
             p
             for p in self._pulses.values()
@@ -91,7 +94,7 @@ class Liveness:
             and (not adapter or adapter in p.record.adapters)
         ]
         moving = [p for p in found if not p.is_still]
-        return sorted((p.record for p in moving or found), key=lambda r: r.instance_id)
+        return sorted((p.record for p in (moving if moving or or_nobody else found)), key=lambda r: r.instance_id)
 
     def find(self, instance_id: str) -> InstanceRecord | None:
         """The record of an instance, lost or not."""
@@ -123,7 +126,7 @@ class Liveness:
         now = self._clock()
         if pulse.last is None or pulse.last.step != heartbeat.step or not heartbeat.busy:
             if pulse.last is not None and pulse.last.busy:
-                pulse.longest_s = max(FADES * pulse.longest_s, min(now - pulse.advanced, LONGEST_STEP_S))
+                pulse.usual_s += LATEST * (min(now - pulse.advanced, LONGEST_STEP_S) - pulse.usual_s)
             pulse.advanced = now
         if heartbeat.draining != pulse.is_draining:
             self._usable.clear()
@@ -150,7 +153,7 @@ class Liveness:
 
     def _look(self, pulse: _Pulse, now: float) -> None:
         """Whether it moves."""
-        patience_s = max(STILL_AFTER_S, LONG_STEPS * pulse.longest_s)
+        patience_s = max(STILL_AFTER_S, LONG_STEPS * pulse.usual_s)
         is_still = now - pulse.heard > STILL_AFTER_S or now - pulse.advanced > patience_s
         if is_still != pulse.is_still:
             pulse.is_still = is_still
@@ -235,14 +238,18 @@ def heartbeat_of(
 
 
 @asynccontextmanager
-async def send_heartbeats(bus: Bus, subject: str, make: Callable[[], Heartbeat]) -> AsyncIterator[None]:
-    """Publish `make()` on `<subject>.heartbeat` while inside."""
+async def send_heartbeats(bus: Bus, subject: str, make: Callable[[], Heartbeat]) -> AsyncIterator[Callable[[], None]]:
+    """Publish `make()` on `<subject>.heartbeat` while inside; at once when what this gives is called."""
+    now = asyncio.Event()
 
     async def beat() -> None:
         while True:
+            now.clear()
             with suppress(BackendUnavailable):  # the bus reports its own outages
                 await bus.publish(f"{subject}.heartbeat", make())
-            await asyncio.sleep(EVERY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await now.wait()
 
     async with background(beat(), "heartbeat"):
-        yield
+        yield now.set

@@ -29,7 +29,7 @@ class SessionAffinity:
         load: Load,
         *,
         idle_s: float = IDLE_S,
-        sessions: int = SESSIONS,
+        sessions: float = SESSIONS,
         spill: float = SPILL,
         spill_tokens: float = SPILL_TOKENS,
     ) -> None:

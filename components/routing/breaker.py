@@ -77,6 +77,11 @@ class Breaker:
         self._lifecycle.advance(B.CLOSED)
         return True
 
+    def undecided(self, now_s: float) -> None:
+        """A request ended without a word for or against the instance: if it was the one that tried, another may."""
+        if self.state is B.HALF_OPEN:
+            self._until_s = min(self._until_s, now_s)
+
     def failed(self, now_s: float) -> None:
         """A request failed there."""
         if self.state is B.OPEN:  # one from before

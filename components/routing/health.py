@@ -47,13 +47,14 @@ class Health:
         self._warming.pop(instance_id, None)
         self._breakers.pop(instance_id, None)
 
-    def candidates(self, members: Sequence[Member], now_s: float) -> Sequence[Member]:
+    def candidates(self, members: Sequence[Member], now_s: float, *, or_nobody: bool = False) -> Sequence[Member]:
         """Those of `members` that may get a request now, in their order.
 
-        With every breaker open, all of them: whoever may be broken is better than nobody.
+        With every breaker open, all of them: whoever may be broken is better than nobody, unless nobody will do.
         """
         if self._breakers:
-            members = [m for m in members if self._ready_s(m.instance_id) <= now_s] or members
+            ready = [m for m in members if self._ready_s(m.instance_id) <= now_s]
+            members = ready if ready or or_nobody else members
         if not self._warming:
             return members
         self._end_of_warming(now_s)
@@ -85,6 +86,11 @@ class Health:
             self._warming[instance_id] = _Warming(now_s)
         if breaker.state is BreakerState.CLOSED:
             del self._breakers[instance_id]
+
+    def undecided(self, instance_id: str, now_s: float) -> None:
+        """A request ended there that says nothing of the instance: it was refused, or its client left."""
+        if (breaker := self._breakers.get(instance_id)) is not None:
+            breaker.undecided(now_s)
 
     def failed(self, instance_id: str, now_s: float) -> None:
         """A request failed there in a way that speaks against the instance; a refusal does not."""

@@ -1,6 +1,6 @@
 """Every worker says twice a second that it lives, what it carries and how far its engine has counted.
 
-On `<subject>.heartbeat`. A lease tells of a lost process after its TTL; a heartbeat tells of a hung one within 2 s.
+On `<subject>.heartbeat`. A lease tells of a lost process after its TTL; a heartbeat, or none, of a silent or hung one in 2 s.
 """
 
 from components.wire.codec import Struct, message

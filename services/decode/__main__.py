@@ -68,7 +68,15 @@ async def main(settings: DecodeSettings) -> None:
         keep_profiles(f"decode {me}", EngineProfiler(engine, {"role": "decode", "instance": me})) as profiles,
         publish_kv_events(bus, subject, me, lambda: registration.epoch, on=settings.engine.kv_events) as kv_events,
         serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
-        watch_fleet(bus, settings.namespace, "prefill", registry.book, settings.prefill_policy) as prefills,
+        watch_fleet(
+            bus,
+            settings.namespace,
+            "prefill",
+            registry.book,
+            settings.prefill_policy,
+            kv_index_blocks=settings.kv_index_blocks,
+            metrics=metrics.registry,
+        ) as prefills,
         open_outbox(
             bus, me, lambda: registration.epoch, lambda: engine.stats.step, settings.frame_interval_ms / 1e3
         ) as outbox,
@@ -114,13 +122,13 @@ async def main(settings: DecodeSettings) -> None:
         endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]
         async with (
             serve_calls(bus, "decode", subject, endpoints, {"instance_id": me, "model": model}),
-            send_heartbeats(bus, subject, service.heartbeat),
+            send_heartbeats(bus, subject, service.heartbeat) as beat,
             registry.advertise(registration, record),
         ):
             settle()
             log_ready(instance=me, model=model)
             await first(stop_signal(), raises(engine.failed()))
-            await drain(service, settings.drain_timeout_s)
+            await drain(service, settings.drain_timeout_s, beat)
 
 
 if __name__ == "__main__":

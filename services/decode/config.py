@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
-from components.routing.policies import DEFAULT, PolicyName
-from components.settings import MeshSettings
+from components.routing.policies import DEFAULT
+from components.settings import ABOUT_POLICIES, MeshSettings, RoutingPolicy
 from engine.config import EngineConfig
 
 OnTransferFailure = Literal["recompute", "fail"]
@@ -31,9 +31,9 @@ class DecodeSettings(MeshSettings):
             " prefill instance, are computed on decode in both cases"
         ),
     ] = "recompute"
-    prefill_policy: Annotated[PolicyName, Field(description="how a prefill instance is chosen; docs/routing.md")] = (
-        DEFAULT["prefill"]
-    )
+    prefill_policy: Annotated[
+        RoutingPolicy, Field(description=f"how a prefill instance is chosen: {ABOUT_POLICIES}")
+    ] = DEFAULT["prefill"]
     max_local_prefill: Annotated[
         int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
     ] = 16

@@ -20,7 +20,7 @@ from components.errors import (
     Rejected,
     UnknownModel,
 )
-from components.messaging.deadline import remaining_s
+from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import heartbeat_of
 from components.messaging.service import Endpoint
@@ -272,7 +272,8 @@ class DecodeService:
             run = self._engine.call if light else self._engine.post
             outputs = await run(lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs))
         except MeshError as exc:
-            if fetch.waits_for_prefill or isinstance(exc, PrefillLost):
+            in_time = now_ms() < active.request.deadline_unix_ms  # else it came with too little time left
+            if in_time and (fetch.waits_for_prefill or isinstance(exc, PrefillLost)):
                 route.failed(exc)
             self._settle_later(fetch)
             self._go_on_without_kv(active, exc)

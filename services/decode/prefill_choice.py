@@ -73,9 +73,15 @@ class PrefillChoice:
         blocks = wanted.blocks
         ask = Ask(blocks.num_tokens, session=wanted.session, prefix=blocks.prefix(), explain=explain, dry=dry)
         chosen = self._router.choose(ask, blocks, usable)
-        if chosen is not None:
-            return chosen
-        return f"no prefill instance{f' with adapter {wanted.adapter}' if wanted.adapter else ''} is alive"
+        return self._why_nobody(usable, wanted.adapter) if chosen is None else chosen
+
+    def _why_nobody(self, usable: Sequence[InstanceRecord], adapter: str) -> str:
+        which = f"prefill instance{f' with adapter {adapter}' if adapter else ''}"
+        if usable:
+            return f"every {which} has just failed, and is tried again later"
+        if self._alive.usable(self._model, adapter):
+            return f"every {which} stands still, or does not fit"
+        return f"no {which} is alive"
 
     def record_of(self, chosen: Chosen) -> InstanceRecord:
         """The instance that was chosen a moment ago."""
@@ -94,7 +100,7 @@ class PrefillChoice:
 
     def _usable(self, adapter: str) -> Sequence[InstanceRecord]:
         """Prefill instances whose KV is what we would compute with `adapter`."""
-        alive = self._alive.usable(self._model, adapter)
+        alive = self._alive.usable(self._model, adapter, or_nobody=True)
         known = self._fitting.get(adapter)
         if known is None or known.of is not alive:
             known = _Fitting(alive, [record for record in alive if self._fits(record, adapter)])

@@ -78,13 +78,13 @@ async def main(settings: PrefillSettings) -> None:
         endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]
         async with (
             serve_calls(bus, "prefill", subject, endpoints, {"instance_id": me, "model": model}),
-            send_heartbeats(bus, subject, service.heartbeat),
+            send_heartbeats(bus, subject, service.heartbeat) as beat,
             registry.advertise(registration, record),
         ):
             settle()
             log_ready(instance=me, model=model)
             await first(stop_signal(), raises(engine.failed()))
-            await drain(service, settings.drain_timeout_s)
+            await drain(service, settings.drain_timeout_s, beat)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ class Service:
 def test_a_leaving_service_takes_nothing_new_and_finishes_what_it_has() -> None:
     async def test() -> None:
         service = Service()
-        leaving = asyncio.create_task(drain(service, 5))
+        told: list[bool] = []
+        leaving = asyncio.create_task(drain(service, 5, lambda: told.append(service.draining)))
         await asyncio.sleep(0)
-        assert service.draining
+        assert told == [True], "everybody hears of it at once"
         assert not leaving.done()
         service.empty.set()
         await leaving
@@ -47,7 +48,7 @@ def test_what_does_not_finish_in_time_is_given_up(monkeypatch: pytest.MonkeyPatc
     async def test(*, obeys: bool) -> None:
         service = Service()
         service.obeys = obeys
-        await asyncio.wait_for(drain(service, 0.01), 5)
+        await asyncio.wait_for(drain(service, 0.01, lambda: None), 5)
         assert service.given_up == ["this instance is leaving"]
 
     asyncio.run(test(obeys=True))

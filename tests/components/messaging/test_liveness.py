@@ -234,6 +234,26 @@ def test_where_all_stand_still_all_are_usable() -> None:
     watched.beat("b")
     watched.after(1.6)
     assert watched.usable == ["a", "b"]
+    assert watched.liveness.usable(or_nobody=True) == []
+
+
+def test_who_hangs_again_and_again_is_passed_over_each_time() -> None:
+    watched = Watched()
+    step = 0
+    for _ in range(5):
+        for _ in range(4):  # two seconds of work
+            step += 1
+            watched.beat("a", step=step, busy=True)
+            watched.beat("b", step=step, busy=True)
+            watched.after(0.5)
+        assert watched.usable == ["a", "b"]
+        usable = []
+        for tick in range(10):  # five of none
+            watched.beat("a", step=step, busy=True)
+            watched.beat("b", step=step + tick + 1, busy=True)
+            watched.after(0.5)
+            usable.append(watched.usable)
+        assert usable[4:] == [["b"]] * 6
 
 
 def test_a_heartbeat_is_passed_on_if_it_is_of_the_present_epoch() -> None:

@@ -149,6 +149,21 @@ def test_a_try_that_nobody_reports_on_blocks_its_instance_for_a_while_only() -> 
     assert names(health.candidates(members, 1.0 + USUAL.try_s)) == "i000 i001"
 
 
+def test_a_try_that_says_nothing_makes_place_for_another_one() -> None:
+    health = Health(Random(0), BreakerSettings(failures=1))
+    members = old_fleet(1, health)
+    health.failed("i000", 0.0)
+    health.undecided("i000", 0.1)
+    assert names(health.candidates(members, 0.2, or_nobody=True)) == "", "it was one from before"
+    health.sent("i000", 1.1)
+    assert names(health.candidates(members, 1.2, or_nobody=True)) == ""
+    health.undecided("i000", 1.3)
+    assert names(health.candidates(members, 1.3, or_nobody=True)) == "i000"
+    health.sent("i000", 1.3)
+    assert names(health.candidates(members, 1.4, or_nobody=True)) == "", "one at a time"
+    assert health.state("i000") is B.HALF_OPEN
+
+
 def test_when_every_breaker_is_open_everybody_may_be_asked() -> None:
     health = Health(Random(0), BreakerSettings(failures=1))
     members = old_fleet(3, health)
@@ -157,6 +172,8 @@ def test_when_every_breaker_is_open_everybody_may_be_asked() -> None:
     assert names(health.candidates(members, 0.1)) == "i000"
     health.failed("i000", 0.1)
     assert names(health.candidates(members, 0.2)) == "i000 i001 i002"
+    assert names(health.candidates(members, 0.2, or_nobody=True)) == ""
+    assert names(health.candidates(members, 1.1, or_nobody=True)) == "i000 i001 i002", "each is tried again in time"
 
 
 def test_an_instance_that_is_gone_is_gone_with_its_failures() -> None:

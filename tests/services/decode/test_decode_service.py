@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
@@ -22,7 +23,7 @@ from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
-from components.messaging.heartbeats import Liveness
+from components.messaging.heartbeats import STILL_AFTER_S, Liveness
 from components.messaging.service import Endpoint
 from components.messaging.streams import open_outbox
 from components.routing.breaker import USUAL, BreakerState
@@ -919,9 +920,19 @@ async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstr
         decode.prefill.refusal = PeerLost("gone")
     else:
         decode.prefill.offer_refusal = PeerLost("bootstrap is gone")
-    for number in range(1, 5):
+    for number in range(1, 6):
         await decode.ask(stream_id=number)
         decode.engine.step(reserved=[Reserved(f"r.{number}", PAGES, 1)])
         await turns()
-    assert len(decode.prefill.asked) > USUAL.failures
     assert decode.fleet.router.health.state("p") is state
+    assert len(decode.prefill.asked) == (USUAL.failures if blamed else 5), "a broken one is worse than nobody here"
+
+
+async def test_a_prefill_that_stands_still_gets_no_new_prompts_though_there_is_no_other(decode: Decode) -> None:
+    decode.beat(0, 0.0)
+    decode.prefills._clock = lambda: time.monotonic() + STILL_AFTER_S + 0.1
+    decode.prefills.check()
+    assert not decode.prefills.is_lost("p")
+    await decode.ask()
+    assert not decode.prefill.asked
+    assert decode.queues() == {"waiting": 1}
