@@ -61,11 +61,18 @@ class KvMirror:
         self._rng = rng
         self._instances: dict[str, _Instance] = {}
         self._asking: set[str] = set()  # instances whose dump is needed and not asked for
+        self._said_full = False
+        self._asked_again: _Instance | None = None  # whose blocks had no room
         self._wake = asyncio.Event()
         self._turns = asyncio.Semaphore(DUMPS_AT_ONCE)
         for record in book.of_role(role):
             self._changed(None, record)
         book.subscribe(self._changed)
+
+    @property
+    def missing(self) -> int:
+        """Blocks that the index had no room for, at most."""
+        return sum(instance.follower.missing for instance in self._instances.values())
 
     def is_current(self, instance_id: str) -> bool:
         """Whether the instance is followed and all that it has said is in the index."""
@@ -105,8 +112,8 @@ class KvMirror:
                         instance.task = tasks.create_task(self._sync(instance), name=f"kv-dump {instance_id}")
                 self._asking.clear()
 
-    async def watch_connection(self) -> None:
-        """After a reconnect ask everyone, for ever: what was sent meanwhile is lost."""
+    async def look(self) -> None:
+        """For ever: after a reconnect ask everyone, for what was sent meanwhile is lost; with room again, who had none."""
         seen = self._bus.client.stats["reconnects"]
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -115,6 +122,25 @@ class KvMirror:
                 for instance in self._instances.values():
                     instance.follower.doubt()
                     self._ask(instance)
+            self._make_up_for_refused()
+
+    def _make_up_for_refused(self) -> None:
+        """One at a time: it may fill the index again."""
+        without = [i for i in self._instances.values() if i.follower.missing and not i.follower.needs_dump]
+        if without and not self._said_full:
+            self._said_full = True
+            facts = {"role": self._role, "missing_blocks": self.missing}
+            log.warning(
+                "the KV index is full, what is cached beyond it is not seen: raise --kv-index-blocks", extra=facts
+            )
+        asked = self._asked_again
+        if asked is not None and asked.follower.needs_dump and self._is_followed(asked):
+            return
+        self._asked_again = None
+        if without and self._index.has_room:
+            self._asked_again = instance = max(without, key=lambda i: i.follower.missing)
+            instance.follower.doubt()
+            self._ask(instance)
 
     def _ask(self, instance: _Instance) -> None:
         self._asking.add(instance.record.instance_id)
@@ -199,6 +225,6 @@ async def follow_kv_events(
     async with (
         bus.subscription(f"{namespace}.{role}.*.kv_events", mirror.receive),
         background(mirror.run(), f"kv-dumps-{role}"),
-        background(mirror.watch_connection(), f"kv-connection-{role}"),
+        background(mirror.look(), f"kv-look-{role}"),
     ):
         yield mirror

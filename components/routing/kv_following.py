@@ -12,8 +12,12 @@ MAX_HELD_BLOCKS: Final = 1 << 18  # in these, 4 MB of hashes
 class BlockIndex(Protocol):
     """What is kept up to date: a `KvIndex`."""
 
-    def add(self, instance_id: str, blocks: Iterable[bytes]) -> None:
-        """The instance holds these too."""
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for much."""
+
+    def add(self, instance_id: str, blocks: Iterable[bytes]) -> int:
+        """The instance holds these too. Returns: how many of them there was no room for."""
 
     def discard(self, instance_id: str, blocks: Iterable[bytes]) -> None:
         """The instance no longer holds these."""
@@ -35,6 +39,7 @@ class Follower:
         self.needs_dump = True
         self.number: int | None = None  # of the batch up to which the index is right; None: it is not
         self.gaps = 0  # seen
+        self.missing = 0  # blocks that the index had no room for, at most; a dump brings those that are still held
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
         self._held_blocks = 0  # in batches that came, the doubled ones counted twice
@@ -46,7 +51,7 @@ class Follower:
             self._hold(batch)
         elif batch.number == self.number + 1:
             self._index.discard(self.instance_id, batch.removed)
-            self._index.add(self.instance_id, batch.stored)
+            self.missing += self._index.add(self.instance_id, batch.stored)
             self.number = batch.number
         elif batch.number > self.number:
             self.gaps += 1
@@ -60,16 +65,16 @@ class Follower:
     def dump_asked(self) -> int | None:
         """The number to ask with: none needs to be sent if it is the worker's."""
         self._doubted = False
-        return self.number
+        return None if self.missing else self.number
 
     def dump_begins(self) -> None:
         """What was known is out of date."""
-        self.number = None
+        self.number, self.missing = None, 0
         self._index.remove(self.instance_id)
 
     def dump_part(self, blocks: Iterable[bytes]) -> None:
         """Some of what the instance holds."""
-        self._index.add(self.instance_id, blocks)
+        self.missing += self._index.add(self.instance_id, blocks)
 
     def dump_ends(self, number: int) -> None:
         """The index is right up to batch `number`; take up what has arrived since. A dump may be needed again then."""
@@ -82,8 +87,7 @@ class Follower:
     def forget(self) -> None:
         """The instance cannot be asked, or is gone: it holds nothing that we know of."""
         self.needs_dump = True
-        self.number = None
-        self._index.remove(self.instance_id)
+        self.dump_begins()
 
     def _hold(self, batch: KvEventBatch) -> None:
         if len(self._held) >= MAX_HELD or self._held_blocks >= MAX_HELD_BLOCKS:

@@ -11,6 +11,7 @@ from itertools import compress, count
 from typing import Final
 
 MAX_BLOCKS: Final = 4_000_000
+ROOMY: Final = 1 / 16  # of what it may hold
 SHARDS: Final = 256  # by a hash's first byte: a dictionary of millions would stand still for as long as it grows
 INTERNED: Final = 1 << 16  # masks
 # One bit in so many, or more: all bits are looked at faster, as text, than each that is set is found by arithmetic.
@@ -22,14 +23,15 @@ SWEPT_PER_ADD: Final = 4  # blocks looked at for each block added, while there i
 class KvIndex:
     """Blocks and their holders, at most `max_blocks`: one too many is refused, and counted.
 
-    Refused, because the index mirrors caches that evict by themselves: there is room again as soon as they do. What is
-    refused is the end of a prefix rather than its beginning, which came before it.
+    Refused, because the index mirrors caches that evict by themselves: there is room again as soon as they do, and whoever
+    was refused something asks for it again then (`Follower.missing`). What is refused is the end of a prefix rather than its
+    beginning, which came before it.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.num_blocks = 0  # those of instances that have gone included, until they are swept out
         self.refused = 0  # blocks, since start
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         self._masks: dict[int, int] = {}  # each mask by itself: one object for equal ones
         self._slots: dict[str, int] = {}
@@ -41,6 +43,11 @@ class KvIndex:
         self._sweeping = 0  # of these, those that the pass under way sweeps out
         self._next_shard = 0  # of that pass
         self._credit = 0  # blocks that may be looked at
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it is worth while to add what was refused before."""
+        return self.num_blocks < self.max_blocks * (1 - ROOMY)
 
     def __contains__(self, instance_id: str) -> bool:
         """Whether the instance was added and not removed."""
@@ -64,11 +71,11 @@ class KvIndex:
             ended.append((depth, alive))
         return {self._ids[slot]: depth for depth, slots in ended for slot in _bits(slots)}
 
-    def add(self, instance_id: str, blocks: Iterable[bytes]) -> None:
-        """The instance holds these too; it need not be known."""
+    def add(self, instance_id: str, blocks: Iterable[bytes]) -> int:
+        """The instance holds these too; it need not be known. Returns: how many were refused."""
         bit = self._bit_of(instance_id)
         self._written |= bit
-        shards, live, looked = self._shards, self._live, 0
+        shards, live, looked, refused = self._shards, self._live, 0, 0
         for block in blocks:
             looked += 1
             shard = shards[block[0]]
@@ -76,13 +83,15 @@ class KvIndex:
             if mask is not None:
                 if not mask & bit:
                     shard[block] = self._shared(mask & live | bit)
-            elif self.num_blocks < self._max_blocks:
+            elif self.num_blocks < self.max_blocks:
                 shard[block] = bit
                 self.num_blocks += 1
             else:
-                self.refused += 1
+                refused += 1
+        self.refused += refused
         if self._left:
             self._sweep(looked)
+        return refused
 
     def discard(self, instance_id: str, blocks: Iterable[bytes]) -> None:
         """The instance no longer holds these; those that it does not hold are ignored."""

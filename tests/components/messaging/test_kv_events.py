@@ -14,10 +14,11 @@ from components.discovery.book import InstanceBook
 from components.errors import BackendUnavailable, Overloaded, Rejected, StaleInstance
 from components.messaging import kv_publisher, kv_subscriber
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.kv_metrics import KvMirrorMetrics
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.messaging.service import serve_calls
-from components.routing.kv_index import KvIndex
+from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.wire.kv_events import DUMP_PART_BLOCKS, FetchKvDump, KvDumpPart, KvEventBatch, pack_batch, unpack_hashes
 from services.local.servers import NATS, running
 from tests.components.discovery.records import record
@@ -95,8 +96,8 @@ async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
 
 
 @asynccontextmanager
-async def scene(url: str, namespace: str) -> AsyncIterator[Scene]:
-    book, index = InstanceBook(), KvIndex()
+async def scene(url: str, namespace: str, max_blocks: int = MAX_BLOCKS) -> AsyncIterator[Scene]:
+    book, index = InstanceBook(), KvIndex(max_blocks)
     async with (
         worker(url, namespace, book) as one,
         connect_bus(url, "router") as router,
@@ -228,6 +229,26 @@ async def test_after_a_restart_of_nats_everyone_is_asked_and_only_changes_are_se
         await server.restart()
         await until(lambda: s.mirror.counts.dumps >= 2, 30)
         await s.until_it_agrees()
+
+
+async def test_what_an_index_has_no_room_for_is_asked_for_again_when_it_has(
+    nats_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(nats_url, namespace, max_blocks=100) as s:
+        others = fresh(90)
+        s.index.add("other", others)
+        s.worker.store(fresh(50))
+        s.worker.register("1")
+        await until(lambda: s.mirror.missing == 40)
+        await until(lambda: "--kv-index-blocks" in caplog.text)
+        shown = {m.name: m.samples[0].value for m in KvMirrorMetrics(s.index, s.mirror).collect()}
+        assert shown["kv_index_blocks"] == shown["kv_index_max_blocks"] == 100
+        assert shown["kv_index_missing_blocks"] == shown["kv_index_refused_blocks"] == 40
+        s.index.discard("other", others)
+        await s.until_it_agrees()
+        assert s.mirror.missing == 0
+        assert s.mirror.counts.dumps == 2
+        assert caplog.text.count("--kv-index-blocks") == 1
 
 
 async def test_nothing_is_sent_when_nothing_has_happened(nats_url: str, namespace: str) -> None:

@@ -55,9 +55,11 @@ class Cache:
 class FollowingMachine(RuleBasedStateMachine):
     """One router follows two workers."""
 
+    max_blocks = 1000
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = KvIndex()
+        self.index = KvIndex(self.max_blocks)
         self.caches = {name: Cache(name) for name in NAMES}
         self.followers = {name: Follower(name, "0", self.index) for name in NAMES}
         self.dumps: dict[str, tuple[int, list[bytes]]] = {}  # under way: the number, and what has not arrived
@@ -148,7 +150,9 @@ class FollowingMachine(RuleBasedStateMachine):
     def what_is_followed_is_exact(self) -> None:
         for name, follower in self.followers.items():
             if follower.number is not None:
-                assert self.index.blocks_of(name) == self.caches[name].at[follower.number]
+                held, known = self.caches[name].at[follower.number], self.index.blocks_of(name)
+                assert known <= held
+                assert len(held - known) <= follower.missing
 
     def teardown(self) -> None:
         """All that is on its way arrives, a sign of life, dumps as long as they are needed: nothing is missing."""
@@ -162,7 +166,9 @@ class FollowingMachine(RuleBasedStateMachine):
                 self.ask(name)
                 self.dump_part(name, len(BLOCKS))
             assert not self.followers[name].needs_dump
-            assert self.index.blocks_of(name) == cache.blocks
+            assert self.followers[name].missing or self.index.blocks_of(name) == cache.blocks
+        if self.max_blocks >= len(BLOCKS):
+            assert not any(follower.missing for follower in self.followers.values())
 
     def _receive(self, name: str, data: bytes) -> None:
         batch = unpack_batch(data)
@@ -170,8 +176,16 @@ class FollowingMachine(RuleBasedStateMachine):
             self.followers[name].received(batch)
 
 
+class FollowingWithoutRoom(FollowingMachine):
+    """An index that cannot hold them all."""
+
+    max_blocks = 5
+
+
 TestFollowing = FollowingMachine.TestCase
 TestFollowing.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestFollowingWithoutRoom = FollowingWithoutRoom.TestCase
+TestFollowingWithoutRoom.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 def test_a_block_that_comes_and_goes_between_two_batches_is_not_mentioned() -> None:
@@ -218,3 +232,22 @@ def test_a_doubt_that_comes_while_a_dump_is_fetched_is_not_forgotten() -> None:
     assert follower.dump_asked() == 7
     follower.dump_ends(7)
     assert not follower.needs_dump
+
+
+def test_what_found_no_room_is_missing_until_a_whole_dump_is_taken_in() -> None:
+    index = KvIndex(max_blocks=3)
+    index.add("other", BLOCKS[8:10])
+    follower = Follower("a", "0", index)
+    follower.dump_begins()
+    follower.dump_part(BLOCKS[:2])
+    follower.dump_ends(1)
+    follower.received(KvEventBatch("a", "0", 2, BLOCKS[2:3], []))
+    assert (follower.missing, follower.needs_dump) == (2, False)
+    index.discard("other", BLOCKS[8:10])
+    follower.doubt()
+    assert follower.dump_asked() is None, "that nothing has changed there is no answer"
+    follower.dump_begins()
+    follower.dump_part(BLOCKS[:3])
+    follower.dump_ends(2)
+    assert (follower.missing, follower.needs_dump) == (0, False)
+    assert index.blocks_of("a") == set(BLOCKS[:3])

@@ -103,13 +103,13 @@ def test_an_empty_prompt_is_cached_nowhere() -> None:
 def test_a_block_too_many_is_refused_and_there_is_room_when_others_have_gone() -> None:
     index = KvIndex(max_blocks=3)
     long = PROMPTS[3]
-    index.add("a", long)
-    assert (index.num_blocks, index.refused) == (3, 2)
+    assert index.add("a", long) == 2
+    assert (index.num_blocks, index.refused, index.has_room) == (3, 2, False)
     assert index.find(long) == {"a": 3}, "the beginning is what is kept"
     index.add("b", long[:2])
     assert index.find(long) == {"a": 3, "b": 2}, "a second holder of a block costs no block"
     index.discard("a", long)
-    assert index.num_blocks == 2
+    assert (index.num_blocks, index.has_room) == (2, True)
     index.add("c", chain(7))
     assert index.find(chain(7)) == {"c": 1}
 
