@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -20,8 +20,15 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from components.routing.kv_index import MAX_BLOCKS
+from components.routing.policies import POLICIES, check_policy
+
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
 WITH_SETTINGS: Final = (*ROLES, "planner")  # each with a prefix of its own
+
+
+RoutingPolicy = Annotated[str, AfterValidator(check_policy)]
+ABOUT_POLICIES: Final = f"{', '.join(POLICIES)}; NAME@OPTION=NUMBER,… with other numbers; docs/routing.md"
 
 
 class MeshSettings(BaseSettings):
@@ -48,6 +55,10 @@ class MeshSettings(BaseSettings):
         ),
     ] = "smollm2-135m"
     served_model_name: Annotated[str | None, Field(description="the name clients use; default: from --model")] = None
+    kv_index_blocks: Annotated[
+        PositiveInt,
+        Field(description="blocks of KV, pages that is, that a router remembers of all caches; some 110 bytes each"),
+    ] = MAX_BLOCKS
     lease_ttl_s: Annotated[
         float, Field(ge=2.0, description="an instance silent for this long leaves etcd, seconds")
     ] = 10.0

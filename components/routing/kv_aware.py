@@ -31,14 +31,14 @@ class KvWeights:
     even_s: float = 60.0  # half-life of what was given to an instance: of equals, the one with the least is taken
     usual_speeds: float = 2.0  # speeds within this factor of the usual one are taken for it: a step's time says no more
     spill: float = 2.0  # an instance with more than this multiple of the mean, and the slack, is passed over
-    spill_requests: int = 4  # the slack, in requests
-    spill_tokens: int = 8192  # the slack, in queued tokens
+    spill_requests: float = 4  # the slack, in requests
+    spill_tokens: float = 8192  # the slack, in queued tokens
 
     def __post_init__(self) -> None:
         if self.spill < 2:
             raise ValueError(f"spill is {self.spill}; below 2 nobody might be left to choose")
-        if self.even_s <= 0 or self.crowd_tokens <= 0 or self.usual_speeds < 1:
-            raise ValueError("even_s and crowd_tokens must be above 0 and usual_speeds no less than 1")
+        if self.even_s < 1e-3 or self.crowd_tokens < 1 or self.usual_speeds < 1:
+            raise ValueError("even_s must be 0.001 at least, crowd_tokens and usual_speeds 1")
         if min(self.cached, self.queued, self.request, self.temperature, self.near) < 0:
             raise ValueError("weights must not be negative")
         if min(self.spill_requests, self.spill_tokens) < 0:

@@ -35,6 +35,7 @@ class Sent:
     where: "_Instance"
     branches: int = 1  # that it runs as, there
     number: int | None = None  # what the instance calls it; None: it has not answered
+    computed: bool = False  # its prompt is
 
 
 @dataclass(slots=True, eq=False)
@@ -46,18 +47,29 @@ class _Instance:
     queued_tokens: int = 0  # by that heartbeat
     running: int = 0
     used_pages: int = 0
-    ours: int = 0  # branches of our requests there that are not over: no fewer can be there, whatever it says
+    # Of our requests there that are not over.
+    ours: int = 0  # branches: no fewer can be there, whatever it says
+    ours_tokens: int = 0  # of prompts that are not computed
+    ours_pages: int = 0
     untold: dict[Sent, None] = field(default_factory=dict)
     untold_tokens: int = 0
     untold_pages: int = 0
     untold_branches: int = 0
 
     def show(self) -> None:
-        """Into the member, where policies look."""
+        """Into the member, where policies look.
+
+        Whoever denies requests of ours is believed in nothing that is less than these would make it. Else it knows better: they
+        may share pages, and be computed in part.
+        """
         member = self.member
         member.queued_tokens = self.queued_tokens + self.untold_tokens
-        member.running = max(self.running + self.untold_branches, self.ours)
+        member.running = self.running + self.untold_branches
         member.used_pages = self.used_pages + self.untold_pages
+        if member.running < self.ours:
+            member.running = self.ours
+            member.queued_tokens = max(member.queued_tokens, self.ours_tokens)
+            member.used_pages = max(member.used_pages, self.ours_pages)
 
 
 class LoadBook:
@@ -120,6 +132,8 @@ class LoadBook:
         sent = Sent(tokens, pages, now_s, instance, branches)
         instance.untold[sent] = self._untold[sent] = self._ours[sent] = None
         instance.ours += branches
+        instance.ours_tokens += tokens
+        instance.ours_pages += pages
         instance.untold_tokens += tokens
         instance.untold_pages += pages
         instance.untold_branches += branches
@@ -132,11 +146,20 @@ class LoadBook:
         if 0 < number <= sent.where.order[0]:
             self._told(sent)
 
+    def computed(self, sent: Sent) -> None:
+        """Its prompt is: what it brought says so."""
+        if sent in self._ours and not sent.computed:
+            sent.computed = True
+            sent.where.ours_tokens -= sent.tokens
+            sent.where.show()
+
     def over(self, sent: Sent) -> None:
         """Refused, failed, or answered to its end; more than once does no harm."""
         if sent in self._ours:
+            self.computed(sent)
             del self._ours[sent]
             sent.where.ours -= sent.branches
+            sent.where.ours_pages -= sent.pages
             sent.where.show()
         self._told(sent)
 

@@ -1,15 +1,16 @@
-"""The policies by the names that settings know them by."""
+"""The policies by the names that settings know them by: `NAME`, or `NAME@OPTION=NUMBER,…` where other numbers are wanted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from random import Random
 from typing import Final, Literal, get_args
 
 from components.routing.affinity import SessionAffinity
 from components.routing.bucket import Bucket
-from components.routing.cache_aware import CacheAware
+from components.routing.cache_aware import CacheAware, CacheAwareThresholds
 from components.routing.choice import Policy
 from components.routing.hashing import BoundedHashing, prefix_only, session_or_prefix
-from components.routing.kv_aware import KvAware
+from components.routing.kv_aware import KvAware, KvWeights
 from components.routing.load import Load, memory_load, prompt_load
 from components.routing.policy import LeastLoad, PowerOfTwo, RandomChoice, RoundRobin
 
@@ -31,27 +32,78 @@ DEFAULT: Final[dict[Phase, PolicyName]] = {"prefill": "kv_aware", "decode": "lea
 LOADS: Final[dict[Phase, Load]] = {"prefill": prompt_load, "decode": memory_load}
 OVERLAP: Final[dict[Phase, float]] = {"prefill": 0.0, "decode": 1.0}  # of least_load
 
-_MAKERS: Final[dict[PolicyName, Callable[[Phase, Random], Policy]]] = {
-    "round_robin": lambda phase, rng: RoundRobin(),
-    "random": lambda phase, rng: RandomChoice(rng),
-    "power_of_two": lambda phase, rng: PowerOfTwo(rng, LOADS[phase]),
-    "least_load": lambda phase, rng: LeastLoad(rng, LOADS[phase], OVERLAP[phase]),
-    "kv_aware": lambda phase, rng: KvAware(rng),
-    "cache_aware": lambda phase, rng: CacheAware(rng),
-    "prefix_hash": lambda phase, rng: BoundedHashing(rng, LOADS[phase], prefix_only, "least_load"),
-    "consistent_hashing": lambda phase, rng: BoundedHashing(rng, LOADS[phase], session_or_prefix, "next"),
-    "bucket": lambda phase, rng: Bucket(rng, LOADS[phase]),
-    "session_affinity": lambda phase, rng: SessionAffinity(make_policy(DEFAULT[phase], phase, rng), LOADS[phase]),
+Options = Mapping[str, float]
+MOST: Final = 1e9  # of any option: more means nothing, and products of it might be infinite
+OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {  # of those that have any
+    "least_load": ("overlap",),
+    "kv_aware": tuple(f.name for f in fields(KvWeights)),
+    "cache_aware": tuple(f.name for f in fields(CacheAwareThresholds)),
+    "prefix_hash": ("load_factor", "slack_tokens"),
+    "consistent_hashing": ("load_factor", "slack_tokens"),
+    "bucket": ("balance_abs_tokens", "balance_rel"),
+    "session_affinity": ("idle_s", "sessions", "spill", "spill_tokens"),
+}
+_MAKERS: Final[dict[PolicyName, Callable[[Phase, Random, Options], Policy]]] = {
+    "round_robin": lambda phase, rng, options: RoundRobin(),
+    "random": lambda phase, rng, options: RandomChoice(rng),
+    "power_of_two": lambda phase, rng, options: PowerOfTwo(rng, LOADS[phase]),
+    "least_load": lambda phase, rng, options: LeastLoad(rng, LOADS[phase], _overlap(phase, options)),
+    "kv_aware": lambda phase, rng, options: KvAware(rng, KvWeights(**options)),
+    "cache_aware": lambda phase, rng, options: CacheAware(rng, CacheAwareThresholds(**options)),
+    "prefix_hash": lambda phase, rng, options: BoundedHashing(rng, LOADS[phase], prefix_only, "least_load", **options),
+    "consistent_hashing": lambda phase, rng, options: BoundedHashing(
+        rng, LOADS[phase], session_or_prefix, "next", **options
+    ),
+    "bucket": lambda phase, rng, options: Bucket(rng, LOADS[phase], **options),
+    "session_affinity": lambda phase, rng, options: SessionAffinity(
+        make_policy(DEFAULT[phase], phase, rng), LOADS[phase], **options
+    ),
 }
 
 
-def make_policy(name: PolicyName, phase: Phase, rng: Random) -> Policy:
-    """A policy with its defaults for that phase; its draws come from `rng` alone."""
-    return _MAKERS[name](phase, rng)
+def parse_policy(text: str) -> tuple[PolicyName, Options]:
+    """`NAME` or `NAME@OPTION=NUMBER,…`. Raises: ValueError, saying which names and options there are."""
+    name, _, rest = text.partition("@")
+    known = next((policy for policy in POLICIES if policy == name), None)
+    if known is None:
+        raise ValueError(f"{name!r} is none of {', '.join(POLICIES)}")
+    options: dict[str, float] = {}
+    allowed = OPTIONS.get(known, ())
+    for given in rest.split(",") if rest else ():
+        option, _, number = given.partition("=")
+        if option not in allowed:
+            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
+        try:
+            options[option] = float(number)
+        except ValueError:
+            raise ValueError(f"{name}@{given}: OPTION=NUMBER is wanted") from None
+        if not 0 <= options[option] <= MOST:
+            raise ValueError(f"{name}@{given}: a number from 0 to {MOST:g} is wanted")
+    return known, options
 
 
-def looks_at_caches(name: PolicyName, phase: Phase) -> bool:
+def check_policy(text: str) -> str:
+    """The same text, when a policy can be made of it. Raises: ValueError."""
+    make_policy(text, "prefill", Random())
+    return text
+
+
+def make_policy(text: str, phase: Phase, rng: Random) -> Policy:
+    """A policy, with its defaults for that phase where `text` says nothing else; its draws come from `rng` alone.
+
+    Raises: ValueError, as `parse_policy` does, and for numbers that would leave nobody to choose.
+    """
+    name, options = parse_policy(text)
+    return _MAKERS[name](phase, rng, options)
+
+
+def looks_at_caches(text: str, phase: Phase) -> bool:
     """Whether it matters to a policy what instances have cached; else nobody need follow their events."""
+    name, options = parse_policy(text)
     if name == "session_affinity":
-        name = DEFAULT[phase]
-    return name in {"kv_aware", "cache_aware"} or (name == "least_load" and OVERLAP[phase] > 0)
+        return looks_at_caches(DEFAULT[phase], phase)
+    return name in {"kv_aware", "cache_aware"} or (name == "least_load" and _overlap(phase, options) > 0)
+
+
+def _overlap(phase: Phase, options: Options) -> float:
+    return options.get("overlap", OVERLAP[phase])

@@ -5,6 +5,7 @@ its own. One thread, one clock.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,13 +85,13 @@ def explained(policy: str, token_ids: bytes, chosen: Chosen | str) -> RouteExpla
 class Route:
     """One request on its way to an instance. Whoever sent it says what becomes of it, and at last that it is over."""
 
-    __slots__ = ("_failed", "_left", "_router", "_sent", "instance_id")
+    __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "instance_id")
 
     def __init__(self, router: "Router", instance_id: str, sent: Sent | None, branches: int) -> None:
         self._router = router
         self._sent = sent
         self._left = branches
-        self._failed = False
+        self._failed = self._succeeded = False
         self.instance_id = instance_id
 
     def accepted(self, number: int) -> None:
@@ -99,7 +100,10 @@ class Route:
             self._router.book.accepted(self._sent, number)
 
     def succeeded(self) -> None:
-        """It brought what was asked for, which speaks for the instance."""
+        """It brought what was asked for, or begins to, which speaks for the instance."""
+        self._succeeded = True
+        if self._sent is not None:
+            self._router.book.computed(self._sent)
         self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
@@ -111,17 +115,31 @@ class Route:
     def over(self) -> None:
         """One branch is there no longer, whatever became of it; with the last of them the request."""
         self._left -= 1
-        if self._left == 0 and self._sent is not None:
+        if self._left:
+            return
+        if self._sent is not None:
             self._router.book.over(self._sent)
+        if not (self._failed or self._succeeded):
+            self._router.health.undecided(self.instance_id, self._router.now_s)
 
 
 class Router:
     """See above. `index` holds what instances tell of their caches, and is kept by somebody else."""
 
     def __init__(
-        self, policy: Policy, rng: Random, clock: Callable[[], float], index: KvIndex | None, *, page_size: int = 16
+        self,
+        policy: Policy,
+        rng: Random,
+        clock: Callable[[], float],
+        index: KvIndex | None,
+        *,
+        page_size: int = 16,
+        or_nobody: bool = False,
     ) -> None:
-        """Without an `index` nobody asks what is cached. `page_size` is that of instances that do not say, in tokens."""
+        """Without an `index` nobody asks what is cached. `page_size` is that of instances that do not say, in tokens.
+
+        `or_nobody`: whoever asks can do without, so that rather nobody is chosen than somebody who has just failed.
+        """
         self.book = LoadBook()
         self.health = Health(rng)
         self.policy = policy
@@ -129,6 +147,7 @@ class Router:
         self._index = index
         self._guess = ApproximateIndex(clock=clock)  # for those that do not tell
         self._usual_page_size = page_size
+        self._or_nobody = or_nobody
         self._page_sizes: Counter[int] = Counter()
         self._silent: set[str] = set()  # instances that do not tell what they have cached
         self._usable: Sequence[Identified] | None = None  # asked for last, while nobody has come or gone
@@ -174,7 +193,7 @@ class Router:
 
         Whoever passes the same sequence again passes the same instances: it is looked through once.
         """
-        members = self.health.candidates(self._members_of(usable), self.now_s)
+        members = self.health.candidates(self._members_of(usable), self.now_s, or_nobody=self._or_nobody)
         cached = self._cached(blocks) if self._index is not None and (len(members) > 1 or ask.explain) else {}
         choice = self.policy.choose(ask, members, cached, self.now_s)
         if choice is None:
@@ -234,4 +253,11 @@ class Router:
             )
             for m in members
         ]
-        return sorted(seen, key=lambda c: (c.instance_id != choice.member.instance_id, c.cost or 0.0, c.instance_id))
+        return sorted(
+            seen,
+            key=lambda c: (
+                c.instance_id != choice.member.instance_id,
+                math.inf if c.cost is None else c.cost,
+                c.instance_id,
+            ),
+        )

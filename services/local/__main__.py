@@ -8,11 +8,20 @@ from typing import Annotated
 
 import typer
 
-from components.routing.policies import PolicyName
+from components.routing.policies import check_policy
+from components.settings import ABOUT_POLICIES
 from services.local.plan import Plan
 from services.local.supervisor import run_mesh
 
 Count = Annotated[int, typer.Option(min=1)]
+
+
+def _policy(given: str | None) -> str | None:
+    """Refused here rather than by each service that starts."""
+    try:
+        return None if given is None else check_policy(given)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
 
 
 def main(
@@ -76,12 +85,22 @@ def main(
         typer.Option(envvar="MESH_KV_TRANSFER", help="what moves KV: nixl (default), nixl/<PLUGIN>, mooncake, fake"),
     ] = None,
     prefill_policy: Annotated[
-        PolicyName | None,
-        typer.Option(envvar="MESH_DECODE_PREFILL_POLICY", help="how decode chooses a prefill worker [kv_aware]"),
+        str | None,
+        typer.Option(
+            envvar="MESH_DECODE_PREFILL_POLICY",
+            metavar="POLICY",
+            callback=_policy,
+            help=f"how decode chooses a prefill worker: {ABOUT_POLICIES} [kv_aware]",
+        ),
     ] = None,
     decode_policy: Annotated[
-        PolicyName | None,
-        typer.Option(envvar="MESH_FRONTEND_DECODE_POLICY", help="how frontends choose a decode worker [least_load]"),
+        str | None,
+        typer.Option(
+            envvar="MESH_FRONTEND_DECODE_POLICY",
+            metavar="POLICY",
+            callback=_policy,
+            help="how frontends choose a decode worker: likewise [least_load]",
+        ),
     ] = None,
     threads: Annotated[
         int | None,

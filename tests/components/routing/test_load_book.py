@@ -1,5 +1,6 @@
 """The load book against a world in which everything is known: requests, workers, heartbeats on their way."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -33,6 +34,7 @@ class Request:
     sent_s: float = 0.0
     answered: bool = False
     given_up: bool = False  # we told the book that it is over
+    computed: bool = False  # and that its prompt is
 
 
 @dataclass(eq=False)
@@ -132,6 +134,16 @@ class BookAgainstWorld(RuleBasedStateMachine):
             if told and request.answered:
                 self.give_up(request)
 
+    @rule(instance_id=IDS, data=st.data())
+    def a_first_token_comes(self, instance_id: str, data: st.DataObject) -> None:
+        """Of a prompt that its worker counts as queued for a while yet, or not."""
+        worker = self.workers.get(instance_id)
+        if worker is not None and worker.ours:
+            request = data.draw(st.sampled_from(worker.ours))
+            assert request.sent is not None
+            self.book.computed(request.sent)
+            request.computed = True
+
     @rule(instance_id=IDS)
     def says_what_it_carries(self, instance_id: str) -> None:
         if (worker := self.workers.get(instance_id)) is not None:
@@ -189,8 +201,13 @@ class BookAgainstWorld(RuleBasedStateMachine):
             ours = [r for r in worker.ours if not r.given_up and self.now - r.sent_s < OURS_FOR_S]
             told = said.num_requests + sum(r.branches for r in untold)
             assert member.running == max(told, sum(r.branches for r in ours))
-            assert member.queued_tokens == said.queued_tokens + sum(r.tokens for r in untold)
-            assert member.used_pages == said.held_pages + sum(r.pages for r in untold)
+            queued = said.queued_tokens + sum(r.tokens for r in untold)
+            pages = said.held_pages + sum(r.pages for r in untold)
+            if told < sum(r.branches for r in ours):  # it denies some
+                queued = max(queued, sum(r.tokens for r in ours if not r.computed))
+                pages = max(pages, sum(r.pages for r in ours))
+            assert member.queued_tokens == queued
+            assert member.used_pages == pages
             assert self.book.find(member.instance_id) is member
             kept += len(untold)
         assert self.book.num_untold == kept
@@ -243,9 +260,19 @@ def test_a_burst_between_two_heartbeats_does_not_land_on_the_one_that_looked_idl
     assert sorted(m.running for m in book.members) == [40, 40, 40, 40]
 
 
-def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound() -> None:
+@pytest.mark.parametrize(
+    ("name", "phase", "bound"),
+    [
+        ("kv_aware", "prefill", lambda fair: 2 * fair + KvWeights().spill_requests + 1),
+        ("least_load", "prefill", lambda fair: fair + 1),
+        ("least_load", "decode", lambda fair: fair + 1),
+    ],
+)
+def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound(
+    name: str, phase: Phase, bound: Callable[[float], float]
+) -> None:
     """Nothing ends, and after each request everybody tells what they have; one says zero each time."""
-    book, policy = LoadBook(), make_policy("kv_aware", "prefill", Random(0))
+    book, policy = LoadBook(), make_policy(name, phase, Random(0))
     had = {"a": 0, "b": 0, "c": 0, "liar": 0}
     for instance_id in had:
         book.joined(instance_id, "1")
@@ -253,16 +280,15 @@ def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound() -> Non
         choice = policy.choose(Ask(320), book.members, {}, 0.0)
         assert choice is not None
         chosen = choice.member.instance_id
-        sent = book.send(chosen, 320, 20, 0.0)
+        sent = book.send(chosen, 320 if phase == "prefill" else 0, 20, 0.0)
         assert sent is not None
         had[chosen] += 1
         book.accepted(sent, had[chosen])
         for instance_id, requests in had.items():
             says = 0 if instance_id == "liar" else requests
-            book.heard(
-                beat(instance_id, step=step, accepted=requests, num_requests=says, queued_tokens=320 * says), 0.0
-            )
-        assert had["liar"] <= 2 * (step + 1) / 4 + KvWeights().spill_requests + 1
+            load = {"queued_tokens": 320 * says} if phase == "prefill" else {"held_pages": 20 * says}
+            book.heard(beat(instance_id, step=step, accepted=requests, num_requests=says, **load), 0.0)
+        assert had["liar"] <= bound((step + 1) / 4)
 
 
 def test_a_heartbeat_that_is_faster_than_the_answer_counts_the_request_too() -> None:
@@ -293,10 +319,13 @@ def test_a_worker_that_says_nothing_of_its_requests_leaves_none_behind() -> None
         book.heard(beat(step=tenth), tenth / 10)
         assert member.running == 1
     book.heard(beat(step=10_000), FORGET_AFTER_S)
-    assert (member.queued_tokens, book.num_untold) == (0, 0)
-    assert member.running == 1  # for all we know it is there
+    assert book.num_untold == 0
+    # For all we know it is there.
+    assert (member.running, member.queued_tokens, member.used_pages) == (1, 100, 7)
+    book.computed(sent)
+    assert (member.running, member.queued_tokens, member.used_pages) == (1, 0, 7)
     book.expire(OURS_FOR_S)
-    assert member.running == 0
+    assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
 
 
 def test_a_lost_instance_takes_its_requests_along_and_their_late_ends_change_nothing() -> None:

@@ -1,6 +1,7 @@
 """The law of each policy: what it may never do, and what it does to a fleet over many requests."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -23,7 +24,17 @@ from components.routing.hashing import (
 )
 from components.routing.kv_aware import SPEED_RANGE, KvAware, KvWeights
 from components.routing.load import REQUEST_TOKENS, memory_load, prompt_load
-from components.routing.policies import DEFAULT, LOADS, POLICIES, Phase, PolicyName, make_policy
+from components.routing.policies import (
+    DEFAULT,
+    LOADS,
+    POLICIES,
+    Phase,
+    PolicyName,
+    check_policy,
+    looks_at_caches,
+    make_policy,
+    parse_policy,
+)
 from components.routing.policy import LeastLoad, PowerOfTwo, RandomChoice
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -529,3 +540,56 @@ def test_sessions_are_forgotten_when_idle_and_never_more_than_so_many() -> None:
     assert len(policy) == 1
     policy.choose(Ask(1), members, {}, 30.0)
     assert len(policy) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "phase", "options"),
+    [
+        ("kv_aware", "prefill", {}),
+        ("kv_aware@temperature=0.5,queued=1", "prefill", {"temperature": 0.5, "queued": 1.0}),
+        ("least_load@overlap=0", "decode", {"overlap": 0.0}),
+        ("cache_aware@balance_rel_threshold=2", "prefill", {"balance_rel_threshold": 2.0}),
+        ("consistent_hashing@load_factor=1.5,slack_tokens=0", "decode", {"load_factor": 1.5, "slack_tokens": 0.0}),
+        ("bucket@balance_rel=3", "prefill", {"balance_rel": 3.0}),
+        ("session_affinity@idle_s=60,sessions=10", "decode", {"idle_s": 60.0, "sessions": 10.0}),
+    ],
+)
+def test_a_policy_is_named_with_the_numbers_that_are_to_differ(
+    text: str, phase: Phase, options: dict[str, float]
+) -> None:
+    assert parse_policy(text) == (text.partition("@")[0], options)
+    policy = make_policy(text, phase, Random(0))
+    assert policy.choose(Ask(10, session="s", prefix=b"p"), fleet(3), {}, 0.0) is not None
+    if "temperature" in options:
+        assert policy._weights == KvWeights(temperature=0.5, queued=1.0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("fastest", "is none of round_robin"),
+        ("round_robin@turns=2", "round_robin has no option 'turns': it has none"),
+        ("kv_aware@heat=1", "it has cached, queued,"),
+        ("kv_aware@temperature", "OPTION=NUMBER"),
+        ("kv_aware@temperature=hot", "OPTION=NUMBER"),
+        ("kv_aware@temperature=nan", "from 0 to"),
+        ("kv_aware@temperature=-1", "from 0 to"),
+        ("kv_aware@temperature=inf", "from 0 to"),
+        ("kv_aware@queued=1e10", "from 0 to"),
+        ("kv_aware@crowd_tokens=1e-308", "crowd_tokens"),
+        ("kv_aware@even_s=1e-308", "even_s"),
+        ("kv_aware@spill=1", "below 2"),
+        ("prefix_hash@load_factor=0.5", "below 1"),
+    ],
+)
+def test_a_policy_that_cannot_be_made_is_refused_with_what_there_is(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_policy(text)
+
+
+def test_caches_are_followed_where_the_numbers_say_that_they_matter() -> None:
+    assert looks_at_caches("least_load", "decode")
+    assert not looks_at_caches("least_load@overlap=0", "decode")
+    assert looks_at_caches("least_load@overlap=1", "prefill")
+    assert looks_at_caches("session_affinity@spill=3", "decode")
+    assert not looks_at_caches("power_of_two", "prefill")
