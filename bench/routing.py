@@ -34,7 +34,7 @@ CHAIN: Final = 250  # blocks that a conversation adds to its instance
 ROUNDS: Final = 200
 
 Index = KvIndex | ApproximateIndex
-Add = Callable[[str, Sequence[bytes]], None]
+Add = Callable[[str, Sequence[bytes]], object]
 
 
 def _rss_bytes() -> int:

@@ -21,7 +21,8 @@ mock engine's cost model; `--fit` takes its constants from lines of `bench.engin
   index of blocks is one for all routers.
 - A planned fleet starts with --prefill and --decode workers; one that is ordered serves after --start-s, and counts from its
   order on. The planner sees each worker's state as of the moment, where heartbeats tell it twice a second.
-- A worker that crashes is known to be gone to whoever sends to it, and to all after 2 s; only then its requests move.
+- A worker that crashes is known to be gone to whoever sends to it, and to all after 2 s; only then its requests move. None
+  hangs, none is refused for want of room in a queue, and nobody waits before a request is sent again.
 """
 
 import json
@@ -46,8 +47,7 @@ from bench.simulate.traffic import Lengths, Request, conversations, shared_prefi
 from bench.simulate.worker import Engine
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
-from components.routing.kv_aware import KvAware, KvWeights
-from components.routing.policies import POLICIES, Phase, make_policy
+from components.routing.policies import POLICIES, Phase, check_policy, make_policy
 from engine.mock.config import MockConfig
 
 MOST_ROUTERS: Final = 16  # each hears every heartbeat
@@ -74,17 +74,13 @@ class Workload(StrEnum):
 
 
 def policy_maker(names: str, phase: Phase) -> MakePolicy:
-    """`NAME` for both phases, or `PREFILL/DECODE`; `kv_aware@T` has that temperature. Raises: typer.BadParameter."""
+    """A policy as settings name them, for both phases, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
     prefill, _, decode = names.partition("/")
-    name, _, temperature = (prefill if phase == "prefill" else decode or prefill).partition("@")
-    if name == "kv_aware" and temperature:
-        try:
-            weights = KvWeights(temperature=float(temperature))
-        except ValueError as exc:
-            raise typer.BadParameter(f"{name}@{temperature}: {exc}") from exc
-        return lambda rng: KvAware(rng, weights)
-    if name not in POLICIES or temperature:
-        raise typer.BadParameter(f"{name} is none of {', '.join(POLICIES)}")
+    name = prefill if phase == "prefill" else decode or prefill
+    try:
+        check_policy(name)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
     return lambda rng: make_policy(name, phase, rng)
 
 
@@ -117,7 +113,9 @@ def plan_of(text: str, targets: Targets, start_s: float) -> Plan:
 def main(
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="NAME for both phases or PREFILL/DECODE, kv_aware@T with a temperature; several times (all)"),
+        typer.Option(
+            help="NAME for both phases or PREFILL/DECODE, NAME@OPTION=NUMBER,… as in settings; several times (all)"
+        ),
     ] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="a file in Mooncake's format")] = None,
     trace_speed: Annotated[float, typer.Option(help="of its arrivals", min=1e-6)] = 1.0,
@@ -185,10 +183,10 @@ def main(
         prefill_routers=prefill_routers or max(1, min(decode, MOST_ROUTERS)),
         seed=seed,
     )
+    known: dict[happening.Role, int] = {"prefill": prefill, "decode": decode}
     try:
-        planned = [
-            one for text in incident or () for one in happening.parse(text, {"prefill": prefill, "decode": decode})
-        ]
+        planned = [one for text in incident or () for one in happening.parse(text, known)]
+        happening.check(planned, known)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
     lengths = Lengths(prefix_len, question_len, answer_len)

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from bench.simulate.clock import Clock
+from bench.simulate.group import BEATS, Flow, Group
 from bench.simulate.incidents import Incident, Role
 from bench.simulate.measured import Measured, Share
 from bench.simulate.routers import MakePolicy, Routers
@@ -13,46 +13,9 @@ from bench.simulate.setup import Setup
 from bench.simulate.steps import Part, Stay
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Worker
-from components.routing.router import Chosen, Route, Router
-from components.wire.heartbeat import Heartbeat
+from components.routing.router import Chosen, Router
 
-BEATS: Final = 20  # moments within the time between two heartbeats at which some of the workers say theirs
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """One request on its way through the workers that have it now."""
-
-    request: Request
-    decode: Worker
-    at_decode: Stay
-    chooser: Router  # of prefill workers: one that stands for the decode worker
-    to_decode: Route
-    to_prefill: Route | None = None
-    prefill: Worker | None = None
-    at_prefill: Stay | None = None
-    computed_s: float = -1.0
-    reserved_s: float = -1.0
-    delivered: bool = False
-    over: bool = False
-
-
-@dataclass(slots=True)
-class Group:
-    """All workers of one role."""
-
-    role: Role
-    engine: Engine
-    routers: Routers
-    workers: list[Worker] = field(default_factory=list)  # those that are gone too
-    by_name: dict[str, Worker] = field(default_factory=dict)
-    flows: dict[Worker, dict[Flow, None]] = field(default_factory=dict)
-    accepted: dict[Worker, int] = field(default_factory=dict)
-    numbers: dict[Worker, int] = field(default_factory=dict)
-    told: dict[Worker, tuple[int, ...]] = field(default_factory=dict)
-    lies: dict[Worker, float] = field(default_factory=dict)
-    link_free_s: dict[Worker, float] = field(default_factory=dict)
-    beats: list[list[Worker]] = field(default_factory=lambda: [[] for _ in range(BEATS)])
+PLANNER_THINKS_S: Final = 300.0  # with nobody left, until no more workers are waited for
 
 
 class Fleet:
@@ -73,6 +36,9 @@ class Fleet:
         self._traffic: Iterator[Request] = iter(traffic)
         self._more = True
         self._stranded: list[tuple[Request, int]] = []  # nobody is there to take them
+        self._stranded_s = 0.0  # since when
+        self.joining = sum(incident.kind == "add" for incident in incidents)  # workers that are known to come
+        self.is_planned = False  # more may be ordered
         self._changed_s = 0.0
         self.decodes = self._group("decode", setup.engine, decode_policy, setup.decode_routers)
         prefills = setup.prefill_engine or setup.engine
@@ -87,12 +53,13 @@ class Fleet:
             self.clock.at(incident.at_s, self._happen, incident)
 
     def run(self, until_s: float = float("inf")) -> Measured:
-        """Let it all happen, to the last token of the last request, or until `until_s`."""
+        """Let it all happen, to the last token of the last request that anybody serves, or until `until_s`."""
         started = time.process_time()
         self._next_arrival()
-        self.clock.run(lambda: (self._more or self.in_flight > 0) and self.clock.now_s < until_s)
+        self.clock.run(lambda: self._goes_on() and self.clock.now_s < until_s)
         self._count(0)
         measured, now_s = self.measured, self.clock.now_s
+        measured.unserved = len(self._stranded)
         measured.duration_s, measured.events = now_s, self.clock.events
         measured.cpu_s = time.process_time() - started
         for group in (self.prefills, self.decodes):
@@ -100,6 +67,13 @@ class Fleet:
                 alive_s = (now_s if w.until_s is None else w.until_s) - w.since_s
                 measured.workers.append(Share(group.role, alive_s, w.busy_s, w.prompt_tokens, w.cached_tokens))
         return measured
+
+    def _goes_on(self) -> bool:
+        if self._more or self.in_flight > len(self._stranded):
+            return True
+        if not self._stranded:
+            return False
+        return self.joining > 0 or (self.is_planned and self.clock.now_s - self._stranded_s < PLANNER_THINKS_S)
 
     # --- requests
 
@@ -134,6 +108,7 @@ class Fleet:
         chosen = self._choose(self.decodes, frontend, request, tokens)
         if chosen is None:
             self._stranded.append((request, generated))
+            self._stranded_s = self.clock.now_s
             return
         decode = self.decodes.by_name[chosen.instance_id]
         chooser = self.prefills.routers.of(self.decodes.numbers[decode])
@@ -141,7 +116,7 @@ class Fleet:
         if self.prefills.workers and tokens - decode.found(request, tokens) > self._setup.max_local_prefill:
             there = self._choose(self.prefills, chooser, request, tokens)
         route = frontend.send(chosen, 0 if there else tokens - chosen.cached_tokens, pages)
-        route.accepted(self._accept(self.decodes, decode))
+        route.accepted(self.decodes.accept(decode))
         part = Part.DECODE if there else Part.FULL
         stay = Stay(request, part, tokens, left - (part is Part.DECODE))
         flow = stay.flow = Flow(request, decode, stay, chooser, route)
@@ -155,7 +130,7 @@ class Fleet:
         prefill = self.prefills.by_name[chosen.instance_id]
         pages = -(-tokens // prefill.engine.page_tokens)
         flow.to_prefill = flow.chooser.send(chosen, tokens - chosen.cached_tokens, pages)
-        flow.to_prefill.accepted(self._accept(self.prefills, prefill))
+        flow.to_prefill.accepted(self.prefills.accept(prefill))
         stay = Stay(flow.request, Part.PREFILL, tokens, 1)
         stay.flow, flow.prefill, flow.at_prefill = flow, prefill, stay
         self.prefills.flows[prefill][flow] = None
@@ -171,10 +146,6 @@ class Fleet:
             router.health.failed(name, self.clock.now_s)
         return None
 
-    def _accept(self, group: Group, worker: Worker) -> int:
-        group.accepted[worker] += 1
-        return group.accepted[worker]
-
     # --- what workers tell
 
     def reserved(self, worker: Worker, stay: Stay) -> None:
@@ -188,7 +159,7 @@ class Fleet:
         """A prompt is computed, where it will be decoded or elsewhere."""
         flow = stay.flow
         if stay.part is Part.FULL:
-            self._first_token(flow.request)
+            self._first_token(flow)
             return
         flow.computed_s = self.clock.now_s
         if flow.reserved_s >= 0:
@@ -199,7 +170,6 @@ class Fleet:
         flow = stay.flow
         flow.over = True
         del self.decodes.flows[worker][flow]
-        flow.to_decode.succeeded()
         flow.to_decode.over()
         self.measured.finished(flow.request, self.clock.now_s)
         self._count(-1)
@@ -246,14 +216,16 @@ class Fleet:
         flow.delivered = True
         if flow.to_prefill is not None:
             flow.to_prefill.succeeded()
-        self._first_token(flow.request)
+        self._first_token(flow)
         if flow.at_decode.left:
             decode.deliver(flow.at_decode)
         else:
             decode.cancel(flow.at_decode)
             self.finished(decode, flow.at_decode)
 
-    def _first_token(self, request: Request) -> None:
+    def _first_token(self, flow: Flow) -> None:
+        flow.to_decode.succeeded()
+        request = flow.request
         if request.first_s < 0:
             request.first_s = self.clock.now_s
             self.measured.began(request)
@@ -263,18 +235,17 @@ class Fleet:
     def _group(self, role: Role, engine: Engine, make: MakePolicy, routers: int) -> Group:
         setup = self._setup
         seed = f"{setup.seed}/{role}"
-        return Group(role, engine, Routers(make, routers, seed, setup.news, engine.page_tokens, self.clock))
+        or_nobody = role == "prefill"  # decode computes prompts itself
+        return Group(
+            role,
+            engine,
+            Routers(make, routers, seed, setup.news, engine.page_tokens, self.clock, or_nobody=or_nobody),
+        )
 
     def join(self, group: Group) -> Worker:
         """A worker of the group takes requests from now on."""
         worker = Worker(f"{group.role}-{len(group.workers):05}", group.engine, self.clock, self)
-        group.beats[len(group.workers) % BEATS].append(worker)
-        group.numbers[worker] = len(group.workers)
-        group.workers.append(worker)
-        group.by_name[worker.name] = worker
-        group.flows[worker] = {}
-        group.accepted[worker] = 0
-        group.routers.add(worker)
+        group.add(worker)
         stranded, self._stranded = self._stranded, []
         for request, generated in stranded:
             self._dispatch(request, generated)
@@ -289,8 +260,11 @@ class Fleet:
     def _happen(self, incident: Incident) -> None:
         group = self.prefills if incident.role == "prefill" else self.decodes
         if incident.kind == "add":
+            self.joining -= 1
             self.join(group)
             return
+        if incident.worker >= len(group.workers):
+            return  # of a fleet of another size than the one that it was told of
         worker = group.workers[incident.worker]
         if incident.kind == "slow":
             worker.set_slowness(incident.factor)
@@ -355,30 +329,5 @@ class Fleet:
     def _beat(self, at: tuple[Group, int]) -> None:
         """Some of the workers of a group say how they are."""
         group, turn = at
-        gone = False
-        for worker in group.beats[turn % BEATS]:
-            if not worker.alive:
-                gone = True
-                continue
-            now = (group.accepted[worker], len(group.flows[worker]), worker.pool.used, worker.queued_now())
-            if group.told.get(worker) != now:  # what changes nothing need not be heard
-                group.told[worker] = now
-                group.routers.heard(self._heartbeat(group, worker))
-        if gone:
-            group.beats[turn % BEATS] = [worker for worker in group.beats[turn % BEATS] if worker.alive]
+        group.beat(turn)
         self.clock.at(self.clock.now_s + self._setup.news.heartbeat_s / BEATS, self._beat, (group, turn + 1))
-
-    def _heartbeat(self, group: Group, worker: Worker) -> Heartbeat:
-        told = group.lies.get(worker, 1.0)
-        return Heartbeat(
-            instance_id=worker.name,
-            epoch=worker.name,
-            step=worker.steps,
-            busy=not worker.idle,
-            held_pages=int(worker.pool.used * told),
-            total_pages=worker.pool.total,
-            queued_tokens=int(worker.queued_now() * told),
-            prompt_tokens_per_s=worker.prompt_tokens_per_s,
-            accepted=group.accepted[worker],
-            num_requests=int(len(group.flows[worker]) * told),
-        )

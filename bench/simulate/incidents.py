@@ -1,5 +1,6 @@
 """Things that happen to workers, and how a command line names them."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -41,7 +42,20 @@ def flapping(
     return incidents
 
 
-def parse(text: str, known: dict[Role, int]) -> list[Incident]:
+def check(incidents: Sequence[Incident], known: Mapping[Role, int]) -> None:
+    """Raises: ValueError, where one is to happen to a worker that has not come by then; `known` are there at the start."""
+    there = dict(known)
+    for incident in sorted(incidents, key=lambda i: i.at_s):
+        if incident.kind == "add":
+            there[incident.role] += 1
+        elif incident.worker >= there[incident.role]:
+            raise ValueError(
+                f"{incident.kind} {incident.role} {incident.worker} at {incident.at_s:g} s: there are "
+                f"{there[incident.role]} by then, counted from 0"
+            )
+
+
+def parse(text: str, known: Mapping[Role, int]) -> list[Incident]:
     """What SYNTAX says; `known` is how many workers of each role there are at the start. Raises: ValueError."""
     words = text.split()
     try:

@@ -50,6 +50,7 @@ class Measured:
     good: int = 0
     arrived: int = 0
     refused: int = 0  # longer than any worker's memory
+    unserved: int = 0  # nobody was left for them
     moved: int = 0  # times that a failure sent a request elsewhere, or made decode compute a prompt
     output_tokens: int = 0
     duration_s: float = 0.0  # virtual
@@ -97,6 +98,7 @@ class Measured:
             **facts,
             "requests": len(self.ttft_s),
             "refused": self.refused,
+            "unserved": self.unserved,
             "moved": self.moved,
             **{f"ttft_ms_p{q}": quantile_ms(self.ttft_s, q / 100) for q in (50, 90, 99)},
             **{f"itl_ms_p{q}": round(self.itl_s(q / 100) * 1000, 2) for q in (50, 90, 99)},

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
 
-from bench.simulate.fleet import Fleet, Group
+from bench.simulate.fleet import Fleet
+from bench.simulate.group import Group
 from bench.simulate.measured import BINS
 from bench.simulate.worker import Worker
 from components.planning.needs import Targets
@@ -46,6 +47,7 @@ class PlannedFleet:
         self._fleet = fleet
         self._plan = plan
         self._wanted: dict[Planned, int] = {role: len(self._group(role).workers) for role in PLANNED}
+        fleet.is_planned = True
         fleet.clock.at(0.0, self._tick)
 
     def _group(self, role: Planned) -> Group:
@@ -64,6 +66,7 @@ class PlannedFleet:
         clock, group = self._fleet.clock, self._group(change.role)
         self._wanted[change.role] = change.after
         if change.after > change.before:
+            self._fleet.joining += 1
             clock.at(clock.now_s + self._plan.start_s, self._join, (group, clock.now_s))
         else:
             newest = next(w for w in reversed(group.workers) if w.alive and not w.draining)
@@ -71,6 +74,7 @@ class PlannedFleet:
 
     def _join(self, ordered: tuple[Group, float]) -> None:
         group, ordered_s = ordered
+        self._fleet.joining -= 1
         self._fleet.join(group).since_s = ordered_s  # it is paid for from its order on
 
     def observe(self) -> Observation:

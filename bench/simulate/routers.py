@@ -31,7 +31,17 @@ class Routers:
     The index of blocks is one for all, because they would all hold the same.
     """
 
-    def __init__(self, make: MakePolicy, count: int, seed: str, news: News, page_tokens: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        make: MakePolicy,
+        count: int,
+        seed: str,
+        news: News,
+        page_tokens: int,
+        clock: Clock,
+        *,
+        or_nobody: bool = False,
+    ) -> None:
         self._index = KvIndex()
         self._routers = [
             Router(
@@ -40,6 +50,7 @@ class Routers:
                 lambda: clock.now_s,
                 self._index,
                 page_size=page_tokens,
+                or_nobody=or_nobody,
             )
             for i in range(count)
         ]

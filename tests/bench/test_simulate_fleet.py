@@ -15,7 +15,7 @@ import pytest
 from bench.load.workloads import poisson_times_s
 from bench.simulate.fit import fit
 from bench.simulate.fleet import Fleet
-from bench.simulate.incidents import Incident, flapping, parse
+from bench.simulate.incidents import Incident, Kind, Role, check, flapping, parse
 from bench.simulate.measured import Measured
 from bench.simulate.routers import MakePolicy, News
 from bench.simulate.setup import Link, Setup
@@ -306,6 +306,28 @@ def test_a_worker_that_says_it_has_nothing_to_do_is_not_buried(name: PolicyName)
     assert measured.figures()["ttft_ms_p99"] < 500
 
 
+@pytest.mark.parametrize("incident", ["crash", "drain"])
+def test_a_run_ends_when_nobody_is_left_and_says_who_was_not_served(incident: Kind) -> None:
+    _, measured = simulated(Setup(1, engine=ENGINE), steady(100, 0.1), "round_robin", [Incident(5.0, incident)])
+    assert measured.unserved > 0
+    assert measured.unserved + len(measured.e2e_s) == measured.arrived == 100
+    assert measured.figures()["unserved"] == measured.unserved
+    late = [Incident(5.0, incident), Incident(60.0, "add")]
+    _, measured = simulated(Setup(1, engine=ENGINE), steady(100, 0.1), "round_robin", late)
+    assert (measured.unserved, len(measured.e2e_s)) == (0, 100), "somebody was to come"
+
+
+def test_an_incident_of_a_worker_that_is_not_there_is_refused() -> None:
+    known: dict[Role, int] = {"prefill": 0, "decode": 4}
+    check(parse("crash decode 3 5", known), known)
+    check([*parse("add decode 1 4", known), *parse("crash decode 4 5", known)], known)
+    check(parse("flap decode 1 30 10 5 8", known), known)
+    with pytest.raises(ValueError, match="crash decode 9 at 5 s: there are 4 by then"):
+        check(parse("crash decode 9 5", known), known)
+    with pytest.raises(ValueError, match="there are 4"):
+        check([*parse("add decode 1 6", known), *parse("crash decode 4 5", known)], known)
+
+
 # --- fit, traces, command line
 
 
@@ -400,11 +422,15 @@ def test_the_command_prints_a_row_and_a_line_for_each_policy_and_draws(tmp_path:
         )
     )
     command = [sys.executable, "-m", "bench.simulate", "--trace", str(path), "--prefill", "2", "--decode", "1"]
-    command += ["--speedup", "10", "--policy", "kv_aware@0.05", "--policy", "round_robin/least_load"]
+    command += ["--speedup", "10", "--policy", "kv_aware@temperature=0.05", "--policy", "round_robin/least_load"]
     command += ["--incident", "crash prefill 0 1", "--json", str(out), "--plot", str(plot)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
-    assert [row.split()[0] for row in done.stdout.splitlines()] == ["ms", "kv_aware@0.05", "round_robin/least_load"]
+    assert [row.split()[0] for row in done.stdout.splitlines()] == [
+        "ms",
+        "kv_aware@temperature=0.05",
+        "round_robin/least_load",
+    ]
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["requests"] for line in lines] == [40, 40]
     assert lines[0]["cache_hit"] >= lines[1]["cache_hit"] > 0

@@ -1,0 +1,89 @@
+"""The workers of one role: who has which request, and what they say of themselves."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from bench.simulate.incidents import Role
+from bench.simulate.routers import Routers
+from bench.simulate.steps import Stay
+from bench.simulate.traffic import Request
+from bench.simulate.worker import Engine, Worker
+from components.routing.router import Route, Router
+from components.wire.heartbeat import Heartbeat
+
+BEATS: Final = 20  # moments within the time between two heartbeats at which some of the workers say theirs
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One request on its way through the workers that have it now."""
+
+    request: Request
+    decode: Worker
+    at_decode: Stay
+    chooser: Router  # of prefill workers: one that stands for the decode worker
+    to_decode: Route
+    to_prefill: Route | None = None
+    prefill: Worker | None = None
+    at_prefill: Stay | None = None
+    computed_s: float = -1.0
+    reserved_s: float = -1.0
+    delivered: bool = False
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Group:
+    """All workers of one role."""
+
+    role: Role
+    engine: Engine
+    routers: Routers
+    workers: list[Worker] = field(default_factory=list)  # those that are gone too
+    by_name: dict[str, Worker] = field(default_factory=dict)
+    flows: dict[Worker, dict[Flow, None]] = field(default_factory=dict)
+    accepted: dict[Worker, int] = field(default_factory=dict)
+    numbers: dict[Worker, int] = field(default_factory=dict)
+    told: dict[Worker, tuple[int, ...]] = field(default_factory=dict)
+    lies: dict[Worker, float] = field(default_factory=dict)
+    link_free_s: dict[Worker, float] = field(default_factory=dict)
+    beats: list[list[Worker]] = field(default_factory=lambda: [[] for _ in range(BEATS)])
+
+    def add(self, worker: Worker) -> None:
+        """It may be chosen from now on."""
+        self.beats[len(self.workers) % BEATS].append(worker)
+        self.numbers[worker] = len(self.workers)
+        self.workers.append(worker)
+        self.by_name[worker.name] = worker
+        self.flows[worker] = {}
+        self.accepted[worker] = 0
+        self.routers.add(worker)
+
+    def accept(self, worker: Worker) -> int:
+        """A request came there. Returns: what number it has."""
+        self.accepted[worker] += 1
+        return self.accepted[worker]
+
+    def beat(self, turn: int) -> None:
+        """Some of the workers say how they are."""
+        beats = self.beats[turn % BEATS] = [worker for worker in self.beats[turn % BEATS] if worker.alive]
+        for worker in beats:
+            now = (self.accepted[worker], len(self.flows[worker]), worker.pool.used, worker.queued_now())
+            if self.told.get(worker) != now:  # what changes nothing need not be heard
+                self.told[worker] = now
+                self.routers.heard(self._heartbeat(worker))
+
+    def _heartbeat(self, worker: Worker) -> Heartbeat:
+        told = self.lies.get(worker, 1.0)
+        return Heartbeat(
+            instance_id=worker.name,
+            epoch=worker.name,
+            step=worker.steps,
+            busy=not worker.idle,
+            held_pages=int(worker.pool.used * told),
+            total_pages=worker.pool.total,
+            queued_tokens=int(worker.queued_now() * told),
+            prompt_tokens_per_s=worker.prompt_tokens_per_s,
+            accepted=self.accepted[worker],
+            num_requests=int(len(self.flows[worker]) * told),
+        )
