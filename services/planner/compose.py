@@ -13,6 +13,8 @@ from components.planning.samples import PLANNED, Planned
 log = logging.getLogger(__name__)
 
 ASK_S: Final = 20.0
+SCALE_S: Final = 900.0  # a worker may drain, and another one's image be built
+STOP_S: Final = 5.0
 LAST_WORDS: Final = 300  # characters of what a command that failed has to say
 
 
@@ -51,9 +53,11 @@ class ComposeConnector:
 
     async def _scale(self, role: Planned, count: int) -> None:
         try:
-            await self._run("up", "--detach", "--no-deps", "--no-recreate", "--scale", f"{role}={count}", role)
-        except BackendUnavailable as exc:
-            log.warning("scaling failed", extra={"role": role, "count": count, "cause": exc.message})
+            async with asyncio.timeout(SCALE_S):
+                await self._run("up", "--detach", "--no-deps", "--no-recreate", "--scale", f"{role}={count}", role)
+        except (BackendUnavailable, TimeoutError) as exc:
+            cause = exc.message if isinstance(exc, BackendUnavailable) else f"no end in {SCALE_S:g} s"
+            log.warning("scaling failed", extra={"role": role, "count": count, "cause": cause})
         finally:
             del self._under_way[role]
 
@@ -74,7 +78,12 @@ class ComposeConnector:
             out, err = await process.communicate()
         except asyncio.CancelledError:
             process.terminate()
-            await process.wait()
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
             raise
         if process.returncode:
             raise BackendUnavailable(f"{shlex.join(command)}: {err.decode(errors='replace').strip()[-LAST_WORDS:]}")
