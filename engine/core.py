@@ -303,9 +303,9 @@ class EngineCore:
             self._fail(error, flight.chunks, output)
             return
         for chunk, token_id in zip(flight.chunks, sampled, strict=True):
-            request = chunk.request
-            if chunk.start < request.prompt_len:
-                self._prompt_tokens += min(chunk.end, request.prompt_len) - chunk.start
+            request, start = chunk.request, chunk.start
+            if start < request.prompt_len:
+                self._prompt_tokens += min(chunk.end, request.prompt_len) - start
             if request.in_flight is chunk:  # else it is in the next step already
                 self._requests.landed(chunk)
             if not chunk.dropped:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from components.errors import Rejected
 from components.wire.logprobs import TokenLogprobs
@@ -14,6 +15,8 @@ from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
+
+FULL: Final = Phase.FULL  # an enum is slow to ask, and each token does
 
 
 class Outcomes:
@@ -58,12 +61,13 @@ class Outcomes:
     def commit(self, chunk: Chunk, token_id: int | None, output: StepOutput) -> None:
         """A chunk was computed: account for it, and tell."""
         request = chunk.request
+        phase = request.phase
         request.num_computed = chunk.end
         self._memory.publish(request)
-        if request.phase is Phase.FULL:
+        if phase is FULL:
             if token_id is not None:
                 self._continue(request, token_id, output)
-        elif request.phase is Phase.PREFILL:
+        elif phase is Phase.PREFILL:
             pages, computed, cached = list(request.pages), request.num_computed, request.num_cached_tokens
             if token_id is None:
                 output.computed.append(Computed(request.id, pages, computed, cached))
@@ -106,17 +110,17 @@ class Outcomes:
 
     def _append(self, request: Request, token_id: int) -> FinishReason | None:
         """Add a generated token; why the request ends with it, if it does."""
-        request.tokens.append(token_id)
+        tokens, sampling = request.tokens, request.sampling
+        tokens.append(token_id)
         if request.mask is not None:
             request.mask.accept(token_id)
             if request.mask.is_complete:
                 return FinishReason.STOP
-        sampling = request.sampling
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
-        if token_id in self._limits.eos_token_ids and not sampling.ignore_eos:
+        if not sampling.ignore_eos and token_id in self._limits.eos_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) >= request.limit else None
+        return FinishReason.LENGTH if len(tokens) >= request.limit else None
 
     def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
         """End a request, with all its branches, whose mask could not be drawn by: its text is not what was asked for."""

@@ -11,6 +11,8 @@ from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
+
 from components.errors import MeshError
 from components.kv_transfer.layout import KvLayout
 from components.routing.block_hash import PromptBlocks
@@ -109,10 +111,11 @@ class EngineRequest:
     blocks: PromptBlocks | None = None  # of token_ids, where somebody has asked for them: they need not be made again
 
 
-class TokenOutput(NamedTuple):
+class TokenOutput(msgspec.Struct, frozen=True):
     """Tokens that one step made for one branch of a request; `finish` is set on the branch's last.
 
-    A tuple, because there is one for each request in each step, and a frozen dataclass takes four times as long to make.
+    A struct of msgspec's, because there is one for each request in each step: a named tuple takes three times as long to make,
+    a frozen dataclass ten times.
     """
 
     request_id: str
@@ -174,7 +177,7 @@ CacheEvent = tuple[bytes, bool]
 class StepStats(NamedTuple):
     """What one step did, for metrics, heartbeats and the log line; the engine measures, the service records.
 
-    A tuple, for the reason of `TokenOutput`.
+    A tuple, which is made with a change or two in one go.
     """
 
     step: int = 0  # counts up for ever: a counter that stands still while work waits is a hung engine

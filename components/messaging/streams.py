@@ -7,7 +7,7 @@ with DecodeLost, and whoever reads it goes on elsewhere from the tokens it has.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from itertools import count
 from typing import Final
@@ -66,10 +66,10 @@ class OutStream:
         """The last item of this stream: it ends here, and why."""
         return StreamItem(self.stream_id, self._take(1), [], None, refusal(error))
 
-    def gather(self, token_id: int) -> None:
-        """A token with nothing beside it, which leaves later."""
-        self.next_seq += 1
-        self.gathered.append(token_id)
+    def gather(self, token_ids: Sequence[int]) -> None:
+        """Tokens with nothing beside them, which leave later."""
+        self.next_seq += len(token_ids)
+        self.gathered += token_ids
 
     def leave(self, until_seq: int, frame: FrameDraft) -> None:
         """What has gathered goes into the frame; its numbers end before `until_seq`."""
@@ -116,12 +116,12 @@ class StreamOutbox:
             frames.append(FrameDraft())
         self._begin()
 
-    def put_token(self, stream: OutStream, token_id: int) -> None:
-        """Queue a token with nothing beside it, which is nearly all that there is to send."""
+    def put_tokens(self, stream: OutStream, token_ids: Sequence[int]) -> None:
+        """Queue tokens with nothing beside them, which are nearly all that there is to send."""
         if not stream.gathered:
             self._gathering.append(stream)
             self._begin()
-        stream.gather(token_id)
+        stream.gather(token_ids)
 
     async def flushed(self) -> None:
         """Wait until everything queued was handed to NATS."""

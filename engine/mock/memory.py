@@ -39,14 +39,14 @@ class MarkedPages:
 
         None, with nothing written: its block has none before it, or other ones, and `compute` is to be asked.
         """
-        block, offset = divmod(at, BLOCK)
-        first, last = self._places(pages, block)
-        memory = self._memory
-        mark = memory[first : first + MARK.size]
-        if not offset or mark != memory[last : last + MARK.size]:
+        offset = at % BLOCK
+        if not offset:
             return None
-        count, checksum = MARK.unpack(mark)
-        if count != offset:
+        first, last = self._places(pages, at // BLOCK)
+        memory = self._memory
+        mark = MARK.unpack_from(memory, first)
+        count, checksum = mark
+        if count != offset or mark != MARK.unpack_from(memory, last):
             return None
         checksum = crc32(TOKEN.pack(token_id), checksum)
         memory[first : first + MARK.size] = memory[last : last + MARK.size] = MARK.pack(offset + 1, checksum)

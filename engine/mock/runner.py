@@ -68,13 +68,14 @@ class MockRunner:
         started_s = max(time.perf_counter(), self._busy_until_s)
         checksums: list[int] = []
         prompt_tokens = decodes = context_tokens = pairs = 0
+        extend = self._pages.extend
         for chunk in chunks:
-            request, start, end, _, ahead = chunk
+            request, start, end = chunk.request, chunk.start, chunk.end
             if (length := end - start) == 1:
                 decodes += 1
                 context_tokens += end
-                token_id = self._drawn[request] if ahead else request.tokens[start]
-                checksum = self._pages.extend(request.pages, token_id, start)
+                token_id = self._drawn[request] if chunk.ahead else request.tokens[start]
+                checksum = extend(request.pages, token_id, start)
                 checksums.append(self._mark(chunk) if checksum is None else checksum)
             else:
                 prompt_tokens += length
@@ -98,9 +99,14 @@ class MockRunner:
         """A token for each chunk that `samples`, from the checksum of all before it."""
         if self._pooling is not None:
             return self._pool(chunks, checksums, self._pooling)
-        token_ids = [self._draw(*pair) if pair[0].samples else None for pair in zip(chunks, checksums, strict=True)]
-        pairs = zip(chunks, token_ids, strict=True)
-        self._drawn = {chunk.request: token_id for chunk, token_id in pairs if token_id is not None}
+        drawn: dict[Request, int] = {}
+        token_ids: list[int | None] = []
+        for chunk, checksum in zip(chunks, checksums, strict=True):
+            token_id = None
+            if chunk.samples:
+                token_id = drawn[chunk.request] = self._draw(chunk, checksum)
+            token_ids.append(token_id)
+        self._drawn = drawn
         return token_ids
 
     def _pool(self, chunks: Sequence[Chunk], checksums: Sequence[int], pooling: Pooling) -> list[int | None]:
@@ -143,15 +149,16 @@ class MockRunner:
         raise InvariantBroken("the mock engine records no profile")
 
     def _draw(self, chunk: Chunk, checksum: int) -> int:
-        sampling = chunk.request.sampling
+        request = chunk.request
+        sampling = request.sampling
         if sampling.temperature > 0:
             checksum = crc32(SEED.pack(sampling.seed % 2**64), checksum)
-        drawn = (checksum * MIX) % 2**32
+        drawn = (checksum * MIX) & 0xFFFFFFFF
         length = self._config.answer_tokens
-        ends = bool(length) and not sampling.ignore_eos and drawn % length == 0
-        if chunk.request.mask is not None and not chunk.dropped:
+        ends = not sampling.ignore_eos and length > 0 and drawn % length == 0
+        if request.mask is not None and not chunk.dropped:
             draw_masked = cast("DrawMasked", import_module(MASKED).draw_masked)
-            return draw_masked(chunk.request.row, self._vocab_size, drawn, ends=ends)
+            return draw_masked(request.row, self._vocab_size, drawn, ends=ends)
         if ends and self._eos_token_id is not None:
             return self._eos_token_id
         return self._alphabet[(drawn >> 8) % len(self._alphabet)]

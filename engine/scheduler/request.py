@@ -88,11 +88,12 @@ class Request:
         flight = self.in_flight
         if flight is None:
             return self.num_computed, len(self.tokens) - self.num_computed
+        end = flight.end
         if not flight.samples:
-            return flight.end, len(self.tokens) - flight.end
-        ends = self.phase in ENDS_WITH_PROMPT or flight.end + 1 >= self.limit
-        forks = self.sampling.n > 1 and flight.end == self.prompt_len
-        return flight.end, 0 if ends or forks else 1
+            return end, len(self.tokens) - end
+        ends = end + 1 >= self.limit or self.phase in ENDS_WITH_PROMPT
+        forks = end == self.prompt_len and self.sampling.n > 1
+        return end, 0 if ends or forks else 1
 
     @property
     def exposed(self) -> bool:

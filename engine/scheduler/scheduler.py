@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from components.turns import turn
 from engine.ports import Phase
@@ -24,6 +26,7 @@ from engine.scheduler.request import Request, RequestState
 
 log = logging.getLogger(__name__)
 
+RUNNING: Final = RequestState.RUNNING  # an enum is slow to ask, and each chunk does
 PASSED: Final = 64  # prompts in line, that those who need only pages may pass, at most
 
 by_rank = attrgetter("priority", "arrival")  # the last is the first to be retracted
@@ -40,8 +43,8 @@ def in_line(request: Request) -> tuple[int, int]:
     return turn(request.arrival, request.priority, 0)
 
 
-class Chunk(NamedTuple):
-    """One request's share of a step: tokens `start` to `end`. A tuple, for the reason of `TokenOutput`."""
+class Chunk(msgspec.Struct, frozen=True, eq=False):
+    """One request's share of a step: tokens `start` to `end`. A struct, for the reason of `TokenOutput`."""
 
     request: Request
     start: int
@@ -57,7 +60,7 @@ class Chunk(NamedTuple):
     @property
     def dropped(self) -> bool:
         """Whether its request ended after the step was launched: nobody looks at what is drawn for it."""
-        return self.request.lifecycle.state is not RequestState.RUNNING
+        return self.request.lifecycle.state is not RUNNING
 
 
 @dataclass(frozen=True, slots=True)

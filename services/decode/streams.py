@@ -115,15 +115,15 @@ class ActiveRequests:
         active = self._by_engine_id.get(output.request_id)
         if active is None or (stream := active.streams.get(output.branch)) is None:
             return
-        active.num_generated += len(output.token_ids)
+        token_ids = output.token_ids
+        active.num_generated += len(token_ids)
         if output.finish is None and output.logprobs is None and active.first_token_ns:  # as good as always
-            for token_id in output.token_ids:
-                self._outbox.put_token(stream, token_id)
+            self._outbox.put_tokens(stream, token_ids)
             return
         sent_ns = self._first_token(active) if not active.first_token_ns else 0
         finish = None if output.finish is None else str(output.finish)
         item = stream.tokens(
-            output.token_ids,
+            token_ids,
             finish,
             output.num_cached_tokens if sent_ns else 0,
             sent_ns,

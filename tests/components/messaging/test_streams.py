@@ -242,17 +242,17 @@ async def test_a_token_waits_for_an_interval_but_the_first_after_a_rest_leaves_a
     stream = OutStream("a", 1)
     async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=0.2) as box:
         for sent in (1, 2):
-            box.put_token(stream, 0)
+            box.put_tokens(stream, [0])
             await asyncio.sleep(0.02)
             assert len(bus.frames) == 2 * sent - 1, "at once"
-            box.put_token(stream, 1)
+            box.put_tokens(stream, [1])
             await asyncio.sleep(0.02)
             assert len(bus.frames) == 2 * sent - 1
             await asyncio.sleep(0.5)
             assert len(bus.frames) == 2 * sent
-        box.put_token(stream, 9)
+        box.put_tokens(stream, [9])
         await asyncio.sleep(0.02)
-        box.put_token(stream, 10)
+        box.put_tokens(stream, [10])
     assert tokens_by_frame(bus, 1) == [[0], [1], [0], [1], [9], [10]], "and leaving sends what is there"
 
 
@@ -264,8 +264,8 @@ async def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_othe
     async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=interval_s) as box:
         for number in range(60):  # ten a interval of the one, one of the other, for 1.5 times as long as the one waits
             if number % 10 == 0:
-                box.put_token(slow, number)
-            box.put_token(quick, number)
+                box.put_tokens(slow, [number])
+            box.put_tokens(quick, [number])
             await asyncio.sleep(interval_s / 10)
         assert len(tokens_by_frame(bus, quick.stream_id)) <= 3
         assert len(tokens_by_frame(bus, slow.stream_id)) >= 5
@@ -284,10 +284,10 @@ async def test_what_gathered_leaves_before_an_item_that_says_more(outbox: tuple[
     box, bus = outbox
     one, other = OutStream("a", 1), OutStream("a", 2)
     for token in (50, 51):
-        box.put_token(one, token)
-        box.put_token(other, token - 30)
+        box.put_tokens(one, [token])
+        box.put_tokens(other, [token - 30])
     box.put(one, one.tokens([52], num_cached_tokens=3))
-    box.put_token(one, 53)
+    box.put_tokens(one, [53])
     box.put(other, other.tokens([], "stop"))
     await box.flushed()
     (frame,) = (unpack_frame(data).items for _, data in bus.frames)
