@@ -189,7 +189,9 @@ class EngineCore:
 
     def wait_s(self) -> float:
         """After how long to ask again whether the cores for the next step are there; 0: they are, or it needs none."""
-        return self._runner.wait_s(self._scheduler.has_prompts) if self._scheduler.computes() else 0
+        if not self._runner.takes_cpu or not self._scheduler.computes():
+            return 0
+        return self._runner.wait_s(self._scheduler.has_prompts)
 
     def rest(self) -> None:
         """There is nothing to do for now."""

@@ -38,7 +38,7 @@ class Replies:
         self._numbers = count()
         self._waiting: dict[str, asyncio.Future[Msg | None]] = {}  # by the subject of the answer
 
-    async def call(self, subject: str, data: bytes, headers: dict[str, str], timeout_s: float) -> Msg:
+    async def call(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
         """Send `data` and wait for the answer. Raises: nats.errors.NoRespondersError at once, TimeoutError; as `publish`."""
         loop = asyncio.get_running_loop()
         reply = f"{self._prefix}{next(self._numbers)}"

@@ -1,11 +1,8 @@
 """Spans: one trace per request across all processes, kept on disk and exported over OTLP when an endpoint is set."""
 
-import math
-import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from functools import cached_property
 from importlib import import_module
 from typing import Any, Final
 
@@ -19,44 +16,41 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from components.settings import MeshSettings
 from components.telemetry.logs import configure_logs
-from components.telemetry.sampler import RateSampler
+from components.telemetry.trace_rate import TraceRate
 from components.telemetry.trace_store import TraceStoreExporter
 
 _propagator: Final = TraceContextTextMapPropagator()  # not the global one: a stranger's baggage stays outside
-_NOT_KEPT: Final = re.compile("00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-00")
 
 OTLP: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # imported where there is a collector: 60 ms
 OTLP_TIMEOUT_S: Final = 2  # a collector that is away must not hold up a stop
 EXPORT_EVERY_MS: Final = 300  # soon enough that `inspect trace last` shows the request just made
 
-
-class Dropped(trace.NonRecordingSpan):
-    """Stands for each span of a trace that is not kept, and goes on to other processes as it came.
-
-    Where only some requests are traced, spans of the others would take 7 us each for ids and contexts that nobody gets.
-    """
-
-    def __init__(self, headers: dict[str, str]) -> None:
-        self.headers = headers  # `traceparent`, and `tracestate` if there is one
-
-    @cached_property
-    def _context(self) -> trace.SpanContext:  # type: ignore[override]  # made when somebody asks
-        return trace.get_current_span(_propagator.extract(self.headers)).get_span_context()
+# Stands for each span of all traces that are not kept. Where only some requests are traced, spans of the others would take 7 us
+# each for ids and contexts that nobody gets, and their headers as much at each hop: so they have none.
+NOT_KEPT: Final = trace.NonRecordingSpan(trace.INVALID_SPAN_CONTEXT)
+_IN_NOT_KEPT: Final = trace.set_span_in_context(NOT_KEPT, Context())
+_INSIDE_ALREADY: Final = nullcontext(NOT_KEPT)
 
 
 class Spans:
-    """OpenTelemetry's tracer, except that below a span that is not kept nothing is made."""
+    """OpenTelemetry's tracer, except that at most so many traces begin in a second, and that below others nothing is made."""
 
-    def __init__(self, inner: trace.Tracer) -> None:
+    def __init__(self, inner: trace.Tracer, rate: TraceRate | None = None) -> None:
+        """Without `rate` all are kept."""
         self._inner = inner
+        self._rate = rate
+
+    def limit(self, rate: TraceRate) -> None:
+        """Keep no more than these from now on."""
+        self._rate = rate
 
     def start_span(self, name: str, context: Context | None = None, **options: Any) -> trace.Span:
         """A span below the current one, or that of `context`."""
         parent = trace.get_current_span(context)
-        if isinstance(parent, Dropped):
-            return parent
+        if parent is NOT_KEPT or (parent is trace.INVALID_SPAN and self._rate is not None and not self._rate.take()):
+            return NOT_KEPT
         span = self._inner.start_span(name, context, **options)
-        return span if span.is_recording() else _dropped(trace.set_span_in_context(span, Context()))
+        return span if span.is_recording() else NOT_KEPT
 
     def start_as_current_span(
         self,
@@ -68,39 +62,29 @@ class Spans:
         **options: Any,
     ) -> AbstractContextManager[trace.Span]:
         """The same, as the current span for the time of the block."""
+        if context is None and trace.get_current_span() is NOT_KEPT:
+            return _INSIDE_ALREADY
         span = self.start_span(name, context, **options)
-        if span is trace.get_current_span():
-            return nullcontext(span)
         how = {"record_exception": record_exception, "set_status_on_exception": set_status_on_exception}
         return use_span(span, end_on_exit=True, **how)
 
 
 def use_span(span: trace.Span, **how: bool) -> AbstractContextManager[trace.Span]:
     """`span` is the current one for the time of the block; `how`: see OpenTelemetry's function of that name."""
-    return _Current(span) if isinstance(span, Dropped) else trace.use_span(span, **how)
+    return _InNotKept() if span is NOT_KEPT else trace.use_span(span, **how)
 
 
-class _Current:
-    """Of one that does not end."""
+class _InNotKept:
+    """Within it the current span is `NOT_KEPT`."""
 
-    __slots__ = ("_span", "_token")
-
-    def __init__(self, span: trace.Span) -> None:
-        self._span = span
+    __slots__ = ("_token",)
 
     def __enter__(self) -> trace.Span:
-        self._token = attach(trace.set_span_in_context(self._span))
-        return self._span
+        self._token = attach(_IN_NOT_KEPT)
+        return NOT_KEPT
 
     def __exit__(self, *_: object) -> None:
         detach(self._token)
-
-
-def _dropped(context: Context) -> Dropped:
-    """What stands for the span of `context`."""
-    headers: dict[str, str] = {}
-    _propagator.inject(headers, context)
-    return Dropped(headers)
 
 
 tracer: Final = Spans(trace.get_tracer("kvmesh"))
@@ -113,7 +97,7 @@ async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -
     name = f"{role}-{instance_id}"
     provider = TracerProvider(
         resource=Resource.create({"service.name": f"kvmesh-{role}", "service.instance.id": instance_id}),
-        sampler=ParentBased(ALWAYS_ON if math.isinf(settings.traces_per_s) else RateSampler(settings.traces_per_s)),
+        sampler=ParentBased(ALWAYS_ON),  # which traces begin is for `Spans` to say
     )
     kept = TraceStoreExporter(settings.home, name)
     provider.add_span_processor(BatchSpanProcessor(kept, max_queue_size=16384, schedule_delay_millis=EXPORT_EVERY_MS))
@@ -122,34 +106,32 @@ async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -
         otlp: SpanExporter = import_module(OTLP).OTLPSpanExporter(endpoint=endpoint, timeout=OTLP_TIMEOUT_S)
         provider.add_span_processor(BatchSpanProcessor(otlp))
     trace.set_tracer_provider(provider)
+    tracer.limit(TraceRate(settings.traces_per_s))
     try:
         yield
     finally:
         provider.shutdown()
 
 
-def trace_headers() -> dict[str, str]:
-    """`traceparent` of the current span, for the headers of a message. To be read, not changed."""
-    span = trace.get_current_span()
-    if isinstance(span, Dropped):
-        return span.headers
+def trace_headers() -> dict[str, str] | None:
+    """`traceparent` of the current span, for the headers of a message; None where there is no span, or none that is kept."""
+    if trace.get_current_span() is NOT_KEPT:
+        return None
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
-    return carrier
+    return carrier or None
 
 
 def trace_context(headers: Mapping[str, str] | None) -> Context:
-    """The context that a message's headers carry; with a missing or bad `traceparent` it has no span."""
-    if headers is None:
-        return Context()
-    parent = headers.get("traceparent", "")
-    if _NOT_KEPT.fullmatch(parent) and "tracestate" not in headers:  # most, where requests are many
-        return trace.set_span_in_context(Dropped({"traceparent": parent}), Context())
+    """The context that a message's headers carry: without any it is none that is kept; with a bad `traceparent` it has no span.
+
+    So the process that a request enters first decides for all of its hops.
+    """
+    if not headers:
+        return _IN_NOT_KEPT
     context = _propagator.extract(dict(headers))
     of_caller = trace.get_current_span(context).get_span_context()
-    if of_caller.is_valid and not of_caller.trace_flags.sampled:
-        return trace.set_span_in_context(_dropped(context), Context())
-    return context
+    return _IN_NOT_KEPT if of_caller.is_valid and not of_caller.trace_flags.sampled else context
 
 
 def record_span(
@@ -169,7 +151,7 @@ def record_span(
         attributes: facts.
     """
     parent = parent or trace.get_current_span()
-    if isinstance(parent, Dropped):
+    if parent is NOT_KEPT:
         return
     span = tracer.start_span(name, trace.set_span_in_context(parent), start_time=start_ns, attributes=attributes)
     span.end(end_ns or time.time_ns())

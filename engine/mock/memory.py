@@ -49,7 +49,8 @@ class MarkedPages:
         if count != offset or mark != MARK.unpack_from(memory, last):
             return None
         checksum = crc32(TOKEN.pack(token_id), checksum)
-        memory[first : first + MARK.size] = memory[last : last + MARK.size] = MARK.pack(offset + 1, checksum)
+        MARK.pack_into(memory, first, offset + 1, checksum)
+        MARK.pack_into(memory, last, offset + 1, checksum)
         return checksum
 
     def compute(self, pages: Sequence[int], tokens: Sequence[int], start: int, end: int, origin: int = 0) -> int:
