@@ -333,7 +333,9 @@ class EngineCore:
 
     def _stats(self, output: StepOutput, step_s: float) -> StepStats:
         scheduler, pool = self._scheduler, self._memory.pool
-        sampled = len(output.tokens) + sum(1 for c in output.computed if c.first_token is not None)
+        sampled = len(output.tokens)
+        if output.computed:
+            sampled += sum(1 for computed in output.computed if computed.first_token is not None)
         return StepStats(
             step=self._step,
             num_running=len(scheduler.running),

@@ -1,8 +1,9 @@
 """What computes a step, and the step that it is computing."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from components.errors import InvariantBroken
 from engine.ports import Recording
@@ -70,8 +71,7 @@ class Runner(Protocol):
         """End the profile that was started."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(msgspec.Struct, frozen=True, eq=False):
     """A step that was launched and has not landed, that is, whose tokens are not the requests' yet."""
 
     chunks: list[Chunk]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from components.errors import InvariantBroken
 from engine.ports import Engine, Reserved, StepOutput, StepStats
 
@@ -105,7 +107,7 @@ class EngineLoop(ABC):
 
     def _receive_early(self, reserved: Sequence[Reserved]) -> None:
         """Requests that got pages while a step was under way; none of its tokens is counted twice."""
-        stats = self.stats._replace(prompt_tokens=0, decode_tokens=0, step_s=0.0)
+        stats = msgspec.structs.replace(self.stats, prompt_tokens=0, decode_tokens=0, step_s=0.0)
         self._hear(StepOutput(reserved=list(reserved), stats=stats))
 
     def _hear(self, output: StepOutput) -> None:

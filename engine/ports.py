@@ -6,7 +6,7 @@ becomes of it, until `release` says that no transfer touches them any more.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -40,8 +40,7 @@ class FinishReason(StrEnum):
     LENGTH = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn. The draw at position p depends on (seed, p) alone, never on the batch.
 
     In this order: the penalties change the model's logits, `logit_bias` is added, tokens that are not allowed are
@@ -95,8 +94,7 @@ class TokenMask(Protocol):
         """Why the text cannot come to an end that it was to have: the request fails with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
+class EngineRequest(msgspec.Struct, frozen=True):
     """One request as the engine sees it; `request_id` is unique within the engine."""
 
     request_id: str
@@ -174,11 +172,8 @@ class Failed:
 CacheEvent = tuple[bytes, bool]
 
 
-class StepStats(NamedTuple):
-    """What one step did, for metrics, heartbeats and the log line; the engine measures, the service records.
-
-    A tuple, which is made with a change or two in one go.
-    """
+class StepStats(msgspec.Struct, frozen=True):
+    """What one step did, for metrics, heartbeats and the log line; the engine measures, the service records."""
 
     step: int = 0  # counts up for ever: a counter that stands still while work waits is a hung engine
     num_running: int = 0
@@ -197,17 +192,16 @@ class StepStats(NamedTuple):
     retractions: int = 0  # since start
 
 
-@dataclass(slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct):
     """Everything one step has to tell, in one value."""
 
-    tokens: list[TokenOutput] = field(default_factory=list)
-    reserved: list[Reserved] = field(default_factory=list)
-    computed: list[Computed] = field(default_factory=list)
-    embedded: list[Embedded] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
-    cache_events: list[CacheEvent] = field(default_factory=list)  # in order; empty unless `kv_events` is set
-    stats: StepStats = StepStats()  # noqa: RUF009  # a tuple
+    tokens: list[TokenOutput] = []
+    reserved: list[Reserved] = []
+    computed: list[Computed] = []
+    embedded: list[Embedded] = []
+    failed: list[Failed] = []
+    cache_events: list[CacheEvent] = []  # in order; empty unless `kv_events` is set
+    stats: StepStats = StepStats()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from components.lifecycle import Lifecycle
 from engine.ports import Phase, SamplingParams, TokenMask
 from engine.sampling.branches import branch_seed
@@ -117,7 +119,7 @@ class Request:
         return replace(
             self,
             tokens=list(self.tokens),
-            sampling=replace(self.sampling, seed=seed, n=1, prompt_logprobs=None),
+            sampling=msgspec.structs.replace(self.sampling, seed=seed, n=1, prompt_logprobs=None),
             pages=[],
             hashes=list(self.hashes),
             num_computed=0,

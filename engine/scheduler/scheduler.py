@@ -12,7 +12,6 @@ pages run out does the youngest of the worst priority give its own up, to comput
 import logging
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
 from typing import Final
@@ -63,8 +62,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
         return self.request.lifecycle.state is not RUNNING
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False):
     """What `schedule` decided."""
 
     chunks: list[Chunk]

@@ -5,10 +5,10 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import msgspec
 from opentelemetry import trace
 
 from components.discovery.registry import Registration, Registry
@@ -284,7 +284,7 @@ class PrefillService:
 
         async def work() -> None:
             if request.sampling.constraint is not None:
-                self._submit(job, replace(prompt, mask=await self._mask_of(request, prompt.token_ids)))
+                self._submit(job, msgspec.structs.replace(prompt, mask=await self._mask_of(request, prompt.token_ids)))
             await job.sender.run()
 
         try:

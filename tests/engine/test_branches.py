@@ -1,11 +1,11 @@
 """n > 1: branches of one prompt, their pages and their ends."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec.structs import replace
 
 from components.errors import Rejected
 from engine.core import EngineCore

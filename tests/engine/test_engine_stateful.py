@@ -73,7 +73,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
 
     @cache
     def expected(which: int, how: int, branch: int = 0) -> list[int]:
-        one = replace(SAMPLINGS[how], n=1, seed=branch_seed(SAMPLINGS[how].seed, branch))
+        one = structs.replace(SAMPLINGS[how], n=1, seed=branch_seed(SAMPLINGS[how].seed, branch))
         alone = run(make(page_size=16, **ROOMY), [EngineRequest("alone", PROMPTS[which], one)])
         return alone.tokens["alone"]
 

@@ -1,5 +1,6 @@
 import asyncio
 
+import msgspec
 import pytest
 
 from components.discovery.book import InstanceBook
@@ -171,7 +172,7 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
         queued_tokens=70,
         prompt_tokens_per_s=2.5,
     )
-    assert not heartbeat_of("i", "e", stats._replace(num_waiting=0), IDLE, draining=False).busy
+    assert not heartbeat_of("i", "e", msgspec.structs.replace(stats, num_waiting=0), IDLE, draining=False).busy
 
 
 def test_what_an_instance_said_of_its_prompts_grows_old() -> None:

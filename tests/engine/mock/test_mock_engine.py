@@ -4,10 +4,10 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from components.errors import UnknownModel
 from engine.core import EngineCore

@@ -1,9 +1,9 @@
 """The mock's log-probabilities: no model's, but the same wherever a token is drawn, and exact in float32."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from components.wire.logprobs import pack_logprobs, unpack_logprobs
 from engine.ports import EngineRequest, SamplingParams

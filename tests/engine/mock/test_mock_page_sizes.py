@@ -1,11 +1,11 @@
 """The mock's marks stand in blocks of tokens, so that pages of another size, filled row by row, say the same."""
 
 import ctypes
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from components.kv_transfer.pieces import Pieces, cut
 from engine.core import EngineCore
