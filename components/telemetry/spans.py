@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from opentelemetry import trace
-from opentelemetry.context import Context, attach, detach
+from opentelemetry.context import Context, attach, detach, get_current
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -62,7 +62,7 @@ class Spans:
         **options: Any,
     ) -> AbstractContextManager[trace.Span]:
         """The same, as the current span for the time of the block."""
-        if context is None and trace.get_current_span() is NOT_KEPT:
+        if context is None and get_current() is _IN_NOT_KEPT:  # a third of what asking for the span takes
             return _INSIDE_ALREADY
         span = self.start_span(name, context, **options)
         how = {"record_exception": record_exception, "set_status_on_exception": set_status_on_exception}
@@ -115,7 +115,7 @@ async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -
 
 def trace_headers() -> dict[str, str] | None:
     """`traceparent` of the current span, for the headers of a message; None where there is no span, or none that is kept."""
-    if trace.get_current_span() is NOT_KEPT:
+    if get_current() is _IN_NOT_KEPT:
         return None
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
