@@ -50,7 +50,7 @@ class Spans:
         if parent is NOT_KEPT or (parent is trace.INVALID_SPAN and self._rate is not None and not self._rate.take()):
             return NOT_KEPT
         span = self._inner.start_span(name, context, **options)
-        return span if span.is_recording() else NOT_KEPT
+        return span if span.get_span_context().trace_flags.sampled else NOT_KEPT
 
     def start_as_current_span(
         self,

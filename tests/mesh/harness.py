@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 from uuid import uuid4
 
+from opentelemetry.sdk.trace import TracerProvider
+
 from components.discovery.book import InstanceBook
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
@@ -33,6 +35,8 @@ from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded
 
 REPO: Final = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S: Final = 60.0
+
+tracer: Final = TracerProvider(shutdown_on_exit=False).get_tracer("test")
 
 
 @dataclass(slots=True)
@@ -206,8 +210,9 @@ class Client:
                 answer.finish = delta.finish
             return answer
 
-        async with self.mesh.generate(prompt) as streams:
-            return list(await asyncio.gather(*map(read, streams)))
+        with tracer.start_as_current_span("test"):  # a request is traced when whoever sends it says so
+            async with self.mesh.generate(prompt) as streams:
+                return list(await asyncio.gather(*map(read, streams)))
 
     async def until_usable(self, role: Role, count: int = 1, timeout_s: float = 20.0) -> list[InstanceRecord]:
         """Wait until that many instances of a role can be used."""

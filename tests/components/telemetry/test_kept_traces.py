@@ -91,3 +91,12 @@ def test_a_bad_traceparent_begins_a_trace_as_the_rate_allows(kept: Kept) -> None
         with inside(trace_context({"traceparent": "bad"})), tracer.start_as_current_span(name):
             pass
     assert [span.name for span in exporter.get_finished_spans()] == ["first"]
+
+
+def test_a_process_that_keeps_nothing_passes_on_what_its_caller_keeps() -> None:
+    tracer = Spans(trace.NoOpTracer())
+    with inside(trace_context({"traceparent": f"{REMOTE}01"})), tracer.start_as_current_span("handled"):
+        headers = trace_headers()
+    assert headers == {"traceparent": f"{REMOTE}01"}
+    with tracer.start_as_current_span("its own"):
+        assert trace_headers() is None
