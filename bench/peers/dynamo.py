@@ -58,6 +58,9 @@ class Case(StrEnum):
     aggregated = auto()  # one worker, no cost
     disaggregated = auto()  # a prefill and a decode worker, no cost
     paced = auto()  # the same, steps as long as the mocker's: a token at a time
+    tokens = (
+        auto()
+    )  # kvmesh's tokens alone take time, the mocker's prompts, too: as the sketch did that targets come from
 
 
 # The mocker's times at --speedup-ratio 1: a step of decodes takes 5.74 ms and 54 ms more by the share of its 2^20 tokens of
@@ -70,6 +73,8 @@ PACED: Final = {
     "MESH_PREFILL_ENGINE__MOCK__PROMPT_TOKEN_S": "1.518e-5",
     "MESH_PREFILL_ENGINE__MOCK__ATTENTION_S": "8.4e-10",
 }
+TOKENS: Final = {"MESH_DECODE_ENGINE__MOCK__STEP_S": "0.0057"}
+COSTS: Final[dict[Case, dict[str, str]]] = {Case.paced: PACED, Case.tokens: TOKENS}
 TARGETS: Final = {
     Case.aggregated: (),
     Case.disaggregated: (
@@ -77,9 +82,9 @@ TARGETS: Final = {
         Target("req_s", 1.7, [64]),
         Target("ttft_ms_p50", 1.0, [1]),
     ),
-    Case.paced: (
-        Target("req_s", 1.2, [64]),
-        Target("frontend_cpu_s_per_1k_tokens", 0.020, [64], own=True),
+    **dict.fromkeys(
+        (Case.paced, Case.tokens),
+        (Target("req_s", 1.2, [64]), Target("frontend_cpu_s_per_1k_tokens", 0.020, [64], own=True)),
     ),
 }
 
@@ -101,7 +106,7 @@ Start = Callable[[], AbstractContextManager[Up]]
 @contextmanager
 def start_kvmesh(case: Case, model: str, env: Mapping[str, str]) -> Iterator[Up]:
     """A mesh of mock engines, with a prefill worker or without."""
-    costs = mock_env(1, {"SPEEDUP": 1} if case is Case.paced else {}) | (PACED if case is Case.paced else {})
+    costs = mock_env(1, {"SPEEDUP": 1} if case in COSTS else {}) | COSTS.get(case, {})
     prefill, port = int(case is not Case.aggregated), free_port()
     with mesh(model, {"prefill": prefill, "decode": 1}, {**costs, **env}, port) as server:
         yield Up(KVMESH, port, model_name(port), server.processes(), partial(_spans_tell_of_kv, server.log.parent))
@@ -110,7 +115,7 @@ def start_kvmesh(case: Case, model: str, env: Mapping[str, str]) -> Iterator[Up]
 @contextmanager
 def start_peer(environment: Path, case: Case, model_dir: str, name: str, nodelay: NoDelay) -> Iterator[Up]:
     """Dynamo, with a prefill worker or without."""
-    port, speedup = free_port(), 1.0 if case is Case.paced else NO_COST
+    port, speedup = free_port(), 1.0 if case in COSTS else NO_COST
     what = Dynamo(environment, model_dir, name, case is not Case.aggregated, speedup, nodelay)
     with start_dynamo(what, port) as servers:
         pids = {name: [pid for pids in server.processes().values() for pid in pids] for name, server in servers.items()}
@@ -196,7 +201,7 @@ def verdicts(lines: Sequence[Mapping[str, Any]], case: Case, clients: int) -> It
     here = [line for line in lines if line["case"] == case and line["concurrency"] == clients]
     for peer in (STOCK, NODELAY):
         both = [line for line in here if line["label"] in (KVMESH, peer)]
-        compared = (*COMPARED, "tpot_ms_p50") if case is Case.paced else COMPARED
+        compared = (*COMPARED, "tpot_ms_p50") if case in COSTS else COMPARED
         ratios = compare(here, (KVMESH, peer), clients, TARGETS[case] if peer == NODELAY else (), compared)
         everything_on = all(line["routes_by_kv"] for line in both)
         for name in [name for name in ratios if name.startswith("met_")]:
@@ -222,7 +227,7 @@ def main(
     dynamo = dynamo.expanduser().absolute()
     check_environment(dynamo)
     env, directory = name_values(mesh_env, "--mesh-env"), model_directory(model)
-    facts = {"version": VERSION, "nodelay": nodelay, "mesh_env": env, "paced": PACED, "input_len": input_len}
+    facts = {"version": VERSION, "nodelay": nodelay, "mesh_env": env, "costs": COSTS, "input_len": input_len}
     print(json.dumps(facts), flush=True)
     lines: list[dict[str, Any]] = []
     for one in case:
