@@ -58,9 +58,7 @@ class Case(StrEnum):
     aggregated = auto()  # one worker, no cost
     disaggregated = auto()  # a prefill and a decode worker, no cost
     paced = auto()  # the same, steps as long as the mocker's: a token at a time
-    tokens = (
-        auto()
-    )  # kvmesh's tokens alone take time, the mocker's prompts, too: as the sketch did that targets come from
+    tokens = auto()  # the sketch's costs, from which the target comes: of kvmesh only tokens take time, of Dynamo as paced
 
 
 # The mocker's times at --speedup-ratio 1: a step of decodes takes 5.74 ms and 54 ms more by the share of its 2^20 tokens of
