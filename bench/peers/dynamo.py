@@ -58,7 +58,8 @@ class Case(StrEnum):
     aggregated = auto()  # one worker, no cost
     disaggregated = auto()  # a prefill and a decode worker, no cost
     paced = auto()  # the same, steps as long as the mocker's: a token at a time
-    tokens = auto()  # the sketch's costs, from which the target comes: of kvmesh only tokens take time, of Dynamo as paced
+    # Of kvmesh only tokens take time, of Dynamo as much as paced: so did the sketch from which the target comes.
+    tokens = auto()
 
 
 # The mocker's times at --speedup-ratio 1: a step of decodes takes 5.74 ms and 54 ms more by the share of its 2^20 tokens of
