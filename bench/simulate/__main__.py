@@ -20,7 +20,8 @@ mock engine's cost model; `--fit` takes its constants from lines of `bench.engin
   stays on decode where little is left to compute, or no prefill worker lives, but not because every prefill queue is long. The
   index of blocks is one for all routers.
 - A planned fleet starts with --prefill and --decode workers; one that is ordered serves after --start-s, and counts from its
-  order on. The planner sees each worker's state as of the moment, where heartbeats tell it twice a second.
+  order on. The planner sees each worker's state as of the moment, where heartbeats tell it.
+- Heartbeats come as seldom as those of a thousand workers, unless --heartbeat-s says otherwise.
 - A worker that crashes is known to be gone to whoever sends to it, and to all after 2 s; only then its requests move. None
   hangs, none is refused for want of room in a queue, and nobody waits before a request is sent again.
 """

@@ -22,13 +22,17 @@ from components.wire.instances import InstanceRecord, Role
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = 0.5
+EVERY_S: Final = 0.5  # from one heartbeat to the next, at most
+SOONEST_S: Final = 0.05  # and at least, however short steps are
+HEARD_PER_S: Final = (
+    2000  # heartbeats of one role that are not too many for a router: of more instances they come less often
+)
 SILENT_AFTER_S: Final = 2.0
 HUNG_AFTER_S: Final = 20.0  # the longest step we believe in: a chunk of a prompt on a busy CPU takes seconds
 STILL_AFTER_S: Final = 1.5  # without a heartbeat or a step: no new work for it, while there is somebody else
 LONG_STEPS: Final = 2.0  # times its usual step, where that is longer
 LONGEST_STEP_S: Final = 5.0  # that we get used to
-LATEST: Final = 0.5  # weight of the latest step in what is usual: a hang now and then is no habit
+LATEST: Final = 0.5  # weight in what is usual of the latest step, if it took that long: a hang now and then is no habit
 
 OnLost = Callable[[InstanceRecord, str], None]  # (who, why)
 OnHeard = Callable[[Heartbeat], None]
@@ -126,7 +130,8 @@ class Liveness:
         now = self._clock()
         if pulse.last is None or pulse.last.step != heartbeat.step or not heartbeat.busy:
             if pulse.last is not None and pulse.last.busy:
-                pulse.usual_s += LATEST * (min(now - pulse.advanced, LONGEST_STEP_S) - pulse.usual_s)
+                took_s = min(now - pulse.advanced, LONGEST_STEP_S)
+                pulse.usual_s += LATEST * min(1.0, took_s / EVERY_S) * (took_s - pulse.usual_s)
             pulse.advanced = now
         if heartbeat.draining != pulse.is_draining:
             self._usable.clear()
@@ -237,19 +242,52 @@ def heartbeat_of(
     )
 
 
-@asynccontextmanager
-async def send_heartbeats(bus: Bus, subject: str, make: Callable[[], Heartbeat]) -> AsyncIterator[Callable[[], None]]:
-    """Publish `make()` on `<subject>.heartbeat` while inside; at once when what this gives is called."""
-    now = asyncio.Event()
+class HeartbeatSender:
+    """Publishes what a worker says of itself: soon after a step, and twice a second in any case; `send_heartbeats` runs it."""
 
-    async def beat() -> None:
+    def __init__(self, bus: Bus, subject: str, make: Callable[[], Heartbeat], num_instances: Callable[[], int]) -> None:
+        """`num_instances`: that routers hear of this role."""
+        self._bus = bus
+        self._subject = f"{subject}.heartbeat"
+        self._make = make
+        self._num_instances = num_instances
+        self._now = asyncio.Event()
+        self._stepped = asyncio.Event()
+
+    def stepped(self) -> None:
+        """There is something new to say."""
+        self._stepped.set()
+
+    def at_once(self) -> None:
+        """It is not to wait."""
+        self._now.set()
+        self._stepped.set()
+
+    async def run(self) -> None:
+        """Publish for ever."""
         while True:
-            now.clear()
+            self._now.clear()
+            self._stepped.clear()
             with suppress(BackendUnavailable):  # the bus reports its own outages
-                await bus.publish(f"{subject}.heartbeat", make())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(EVERY_S):
-                    await now.wait()
+                await self._bus.publish(self._subject, self._make())
+            rest_s = min(max(SOONEST_S, self._num_instances() / HEARD_PER_S), EVERY_S)
+            if not await _set_within(rest_s, self._now):
+                await _set_within(EVERY_S - rest_s, self._stepped)
 
-    async with background(beat(), "heartbeat"):
-        yield now.set
+
+async def _set_within(seconds: float, event: asyncio.Event) -> bool:
+    """Whether it is set by then."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    return False
+
+
+@asynccontextmanager
+async def send_heartbeats(
+    bus: Bus, subject: str, make: Callable[[], Heartbeat], num_instances: Callable[[], int] = lambda: 1
+) -> AsyncIterator[HeartbeatSender]:
+    """Publish `make()` on `<subject>.heartbeat` while inside. See `HeartbeatSender`."""
+    sender = HeartbeatSender(bus, subject, make, num_instances)
+    async with background(sender.run(), "heartbeat"):
+        yield sender

@@ -1,4 +1,4 @@
-"""Every worker says twice a second that it lives, what it carries and how far its engine has counted.
+"""Every worker says after its steps, and twice a second in any case, that it lives, what it carries and how far it has counted.
 
 On `<subject>.heartbeat`. A lease tells of a lost process after its TTL; a heartbeat, or none, of a silent or hung one in 2 s.
 """

@@ -122,13 +122,14 @@ async def main(settings: DecodeSettings) -> None:
         endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]
         async with (
             serve_calls(bus, "decode", subject, endpoints, {"instance_id": me, "model": model}),
-            send_heartbeats(bus, subject, service.heartbeat) as beat,
+            send_heartbeats(bus, subject, service.heartbeat, lambda: len(registry.book.of_role("decode"))) as heart,
             registry.advertise(registration, record),
         ):
+            engine.on_output(lambda _: heart.stepped())
             settle()
             log_ready(instance=me, model=model)
             await first(stop_signal(), raises(engine.failed()))
-            await drain(service, settings.drain_timeout_s, beat)
+            await drain(service, settings.drain_timeout_s, heart.at_once)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from nats.aio.msg import Msg
 
@@ -23,20 +22,31 @@ from services.planner.pages import page_of, read_frontend, read_worker
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
 class _Pulse:
-    """Heartbeats of one worker since the last look."""
+    """Heartbeats of one worker."""
 
-    last: Heartbeat
-    heard_s: float
-    waiting: int = 0
-    beats: int = 0
+    def __init__(self, beat: Heartbeat, now_s: float) -> None:
+        self.last = beat
+        self.heard_s = self._counted_s = self._looked_s = now_s
+        self._waited_s = 0.0  # by all requests together, since the last look
 
-    def mean_waiting(self) -> float:
-        """Requests that wait, on average since the last look; looks are then counted anew."""
-        mean = self.waiting / self.beats if self.beats else float(self.last.num_waiting)
-        self.waiting = self.beats = 0
+    def hear(self, beat: Heartbeat, now_s: float) -> None:
+        """Its next one."""
+        self._count(now_s)
+        self.last, self.heard_s = beat, now_s
+
+    def mean_waiting(self, now_s: float) -> float:
+        """Requests that wait, on average over the time since the last look, which this is from now on."""
+        self._count(now_s)
+        passed_s = now_s - self._looked_s
+        mean = self._waited_s / passed_s if passed_s else float(self.last.num_waiting)
+        self._looked_s, self._waited_s = now_s, 0.0
         return mean
+
+    def _count(self, now_s: float) -> None:
+        """What it said last was so until now."""
+        self._waited_s += (now_s - self._counted_s) * self.last.num_waiting
+        self._counted_s = now_s
 
 
 class Observer:
@@ -61,10 +71,7 @@ class Observer:
             log.warning("heartbeat refused", extra={"cause": exc.message})
             return
         now_s = self._clock()
-        pulse = self._pulses.setdefault(beat.instance_id, _Pulse(beat, now_s))
-        pulse.last, pulse.heard_s = beat, now_s
-        pulse.waiting += beat.num_waiting
-        pulse.beats += 1
+        self._pulses.setdefault(beat.instance_id, _Pulse(beat, now_s)).hear(beat, now_s)
 
     async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
         """Now; instances that do not answer are named as unknown."""
@@ -111,7 +118,7 @@ class Observer:
             accepted=beat.accepted,
             queued_tokens=beat.queued_tokens,
             running=beat.num_running,
-            waiting=pulse.mean_waiting(),
+            waiting=pulse.mean_waiting(self._clock()),
             used_pages=beat.total_pages - beat.free_pages - beat.cached_pages,
             total_pages=beat.total_pages,
             draining=beat.draining,

@@ -17,7 +17,7 @@ from components.discovery.registry import Registration
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
 from components.messaging.fleet import Fleet, watch_fleet
-from components.messaging.heartbeats import send_heartbeats
+from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_inbox, open_outbox
@@ -247,7 +247,7 @@ class Worker(Node):
 
     engine: "BuiltHere"
     transfer: MemoryTransfer
-    beat: Callable[[], None]
+    heart: HeartbeatSender
     service: Any
 
     async def _start_engine(self, stack: AsyncExitStack) -> None:
@@ -291,7 +291,7 @@ class Worker(Node):
         return next((r for r in self.engine.core._requests if page in r.pages and r.state in exposed), None)
 
     async def _drain(self) -> None:
-        await drain(self.service, DRAIN_TIMEOUT_S, self.beat)
+        await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
 
     def _kept(self) -> list[str]:
         core = self.engine.core
@@ -344,7 +344,8 @@ class Decode(Worker):
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
         heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat)
-        self.beat = await stack.enter_async_context(heartbeats)
+        self.heart = heart = await stack.enter_async_context(heartbeats)
+        self.engine.on_output(lambda _: heart.stepped())
 
     def _kept(self) -> list[str]:
         counts = {
@@ -368,7 +369,8 @@ class Prefill(Worker):
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
         heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat)
-        self.beat = await stack.enter_async_context(heartbeats)
+        self.heart = heart = await stack.enter_async_context(heartbeats)
+        self.engine.on_output(lambda _: heart.stepped())
 
     def _kept(self) -> list[str]:
         jobs = self.service.num_jobs

@@ -57,7 +57,7 @@ DELAYS_S: Final = (0.05, 3.0, 12.0)  # noticed by nobody, by some, by every call
 STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has run out, and after
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
 A_PREFILL_IS_DROPPED: Final = Fault(Do.LEASE, "write pages", role="prefill")
-A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0.001)
+A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0.0005)
 
 Schedule = list[Fault]
 

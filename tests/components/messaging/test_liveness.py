@@ -3,11 +3,15 @@ import asyncio
 import msgspec
 import pytest
 
+from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import (
+    HEARD_PER_S,
     HUNG_AFTER_S,
     SILENT_AFTER_S,
+    SOONEST_S,
+    HeartbeatSender,
     Liveness,
     heartbeat_of,
     send_heartbeats,
@@ -18,6 +22,7 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from engine.ports import StepStats
 from tests.components.discovery.records import record
+from tests.faults.virtual_loop import run_virtually
 
 IDLE = PromptLoad(0, 0.0)
 
@@ -203,6 +208,77 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
             while not lost:
                 await asyncio.sleep(0.05)
     assert lost == [mine]
+
+
+class Told:
+    """Counts what a sender publishes."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+
+    async def publish(self, subject: str, message: Heartbeat) -> None:
+        assert (subject, message.instance_id) == ("ns.decode.one.heartbeat", "one")
+        self.beats += 1
+
+
+def beating(told: Told, num_instances: int) -> HeartbeatSender:
+    beat = heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
+    return HeartbeatSender(told, "ns.decode.one", lambda: beat, lambda: num_instances)
+
+
+async def beats_of(num_instances: int, for_s: float, step_s: float | None) -> int:
+    told = Told()
+    heart = beating(told, num_instances)
+    async with background(heart.run(), "heartbeat"):
+        until = asyncio.get_running_loop().time() + for_s
+        while (left_s := until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(min(left_s, step_s or left_s))
+            if step_s:
+                heart.stepped()
+    return told.beats
+
+
+def test_a_worker_tells_of_its_steps_as_often_as_routers_of_so_many_can_hear() -> None:
+    assert run_virtually(lambda: beats_of(1, 9.9, None)) == 20
+    assert run_virtually(lambda: beats_of(1, 9.9, 0.005)) == pytest.approx(9.9 / SOONEST_S, rel=0.1)
+    assert run_virtually(lambda: beats_of(200, 9.9, 0.005)) == pytest.approx(9.9 * HEARD_PER_S / 200, rel=0.1)
+    assert run_virtually(lambda: beats_of(1000, 9.9, 0.005)) == 20
+
+
+def test_what_must_not_wait_is_told_at_once() -> None:
+    async def test() -> None:
+        told = Told()
+        heart = beating(told, 1000)
+        async with background(heart.run(), "heartbeat"):
+            for beats in range(1, 5):
+                await asyncio.sleep(0.001)
+                assert told.beats == beats
+                heart.at_once()
+
+    run_virtually(test)
+
+
+def test_what_is_usual_goes_by_time_not_by_heartbeats() -> None:
+    """Ten short steps, told one by one, are half a second: who has taken two seconds before may take as long again."""
+    watched = Watched()
+    step = 0
+
+    def steps(count: int, each_s: float) -> None:
+        nonlocal step
+        for _ in range(count):
+            for _ in range(max(1, round(each_s / 0.5))):
+                watched.beat("a", step=step, busy=True)
+                watched.beat("b")
+                watched.after(min(each_s, 0.5))
+            step += 1
+
+    steps(6, 2.0)
+    steps(10, 0.05)
+    steps(1, 2.0)
+    assert watched.usable == ["a", "b"]
+    steps(200, 0.05)
+    steps(1, 2.0)
+    assert watched.usable == ["b"]
 
 
 def test_who_stands_still_for_a_moment_gets_nothing_new_while_there_is_somebody_else() -> None:

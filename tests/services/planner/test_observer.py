@@ -61,7 +61,11 @@ async def test_a_worker_is_its_page_and_its_heartbeats_and_waits_are_a_mean() ->
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
         mesh.register("p", "prefill", url)
         await mesh.beat("p", num_waiting=4, accepted=7, queued_tokens=500, cached_pages=1)
+        mesh.now_s += 1.0
         await mesh.beat("p", num_waiting=0, accepted=9, queued_tokens=300, cached_pages=1)
+        mesh.now_s += 0.5
+        await mesh.beat("p", num_waiting=0, accepted=9, queued_tokens=300, cached_pages=1)
+        mesh.now_s += 0.5
         seen = await mesh.observer.observe({"prefill": 1, "decode": 0})
         [worker] = seen.workers["prefill"]
         assert (worker.busy_s, worker.steps, worker.prompt_tokens) == (pytest.approx(0.2), 1, 100)
@@ -69,6 +73,7 @@ async def test_a_worker_is_its_page_and_its_heartbeats_and_waits_are_a_mean() ->
         assert (worker.used_pages, worker.total_pages) == (5, 10)
         assert (seen.unknown, seen.wanted) == ([], {"prefill": 1, "decode": 0})
         await mesh.beat("p", num_waiting=6)
+        mesh.now_s += 0.5
         again = await mesh.observer.observe({})
         assert again.workers["prefill"][0].waiting == 6.0, "since the last look"
         await mesh.beat("p", draining=True)
