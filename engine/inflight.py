@@ -54,8 +54,8 @@ class Runner(Protocol):
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         """After how long to ask again whether a step, with prompts or of decodes alone, has its cores; 0: it has.
 
-        `launch` waits for them itself where nobody has asked. `has_prompts` looks at every request, and is called where it
-        makes a difference.
+        Asked of a runner that `takes_cpu` alone; `launch` waits itself where nobody has asked. `has_prompts` looks at every
+        request, and is called where it makes a difference.
         """
 
     def done(self) -> None:

@@ -73,6 +73,7 @@ PACED: Final = {
     "MESH_PREFILL_ENGINE__MOCK__ATTENTION_S": "8.4e-10",
 }
 TOKENS: Final = {"MESH_DECODE_ENGINE__MOCK__STEP_S": "0.0057"}
+FAIR: Final = [Case.aggregated, Case.disaggregated, Case.paced]  # both take as long
 COSTS: Final[dict[Case, dict[str, str]]] = {Case.paced: PACED, Case.tokens: TOKENS}
 TARGETS: Final = {
     Case.aggregated: (),
@@ -206,12 +207,18 @@ def verdicts(lines: Sequence[Mapping[str, Any]], case: Case, clients: int) -> It
         for name in [name for name in ratios if name.startswith("met_")]:
             ratios[name] = ratios[name] and everything_on
         others = max(line["cores_others"] for line in both)
-        yield {"case": case, **ratios, "everything_on": everything_on, "cores_others_max": others}
+        yield {
+            "case": case,
+            "costs_alike": case in FAIR,
+            **ratios,
+            "everything_on": everything_on,
+            "cores_others_max": others,
+        }
 
 
 def main(
     dynamo: Annotated[Path, typer.Option(help="the environment that make_dynamo.sh made")],
-    case: Annotated[list[Case], typer.Option(help="may be given several times")] = list(Case),  # noqa: B006
+    case: Annotated[list[Case], typer.Option(help="may be given several times")] = FAIR,
     rounds: Rounds = 3,
     concurrency: Concurrency = [1, 16, 64],  # noqa: B006
     seconds: Annotated[float, typer.Option(help="for each number of clients, after a warm-up")] = 8.0,

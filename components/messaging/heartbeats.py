@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 
 from components.aio import background
 from components.discovery.book import InstanceBook
-from components.errors import BackendUnavailable, MalformedMessage
+from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
 from components.messaging.refusals import STRANGER
 from components.routing.local_prefill import PromptLoad
@@ -23,10 +23,10 @@ from components.wire.instances import InstanceRecord, Role
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 0.5  # from one heartbeat to the next, at most
-SOONEST_S: Final = 0.05  # and at least, however short steps are
-HEARD_PER_S: Final = (
-    2000  # heartbeats of one role that are not too many for a router: of more instances they come less often
-)
+SOONEST_S: Final = 0.05  # and at least, however short steps are; of many instances they come less often:
+HEARD_PER_S: Final = 2_000  # heartbeats of one role that are not too many for who hears them
+TOLD_PER_S: Final = 20_000  # and, each counted for everyone who hears it, for NATS
+HEARD_BY: Final[Mapping[Role, Sequence[Role]]] = {"decode": ("frontend",), "prefill": ("frontend", "decode")}
 SILENT_AFTER_S: Final = 2.0
 HUNG_AFTER_S: Final = 20.0  # the longest step we believe in: a chunk of a prompt on a busy CPU takes seconds
 STILL_AFTER_S: Final = 1.5  # without a heartbeat or a step: no new work for it, while there is somebody else
@@ -242,37 +242,48 @@ def heartbeat_of(
     )
 
 
+def rest_between(role: Role, book: InstanceBook) -> float:
+    """Seconds from a heartbeat to the next of an instance of `role` that steps, so that all of them are not too many."""
+    instances = len(book.of_role(role))
+    heard_by = sum(len(book.of_role(listener)) for listener in HEARD_BY[role])
+    return min(max(SOONEST_S, instances / HEARD_PER_S, instances * heard_by / TOLD_PER_S), EVERY_S)
+
+
 class HeartbeatSender:
     """Publishes what a worker says of itself: soon after a step, and twice a second in any case; `send_heartbeats` runs it."""
 
-    def __init__(self, bus: Bus, subject: str, make: Callable[[], Heartbeat], num_instances: Callable[[], int]) -> None:
-        """`num_instances`: that routers hear of this role."""
+    def __init__(self, bus: Bus, subject: str, make: Callable[[], Heartbeat], rest_s: Callable[[], float]) -> None:
+        """`rest_s`: from one to the next at least, unless it is urgent."""
         self._bus = bus
         self._subject = f"{subject}.heartbeat"
         self._make = make
-        self._num_instances = num_instances
-        self._now = asyncio.Event()
-        self._stepped = asyncio.Event()
+        self._rest_s = rest_s
+        self._step = 0
+        self._news = asyncio.Event()
+        self._urgent = asyncio.Event()
 
-    def stepped(self) -> None:
-        """There is something new to say."""
-        self._stepped.set()
+    def stepped(self, step: int) -> None:
+        """The engine's counter is at `step`; what it says before a step has ended is no news, as its counts have not moved."""
+        if step != self._step:
+            self._step = step
+            self._news.set()
 
     def at_once(self) -> None:
-        """It is not to wait."""
-        self._now.set()
-        self._stepped.set()
+        """There is something to say that is not to wait."""
+        self._urgent.set()
+        self._news.set()
 
     async def run(self) -> None:
         """Publish for ever."""
         while True:
-            self._now.clear()
-            self._stepped.clear()
-            with suppress(BackendUnavailable):  # the bus reports its own outages
-                await self._bus.publish(self._subject, self._make())
-            rest_s = min(max(SOONEST_S, self._num_instances() / HEARD_PER_S), EVERY_S)
-            if not await _set_within(rest_s, self._now):
-                await _set_within(EVERY_S - rest_s, self._stepped)
+            self._news.clear()
+            self._urgent.clear()
+            heartbeat = self._make()
+            with suppress(MeshError):  # the bus reports its own outages
+                await self._bus.publish(self._subject, heartbeat)
+            rest_s = self._rest_s()
+            if not await _set_within(rest_s, self._urgent):
+                await _set_within(EVERY_S - rest_s, self._news)
 
 
 async def _set_within(seconds: float, event: asyncio.Event) -> bool:
@@ -285,9 +296,9 @@ async def _set_within(seconds: float, event: asyncio.Event) -> bool:
 
 @asynccontextmanager
 async def send_heartbeats(
-    bus: Bus, subject: str, make: Callable[[], Heartbeat], num_instances: Callable[[], int] = lambda: 1
+    bus: Bus, subject: str, make: Callable[[], Heartbeat], rest_s: Callable[[], float]
 ) -> AsyncIterator[HeartbeatSender]:
-    """Publish `make()` on `<subject>.heartbeat` while inside. See `HeartbeatSender`."""
-    sender = HeartbeatSender(bus, subject, make, num_instances)
+    """Publish `make()` on `<subject>.heartbeat` while inside. See `HeartbeatSender`, and `rest_between` for `rest_s`."""
+    sender = HeartbeatSender(bus, subject, make, rest_s)
     async with background(sender.run(), "heartbeat"):
         yield sender

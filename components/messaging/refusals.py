@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from components.errors import MeshError
 
 # reasons beside the class names of errors
-BAD_TRACEPARENT: Final = "BadTraceparent"  # the message is taken, and begins a trace of its own
+BAD_TRACEPARENT: Final = "BadTraceparent"  # the message is taken, and may begin a trace of its own
 DUPLICATE: Final = "Duplicate"
 GAP: Final = "Gap"
 STRANGER: Final = "Stranger"  # a sender that is not registered, or not in this epoch, or not the stream's

@@ -71,7 +71,7 @@ class CallServer:
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> None:
         caller = trace_context(request.headers)
-        if request.headers and trace.get_current_span(caller) is trace.INVALID_SPAN:
+        if trace.get_current_span(caller) is trace.INVALID_SPAN:
             self._refusals.count(endpoint.name, BAD_TRACEPARENT)
         token = context.attach(caller)
         try:

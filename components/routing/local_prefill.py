@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SMOOTHING: Final = 0.2  # weight of the latest step
-MARGIN_S: Final = 0.5  # what the news of a queue may have missed: the time between two heartbeats
+MARGIN_S: Final = 0.5  # what the news of a queue may have missed: the time between two heartbeats during a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Spans:
         **options: Any,
     ) -> AbstractContextManager[trace.Span]:
         """The same, as the current span for the time of the block."""
-        if context is None and get_current() is _IN_NOT_KEPT:  # a third of what asking for the span takes
+        if context is None and get_current() is _IN_NOT_KEPT:  # it is current already: nothing to enter
             return _INSIDE_ALREADY
         span = self.start_span(name, context, **options)
         how = {"record_exception": record_exception, "set_status_on_exception": set_status_on_exception}
@@ -123,11 +123,12 @@ def trace_headers() -> dict[str, str] | None:
 
 
 def trace_context(headers: Mapping[str, str] | None) -> Context:
-    """The context that a message's headers carry: without any it is none that is kept; with a bad `traceparent` it has no span.
+    """The context that a message's headers carry. Without `traceparent`, or with one that is not sampled, nothing is kept
+    in it; with a bad one it has no span.
 
     So the process that a request enters first decides for all of its hops.
     """
-    if not headers:
+    if not headers or "traceparent" not in headers:
         return _IN_NOT_KEPT
     context = _propagator.extract(dict(headers))
     of_caller = trace.get_current_span(context).get_span_context()

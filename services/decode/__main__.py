@@ -1,6 +1,7 @@
 """python -m services.decode: requests in, KV from a prefill instance, tokens out."""
 
 import sys
+from functools import partial
 
 from components.aio import first, raises
 from components.discovery.registry import Registration, join_registry
@@ -9,7 +10,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
-from components.messaging.heartbeats import send_heartbeats
+from components.messaging.heartbeats import rest_between, send_heartbeats
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
@@ -122,10 +123,10 @@ async def main(settings: DecodeSettings) -> None:
         endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]
         async with (
             serve_calls(bus, "decode", subject, endpoints, {"instance_id": me, "model": model}),
-            send_heartbeats(bus, subject, service.heartbeat, lambda: len(registry.book.of_role("decode"))) as heart,
+            send_heartbeats(bus, subject, service.heartbeat, partial(rest_between, "decode", registry.book)) as heart,
             registry.advertise(registration, record),
         ):
-            engine.on_output(lambda _: heart.stepped())
+            engine.on_output(lambda output: heart.stepped(output.stats.step))
             settle()
             log_ready(instance=me, model=model)
             await first(stop_signal(), raises(engine.failed()))

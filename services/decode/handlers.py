@@ -262,8 +262,8 @@ class DecodeService:
         active.enter(DecodeState.PREALLOC)
         try:
             self._remote.ask(fetch, active.request)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)  # the question is on its way before our engine plans a step
+            await asyncio.sleep(0)  # the task that asks begins,
+            await asyncio.sleep(0)  # and NATS's that writes: the question is on its way before our engine plans a step
             self._submit(active, Phase.DECODE)
             record = await self._remote.run(fetch, active.request)
             route.succeeded()

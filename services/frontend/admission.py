@@ -4,11 +4,12 @@ There is room while
 
     tokens in held pages + those of ours that have not begun + those of others' that hold no page  <  admit_load · capacity
 
-The first and the last are what heartbeats said, up to half a second ago, the others being other frontends' requests. Ours are
-counted here, from admission to the first token of each prompt. One that has its pages and has not begun counts twice, so with
-a load of 1 memory would not fill; and held pages are no more than the capacity, so that, however old the news,
-(admit_load - 1) · capacity of ours is always on its way, where there is one frontend. Of several under too much work, one may
-keep the others waiting. The request that crosses the line still goes: else one larger than everything would be stuck.
+The first and the last are what heartbeats said, a step or up to half a second ago, the others being other frontends'
+requests. Ours are counted here, from admission to the first token of each prompt. One that has its pages and has not begun
+counts twice, so with a load of 1 memory would not fill; and held pages are no more than the capacity, so that, however old
+the news, (admit_load - 1) · capacity of ours is always on its way, where there is one frontend. Of several under too much
+work, one may keep the others waiting. The request that crosses the line still goes: else one larger than everything would be
+stuck.
 
 Before the first instance is there, there is room: nothing waits for what may never come. When all of them are lost later, those
 who wait go on waiting.

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Final
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from starlette.types import Scope
 
@@ -32,7 +33,7 @@ def request_span(scope: Scope, operation: str, request_id: str, label: str = "")
     }
     return tracer.start_as_current_span(
         operation,
-        context=spans.trace_context(carrier) if carrier else None,
+        context=spans.trace_context(carrier) if "traceparent" in carrier else Context(),  # not the request's before it
         kind=SpanKind.SERVER,
         attributes=attributes,
         record_exception=False,  # the request's own edge turns every error into a status

@@ -22,7 +22,7 @@ from services.planner.pages import page_of, read_frontend, read_worker
 log = logging.getLogger(__name__)
 
 
-class _Pulse:
+class _Heard:
     """Heartbeats of one worker."""
 
     def __init__(self, beat: Heartbeat, now_s: float) -> None:
@@ -61,7 +61,7 @@ class Observer:
         self._book = book
         self._liveness = liveness
         self._clock = clock
-        self._pulses: dict[str, _Pulse] = {}
+        self._pulses: dict[str, _Heard] = {}
 
     async def hear(self, message: Msg) -> None:
         """A heartbeat came."""
@@ -71,7 +71,10 @@ class Observer:
             log.warning("heartbeat refused", extra={"cause": exc.message})
             return
         now_s = self._clock()
-        self._pulses.setdefault(beat.instance_id, _Pulse(beat, now_s)).hear(beat, now_s)
+        if (known := self._pulses.get(beat.instance_id)) is None:
+            self._pulses[beat.instance_id] = _Heard(beat, now_s)
+        else:
+            known.hear(beat, now_s)
 
     async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
         """Now; instances that do not answer are named as unknown."""

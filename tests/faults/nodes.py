@@ -17,7 +17,7 @@ from components.discovery.registry import Registration
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
 from components.messaging.fleet import Fleet, watch_fleet
-from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
+from components.messaging.heartbeats import SOONEST_S, HeartbeatSender, send_heartbeats
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.service import serve_calls
 from components.messaging.streams import open_inbox, open_outbox
@@ -343,9 +343,9 @@ class Decode(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat)
+        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat, lambda: SOONEST_S)
         self.heart = heart = await stack.enter_async_context(heartbeats)
-        self.engine.on_output(lambda _: heart.stepped())
+        self.engine.on_output(lambda output: heart.stepped(output.stats.step))
 
     def _kept(self) -> list[str]:
         counts = {
@@ -368,9 +368,9 @@ class Prefill(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat)
+        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat, lambda: SOONEST_S)
         self.heart = heart = await stack.enter_async_context(heartbeats)
-        self.engine.on_output(lambda _: heart.stepped())
+        self.engine.on_output(lambda output: heart.stepped(output.stats.step))
 
     def _kept(self) -> list[str]:
         jobs = self.service.num_jobs

@@ -5,21 +5,25 @@ import pytest
 
 from components.aio import background
 from components.discovery.book import InstanceBook
+from components.errors import DeadlineExceeded, MeshError
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import (
+    EVERY_S,
     HEARD_PER_S,
     HUNG_AFTER_S,
     SILENT_AFTER_S,
     SOONEST_S,
+    TOLD_PER_S,
     HeartbeatSender,
     Liveness,
     heartbeat_of,
+    rest_between,
     send_heartbeats,
     watch_heartbeats,
 )
 from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat
-from components.wire.instances import InstanceRecord
+from components.wire.instances import InstanceRecord, Role
 from engine.ports import StepStats
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
@@ -198,9 +202,8 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
     async with connect_bus(nats_url, "test") as bus, watch_heartbeats(bus, namespace, "decode", book) as liveness:
         liveness.on_lost(lambda r, _: lost.append(r))
         async with asyncio.timeout(10):
-            async with send_heartbeats(
-                bus, mine.subject, lambda: heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
-            ):
+            beat = heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
+            async with send_heartbeats(bus, mine.subject, lambda: beat, lambda: SOONEST_S):
                 await bus.publish_bytes(f"{mine.subject}.heartbeat", b"garbage")
                 while liveness.last_heartbeat("one") is None:
                     await asyncio.sleep(0.01)
@@ -211,49 +214,86 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
 
 
 class Told:
-    """Counts what a sender publishes."""
+    """Counts what a sender publishes; the first raises `error`."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: MeshError | None = None) -> None:
         self.beats = 0
+        self._error = error
 
     async def publish(self, subject: str, message: Heartbeat) -> None:
         assert (subject, message.instance_id) == ("ns.decode.one.heartbeat", "one")
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         self.beats += 1
 
 
-def beating(told: Told, num_instances: int) -> HeartbeatSender:
+def beating(told: Told, rest_s: float) -> HeartbeatSender:
     beat = heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
-    return HeartbeatSender(told, "ns.decode.one", lambda: beat, lambda: num_instances)
+    return HeartbeatSender(told, "ns.decode.one", lambda: beat, lambda: rest_s)
 
 
-async def beats_of(num_instances: int, for_s: float, step_s: float | None) -> int:
+async def beats_of(rest_s: float, step_s: float, *, early: bool = False) -> int:
+    """That are sent in 9.9 s by a worker that steps each `step_s`, or only says something before its step ends."""
     told = Told()
-    heart = beating(told, num_instances)
+    heart = beating(told, rest_s)
     async with background(heart.run(), "heartbeat"):
-        until = asyncio.get_running_loop().time() + for_s
+        until = asyncio.get_running_loop().time() + 9.9
+        step = 1
         while (left_s := until - asyncio.get_running_loop().time()) > 0:
-            await asyncio.sleep(min(left_s, step_s or left_s))
-            if step_s:
-                heart.stepped()
+            heart.stepped(step)
+            step += not early
+            await asyncio.sleep(min(left_s, step_s))
     return told.beats
 
 
-def test_a_worker_tells_of_its_steps_as_often_as_routers_of_so_many_can_hear() -> None:
-    assert run_virtually(lambda: beats_of(1, 9.9, None)) == 20
-    assert run_virtually(lambda: beats_of(1, 9.9, 0.005)) == pytest.approx(9.9 / SOONEST_S, rel=0.1)
-    assert run_virtually(lambda: beats_of(200, 9.9, 0.005)) == pytest.approx(9.9 * HEARD_PER_S / 200, rel=0.1)
-    assert run_virtually(lambda: beats_of(1000, 9.9, 0.005)) == 20
+@pytest.mark.parametrize(
+    ("rest_s", "step_s", "early", "beats"),
+    [
+        (0.05, 9.9, False, 20),
+        (0.05, 0.01, False, 198),
+        (0.05, 0.2, False, 50),
+        (0.2, 0.01, False, 50),
+        (0.05, 0.01, True, 20),
+    ],
+)
+def test_a_worker_tells_of_each_step_but_not_too_often(rest_s: float, step_s: float, early: bool, beats: int) -> None:
+    assert run_virtually(lambda: beats_of(rest_s, step_s, early=early)) == pytest.approx(beats, abs=beats / 10)
+
+
+def test_heartbeats_of_many_or_to_many_come_less_often() -> None:
+    def rest_s(role: Role, **roles: int) -> float:
+        book = InstanceBook()
+        for name, count in roles.items():
+            for i in range(count):
+                book.put(f"{name}-{i}", record(f"{name}-{i}", role=name))
+        return rest_between(role, book)
+
+    assert rest_s("prefill", frontend=1, prefill=4, decode=4) == rest_s("decode", frontend=1, decode=100) == SOONEST_S
+    assert rest_s("decode", frontend=1, decode=400) == pytest.approx(400 / HEARD_PER_S)
+    assert rest_s("prefill", frontend=2, prefill=50, decode=98) == pytest.approx(50 * 100 / TOLD_PER_S)
+    assert rest_s("decode", frontend=4, decode=1000) == rest_s("prefill", prefill=500, decode=500) == EVERY_S
 
 
 def test_what_must_not_wait_is_told_at_once() -> None:
     async def test() -> None:
         told = Told()
-        heart = beating(told, 1000)
+        heart = beating(told, EVERY_S)
         async with background(heart.run(), "heartbeat"):
             for beats in range(1, 5):
                 await asyncio.sleep(0.001)
                 assert told.beats == beats
                 heart.at_once()
+
+    run_virtually(test)
+
+
+def test_a_heartbeat_that_cannot_leave_is_not_the_end() -> None:
+    async def test() -> None:
+        told = Told(DeadlineExceeded("the connection timed out"))
+        async with background(beating(told, SOONEST_S).run(), "heartbeat"):
+            await asyncio.sleep(1.2)
+        assert told.beats == 2
 
     run_virtually(test)
 

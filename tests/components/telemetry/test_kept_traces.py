@@ -77,7 +77,9 @@ def test_what_a_caller_keeps_is_kept(kept: Kept, flags: str) -> None:
     assert [span.name for span in exporter.get_finished_spans()] == ["handled"]
 
 
-@pytest.mark.parametrize("headers", [None, {}, {"traceparent": f"{REMOTE}00"}, {"traceparent": f"{REMOTE}02"}])
+@pytest.mark.parametrize(
+    "headers", [None, {}, {"x-of-nats": "1"}, {"traceparent": f"{REMOTE}00"}, {"traceparent": f"{REMOTE}02"}]
+)
 def test_what_a_caller_does_not_keep_is_not_kept(kept: Kept, headers: dict[str, str] | None) -> None:
     tracer, exporter = kept
     with inside(trace_context(headers)), tracer.start_as_current_span("handled"):

@@ -1,0 +1,41 @@
+import contextvars
+
+import pytest
+from opentelemetry import trace
+
+from services.frontend import tracing
+from tests.components.telemetry.test_kept_traces import REMOTE, Kept, kept
+
+__all__ = ["kept"]
+
+NO_HEADERS: dict[str, list[tuple[bytes, bytes]]] = {"headers": []}
+
+
+def test_a_request_that_began_within_another_one_is_not_part_of_it(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An HTTP server begins a pipelined request in the context of the one before it."""
+    tracer, exporter = kept
+    monkeypatch.setattr(tracing, "tracer", tracer)
+    behind = []
+    with tracing.request_span(NO_HEADERS, "chat", "one"):
+        behind.append(contextvars.copy_context())
+    with tracing.request_span(NO_HEADERS, "chat", "two"):
+        behind.append(contextvars.copy_context())
+
+    def begin(trace_id: str) -> trace.Span:
+        caller = {"headers": [(b"traceparent", f"00-{trace_id}-00f067aa0ba902b7-01".encode())]}
+        with tracing.request_span(caller, "chat", "three") as span:
+            return span
+
+    def begin_one_more() -> trace.Span:
+        with tracing.request_span(NO_HEADERS, "chat", "four") as span:
+            return span
+
+    of_caller = REMOTE.split("-")[1]
+    for context in behind:
+        assert f"{context.run(begin, of_caller).get_span_context().trace_id:032x}" == of_caller
+        assert not context.run(begin_one_more).is_recording(), "the rate has been used up by the first"
+    assert [(span.attributes or {})["kvmesh.request_id"] for span in exporter.get_finished_spans()] == [
+        "one",
+        "three",
+        "three",
+    ]
