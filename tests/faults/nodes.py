@@ -28,6 +28,7 @@ from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.inflight import StepFailed
 from engine.inline_loop import InlineLoop
 from engine.mock.build import build_engine
 from engine.mock.config import MockConfig
@@ -45,7 +46,7 @@ from services.prefill.handlers import PrefillService
 from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
-from tests.faults.setup import STEP_S, Setup
+from tests.faults.setup import Setup
 from tests.faults.virtual_loop import Process
 
 NAMESPACE: Final = "mesh"
@@ -55,7 +56,6 @@ LEASE_TTL_S: Final = 6.0
 DRAIN_TIMEOUT_S: Final = 5.0
 ROOM_CLEANUP_S: Final = 1.0
 CLIENT_LIFE_S: Final = 25.0
-POOL_TOKENS: Final = 320  # a few requests fill it, so that pages are soon another's
 COUNTERS: Final = ("kv_transfer_failures_total", "kv_transfers_corrupt_total", "prompt_recomputes_total")
 
 
@@ -63,7 +63,7 @@ def make_engine(
     home: Path,
     page_size: int,
     adapters: dict[str, str],
-    pool_tokens: int = POOL_TOKENS,
+    pool_tokens: int,
     *,
     pipeline: bool = False,
     step_s: float = 0.0,
@@ -157,12 +157,16 @@ class Node(ABC):
             await stack.enter_async_context(self.bus.answers())
             await self._serve(stack)
             self.ready.set()
-            await self.leave.wait()
+            await self._until_over()
             await self._drain()
 
     @abstractmethod
     async def _serve(self, stack: AsyncExitStack) -> None:
         """Open what this process has, for as long as `stack` is."""
+
+    async def _until_over(self) -> None:
+        """Wait until this process is told to leave."""
+        await self.leave.wait()
 
     async def _drain(self) -> None:
         """Before it leaves; most have nothing to wait for."""
@@ -249,6 +253,7 @@ class Worker(Node):
     transfer: MemoryTransfer
     heart: HeartbeatSender
     service: Any
+    died: BaseException | None = None  # what its engine died of
 
     async def _start_engine(self, stack: AsyncExitStack) -> None:
         self.metrics = WorkerMetrics()
@@ -277,9 +282,18 @@ class Worker(Node):
             self.cluster.home,
             setup.page_size(self.role),
             self.adapters,
+            setup.pool_tokens,
             pipeline=setup.pipeline,
-            step_s=setup.prefill_step_s if self.role == "prefill" else STEP_S,
+            step_s=setup.prefill_step_s if self.role == "prefill" else setup.decode_step_s,
         )
+
+    def fail_steps(self) -> None:
+        """All steps fail from now on, as on a device without memory."""
+
+        def launch(_chunks: object) -> None:
+            raise StepFailed("injected")
+
+        self.engine.core._runner.launch = launch  # type: ignore[method-assign, assignment]
 
     def count(self, name: str) -> float:
         """What one of its counters says."""
@@ -290,8 +304,26 @@ class Worker(Node):
         exposed = (RequestState.RESERVED, RequestState.HELD)
         return next((r for r in self.engine.core._requests if page in r.pages and r.state in exposed), None)
 
+    async def _until_over(self) -> None:
+        """A process whose engine dies leaves too, and drains nothing."""
+
+        async def watch() -> None:
+            self.died = await self.engine.failed()
+            self.leave.set()
+
+        async with background(watch(), "engine-failed"):
+            await self.leave.wait()
+
+    async def _main(self) -> None:
+        await super()._main()
+        if self.died is not None:  # nothing was waited for: as at the end of `asyncio.run`
+            for task in self.process.live_tasks():
+                if task is not asyncio.current_task():
+                    task.cancel()
+
     async def _drain(self) -> None:
-        await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
+        if self.died is None:
+            await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
 
     def _kept(self) -> list[str]:
         core = self.engine.core

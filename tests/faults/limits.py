@@ -1,0 +1,125 @@
+"""What clients may see of each kind of fault, in one table. A run beyond its limits fails."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+from tests.faults.faults import OF_MESSAGES, Do, Fault
+from tests.faults.setup import Setup
+
+USUAL_S: Final = 0.3  # a client's longest silence in a run without faults: it waits for pages
+USUAL_STEPS: Final = 2  # and, where steps are long, for so many of them
+
+
+class Seen(NamedTuple):
+    """What the clients of one run saw; those that left, or stopped to read, do not count."""
+
+    silence_s: float  # the longest time in which a client that waited got nothing
+    failed: int  # answers that ended with an error
+    moves: int  # requests that went from a decode instance that was well to another one
+
+
+class Limit(NamedTuple):
+    """The most that one fault may cost all clients of a run together."""
+
+    silence_s: float  # beyond the usual one
+    failed: int = 0
+    moves: int = 0
+
+
+ANYTHING: Final = Limit(1e6, 1_000_000, 1_000_000)
+NOTHING: Final = Limit(0.0)
+MESSAGES: Final = {
+    "generate": "a request to decode",
+    "generate-accepted": "decode's answer",
+    "prefill": "a request to prefill",
+    "prefill-accepted": "prefill's answer",
+    "room-open": "an offer of pages",
+    "room-ok": "bootstrap's answer",
+    "room-pages": "bootstrap's word to prefill",
+    "frame": "a frame of tokens",
+    "last-frame": "a stream's last frame",
+    "heartbeat": "a heartbeat",
+}
+HAPPENS: Final = {
+    Do.DROP: "is lost",
+    Do.DELAY: "comes late",
+    Do.DUPLICATE: "comes twice",
+    Do.GARBLE: "is unreadable",
+    Do.ALTER: "is altered",
+    Do.REFUSE: "is refused",
+    Do.UNSENT: "cannot be sent",
+    Do.NOBODY: "finds nobody",
+}
+OF_WRITES: Final = {
+    Do.WRITE_FAILS: "a write of KV fails",
+    Do.WRITE_LATE: "a write of KV comes late",
+    Do.WRITE_SILENT: "the end of a write is not noticed",
+    Do.WRITE_STAMP: "an aux slot has another stamp",
+    Do.WRITE_CORRUPT: "a write of KV is corrupted",
+}
+OF_PROCESSES: Final = {
+    Do.KILL: "is killed",
+    Do.LEASE: "loses its lease",
+    Do.DRAIN: "is asked to leave",
+    Do.STEPS_FAIL: "fails all its steps",
+}
+LASTING: Final = {
+    Do.STOP: "is frozen for",
+    Do.HANG: "hangs, its lease lives, for",
+    Do.CUT_OFF: "does not reach etcd for",
+}
+
+
+def kind_of(fault: Fault) -> str:
+    """A fault in plain words: the name of its row."""
+    if fault.do in OF_MESSAGES:
+        tag = fault.at.removeprefix("message ").partition(".")[0]
+        return f"{MESSAGES.get(tag, 'another message')} {HAPPENS[fault.do]}"
+    if fault.do in OF_WRITES:
+        return OF_WRITES[fault.do]
+    if fault.do in OF_PROCESSES:
+        return f"a {fault.role} {OF_PROCESSES[fault.do]}"
+    if fault.do in LASTING:
+        return f"a {fault.role} {LASTING[fault.do]} {fault.amount:g} s"
+    match fault.do:
+        case Do.NATS_AWAY:
+            return f"NATS is away for {fault.amount:g} s"
+        case Do.ETCD_AWAY:
+            return f"etcd is away for {fault.amount:g} s"
+        case _:
+            return "a client leaves or stops to read"
+
+
+# The first pattern that fits a fault's kind.
+LIMITS: Final[dict[str, Limit]] = {
+    "*": NOTHING,
+}
+
+
+def row_of(fault: Fault) -> str:
+    """The pattern in `LIMITS` that fits."""
+    kind = kind_of(fault)
+    return next(pattern for pattern in LIMITS if fnmatchcase(kind, pattern))
+
+
+def limit_of(schedule: Sequence[Fault]) -> Limit:
+    """Of all faults of a schedule together."""
+    limits = [LIMITS[row_of(fault)] for fault in schedule]
+    return Limit(*map(sum, zip(NOTHING, *limits, strict=True)))
+
+
+def usual_s(setup: Setup) -> float:
+    """The longest silence of a run without faults."""
+    return USUAL_S + USUAL_STEPS * max(setup.decode_step_s, setup.prefill_step_s)
+
+
+def beyond(seen: Seen, limit: Limit, setup: Setup) -> Iterator[str]:
+    """Each limit that does not hold."""
+    silence_s = usual_s(setup) + limit.silence_s
+    if seen.silence_s > silence_s:
+        yield f"a client got nothing for {seen.silence_s:.2f} s, the limit is {silence_s:.2f} s"
+    if seen.failed > limit.failed:
+        yield f"{seen.failed} answers failed, the limit is {limit.failed}"
+    if seen.moves > limit.moves:
+        yield f"{seen.moves} requests moved from decode instances that were well, the limit is {limit.moves}"
