@@ -43,7 +43,6 @@ MESSAGES: Final = {
 }
 HAPPENS: Final = {
     Do.DROP: "is lost",
-    Do.DELAY: "comes late",
     Do.DUPLICATE: "comes twice",
     Do.GARBLE: "is unreadable",
     Do.ALTER: "is altered",
@@ -75,7 +74,8 @@ def kind_of(fault: Fault) -> str:
     """A fault in plain words: the name of its row."""
     if fault.do in OF_MESSAGES:
         tag = fault.at.removeprefix("message ").partition(".")[0]
-        return f"{MESSAGES.get(tag, 'another message')} {HAPPENS[fault.do]}"
+        happens = HAPPENS.get(fault.do, f"comes {fault.amount:g} s late")
+        return f"{MESSAGES.get(tag, 'another message')} {happens}"
     if fault.do in OF_WRITES:
         return OF_WRITES[fault.do]
     if fault.do in OF_PROCESSES:
@@ -91,21 +91,71 @@ def kind_of(fault: Fault) -> str:
             return "a client leaves or stops to read"
 
 
+IN_A_ROW: Final = 4
+TRANSFER_S: Final = 8.0  # nodes.TRANSFER_TIMEOUT_S: then decode computes the prompt itself
+NOTICED_S: Final = 2.5  # an instance that is silent is lost after two seconds
+AGAIN_S: Final = 2.0  # what was lost has been sent again
 # The first pattern that fits a fault's kind.
 LIMITS: Final[dict[str, Limit]] = {
-    "*": NOTHING,
+    "* comes 0.05 s late": Limit(0.1),
+    "* comes 3 s late": Limit(3.0),
+    "* comes 12 s late": Limit(12.0, moves=2),
+    "* comes twice": Limit(1.0),  # what its sender says after it waits for the second copy
+    "a request to decode is lost": Limit(AGAIN_S),
+    "a request to decode is unreadable": Limit(0.2, failed=1),
+    "a request to decode is altered": Limit(0.2, failed=1, moves=1),
+    "a request to decode is refused": Limit(0.2, failed=1, moves=1),
+    "a request to decode cannot be sent": Limit(0.2, moves=1),
+    "a request to decode finds nobody": Limit(0.2, moves=1),
+    "decode's answer is unreadable": Limit(AGAIN_S, failed=1),
+    "decode's answer *": Limit(AGAIN_S),
+    "a frame of tokens *": Limit(AGAIN_S),
+    "a stream's last frame *": Limit(AGAIN_S),
+    "a request to prefill *": Limit(AGAIN_S),
+    "prefill's answer *": Limit(AGAIN_S),
+    "an offer of pages is altered": Limit(TRANSFER_S),
+    "an offer of pages *": Limit(AGAIN_S),
+    "bootstrap's answer *": Limit(AGAIN_S),
+    "bootstrap's word to prefill *": Limit(TRANSFER_S),
+    "a heartbeat *": NOTHING,
+    "another message *": NOTHING,
+    "a write of KV comes late": Limit(TRANSFER_S),
+    "a write of KV is corrupted": Limit(1.0),
+    "a write of KV fails": Limit(0.2),
+    "an aux slot has another stamp": Limit(0.2),
+    "the end of a write is not noticed": Limit(TRANSFER_S),
+    "a decode is killed": Limit(NOTICED_S),
+    "a decode is frozen *": Limit(NOTICED_S),
+    "a decode hangs*": Limit(NOTICED_S),
+    "a decode fails all its steps": Limit(1.0, failed=5),
+    "a prefill is killed": Limit(NOTICED_S),
+    "a prefill is frozen for 4 s": Limit(4.0),  # requests wait for pages that it may still write into
+    "a prefill is frozen for 9 s": Limit(9.0),
+    "a prefill fails all its steps": Limit(1.0),
+    "a bootstrap is killed": Limit(0.3),
+    "a bootstrap is frozen *": Limit(0.3),
+    "a bootstrap hangs*": Limit(0.3),
+    "a frontend is frozen for 4 s": Limit(4.0),
+    "a frontend is killed": NOTHING,  # for the clients of the others
+    "a * is asked to leave": NOTHING,
+    "a * loses its lease": NOTHING,
+    "a * does not reach etcd *": NOTHING,
+    "NATS is away for 1 s": Limit(1.0 + AGAIN_S),
+    "etcd is away for 8 s": NOTHING,
+    "a client leaves or stops to read": NOTHING,
 }
 
 
 def row_of(fault: Fault) -> str:
-    """The pattern in `LIMITS` that fits."""
+    """The pattern of `LIMITS` that fits. Raises: StopIteration, for a fault without a limit."""
     kind = kind_of(fault)
     return next(pattern for pattern in LIMITS if fnmatchcase(kind, pattern))
 
 
 def limit_of(schedule: Sequence[Fault]) -> Limit:
-    """Of all faults of a schedule together."""
+    """What all faults of a schedule may cost together. Messages that are lost in a row are sent again one after another."""
     limits = [LIMITS[row_of(fault)] for fault in schedule]
+    limits += [LIMITS[row_of(f)] for f in schedule if f.do is Do.DROP for _ in range(1, min(f.count, IN_A_ROW))]
     return Limit(*map(sum, zip(NOTHING, *limits, strict=True)))
 
 

@@ -332,11 +332,14 @@ class MeshRun:
         return servers and all(live) and all(n.process.runs and n.registration.is_held() for n in nodes)
 
     def _seen(self) -> Seen:
-        """By clients that neither left nor stopped to read."""
+        """Judge the clients that neither left nor stopped to read.
+
+        A request whose transfer failed does not count as failed where the setup asks for such failures.
+        """
         patient = [c for c in self._clients if not c.has_left and not c.has_stalled]
-        return Seen(
-            max((c.silence_s for c in patient), default=0.0), sum(c.error is not None for c in patient), self._moves
-        )
+        may_fail = self._setup.on_transfer_failure == "fail"
+        failed = [c for c in patient if c.error is not None and not (may_fail and c.lacks_kv)]
+        return Seen(max((c.silence_s for c in patient), default=0.0), len(failed), self._moves)
 
     # what must hold
 

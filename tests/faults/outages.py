@@ -16,7 +16,6 @@ LONG: Final[dict[str, Any]] = {
 SHORT: Final[dict[str, Any]] = {"num_clients": 40, "over_s": 2.0}
 ONE_DECODE: Final = {"frontend": 1, "decode": 1, "prefill": 2, "bootstrap": 2}
 TWO_FRONTENDS: Final = {"frontend": 2, "decode": 2, "prefill": 2, "bootstrap": 2}
-LOST: Final = Limit(2.0)  # a message: as long as that, and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def _cut_off(role: str) -> Outage:
 
 
 def _lost(name: str, kind: str, count: int = 1) -> Outage:
-    return Outage(f"{name} is lost", [Fault(Do.DROP, f"message {kind}", 3, count)], LOST, SHORT)
+    return Outage(f"{name} is lost", [Fault(Do.DROP, f"message {kind}", 3, count)], Limit(2.0 * count), SHORT)
 
 
 OUTAGES: Final = [
@@ -66,7 +65,7 @@ OUTAGES: Final = [
     ),
     _lost("a frame of tokens", "frame"),
     _lost("a stream's last frame", LAST_FRAME),
-    _lost("the last frame of four streams", LAST_FRAME, 4),
+    _lost("the last frame of four streams in a row", LAST_FRAME, 4),
     _lost("decode's answer to a request", "generate-accepted.v1"),
     _lost("prefill's answer to a request", "prefill-accepted.v2"),
     _lost("bootstrap's answer to an offer of pages", "room-ok.v1"),

@@ -1,5 +1,7 @@
 """python -m tests.faults.table: what clients saw of each kind of fault, beside its limits, as the tables of docs/outages.md."""
 
+import argparse
+import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any, Final
 
-from tests.faults.limits import Limit, Seen, row_of, usual_s
+from tests.faults.limits import LIMITS, Limit, Seen, row_of, usual_s
 from tests.faults.mesh_run import run_faults
 from tests.faults.outages import OUTAGES
 from tests.faults.schedules import Schedule, conditions, of_messages, of_states, of_writes
