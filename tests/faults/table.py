@@ -61,12 +61,19 @@ def worst(runs: Sequence[Run], processes: int) -> dict[str, Seen]:
     return found
 
 
-def row(name: str, limit: Limit, seen: Seen, setup: Setup) -> str:
-    """One line of a table. The limit of silence includes the usual silence."""
-    return (
-        f"| {name} | {usual_s(setup) + limit.silence_s:.1f} | {seen.silence_s:.1f} "
-        f"| {limit.failed} | {seen.failed} | {limit.moves} | {seen.moves} |"
-    )
+def row(name: str, limit: Limit, setup: Setup, seen: Seen | None) -> str:
+    """One line of a table. The limit of silence includes the usual silence. Without `seen`: a pattern that finds the line."""
+    cells = [name]
+    limits = (f"{usual_s(setup) + limit.silence_s:.1f}", f"{limit.failed}", f"{limit.moves}")
+    worst = ("*",) * 3 if seen is None else (f"{seen.silence_s:.1f}", f"{seen.failed}", f"{seen.moves}")
+    for limited, was in zip(limits, worst, strict=True):
+        cells += [limited, was]
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(pattern: str) -> str:
+    """A pattern of `LIMITS` for a reader."""
+    return pattern.replace("* comes", "a message comes").replace(" *", " …").replace("hangs*", "hangs …")
 
 
 def main() -> None:
@@ -80,14 +87,14 @@ def main() -> None:
     seen = worst([*of_outages(options.seeds)], options.processes)
     print(HEAD.format("outage"))
     for outage in OUTAGES:
-        print(row(outage.name, outage.limit, seen[outage.name], outage.setup))
+        print(row(outage.name, outage.limit, outage.setup, seen[outage.name]))
     if options.outages:
         return
     seen = worst([*of_faults(options.seeds)], options.processes)
     print(f"\n{HEAD.format('fault')}")
     for pattern, limit in LIMITS.items():
         if pattern in seen:
-            print(row(pattern, limit, seen[pattern], PLAIN))
+            print(row(shown(pattern), limit, PLAIN, seen[pattern]))
 
 
 if __name__ == "__main__":
