@@ -19,7 +19,7 @@ from tests.components.discovery.records import record
 pytestmark = pytest.mark.anyio
 
 TTL_S: Final = 2
-RECORDS: Final = 3_600  # of 1.2 kB each: more than the 4 MiB that gRPC takes unless told otherwise
+RECORDS: Final = 3_600  # of 1.3 kB each: more than the 4 MiB that gRPC takes unless told otherwise
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ async def test_an_etcd_that_answers_no_ranges_is_asked_less_and_less(members: li
 async def test_more_records_than_one_message_holds_are_read(store: Store, members: list[Member]) -> None:
     """From 3,300 records on nobody could start, and was told that etcd cannot be reached."""
     for i in range(RECORDS):
-        there = record(f"{i:08x}", host="h" * 1_000)
+        there = record(f"{i:08x}", host="h" * 1_200)
         store.records[f"ns/instances/decode/{i:08x}".encode()] = dump_record(there)
     assert sum(map(len, store.records.values())) > 4 << 20
     async with asyncio.timeout(20), join_registry(members[0].url, "ns", TTL_S) as registry:

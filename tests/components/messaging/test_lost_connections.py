@@ -47,6 +47,7 @@ class FakeNats:
             writer.write(INFO)
             if self.resets_next:
                 self.resets_next = False
+                await asyncio.sleep(0.0005)
                 _reset(writer)
                 return
             while data := await reader.read(65536):
