@@ -23,7 +23,7 @@ ASK_EVERY_S: Final = 0.2
 SHORT_TOKENS: Final = 4
 PROMPT_TOKENS: Final = 48
 NUM_PROMPTS: Final = 32
-CALM_S: Final = 1.5  # without an error, before a test begins
+CALM_S: Final = 1.0  # without an error, before a test begins
 LATE_S: Final = 10.0  # how long the end of a window waits for the requests that began in it
 TIMEOUT: Final = httpx.Timeout(60)
 MOVE: Final = '"event": "stream moves"'  # what a frontend logs
@@ -39,7 +39,7 @@ class Window:
     slowest_s: float = 0.0  # of these
     longest_silence_s: float = 0.0  # of a stream, from one event to the next
     stream_events: int = 0
-    moves: list[str] = field(default_factory=list)  # streams that went to another decode instance: the causes
+    moves: list[str] = field(default_factory=list)  # of requests to another try, as frontends log them: the causes
     at_prefill: int = 0  # prompt tokens computed there
     at_decode: int = 0
 

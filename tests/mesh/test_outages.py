@@ -37,7 +37,7 @@ from tests.mesh.preloaded import Preloaded
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 
 STREAM_TOKENS: Final = 500  # 20 s
-AWAY_S: Final = 2 * LEASE_S
+AWAY_S: Final = 1.5 * LEASE_S
 USUAL_S: Final = 1.0  # a stream's longest silence with nothing wrong, on a busy machine
 OUTAGES: Final = [
     Outage("an etcd follower is killed", a_follower_killed, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
@@ -45,7 +45,7 @@ OUTAGES: Final = [
     Outage("an etcd follower freezes", a_follower_frozen, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
     Outage("the etcd leader freezes", the_leader_frozen, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
     Outage("etcd has no quorum", no_quorum, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("all of etcd freezes", all_etcd_frozen, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
+    Outage("all of etcd freezes", all_etcd_frozen, 3 * LEASE_S, silence_s=USUAL_S, answer_s=1.0),
     Outage("all of etcd is killed", all_etcd_killed, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
     Outage("etcd loses its data", etcd_data_lost, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
     Outage("a decode is cut off from etcd", a_decode_cut_off, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
@@ -54,7 +54,6 @@ OUTAGES: Final = [
     Outage("all of NATS restarts", all_nats_restarted, 0.5, silence_s=4.0, answer_s=5.0, disaggregated=False),
 ]
 
-RESTARTS: Final = 2
 GONE_S: Final = 3.0  # the lost decode has been noticed, and its lease has run out
 RESTART_WITHIN_S: Final = 6.0  # a request waits for 5 s for a decode (MESH_FRONTEND_NO_WORKER_WAIT_S)
 
@@ -103,13 +102,12 @@ def test_requests_wait_while_the_only_decode_starts_again(mock_mesh: MeshProcess
         async with httpx.AsyncClient(base_url=mock_mesh.one("frontend").url, timeout=30) as http:
             over = asyncio.Event()
             asking = asyncio.create_task(ask_on(http, over))
-            for _ in range(RESTARTS):
-                await asyncio.sleep(1.0)
-                mock_mesh.one("decode").kill()
-                killed = time.monotonic()
-                await asyncio.sleep(GONE_S)
-                await asyncio.to_thread(mock_mesh.start_one, "decode")
-                assert time.monotonic() - killed < RESTART_WITHIN_S, "this machine is too slow for this test"
+            await asyncio.sleep(1.0)
+            mock_mesh.one("decode").kill()
+            killed = time.monotonic()
+            await asyncio.sleep(GONE_S)
+            await asyncio.to_thread(mock_mesh.start_one, "decode")
+            assert time.monotonic() - killed < RESTART_WITHIN_S, "this machine is too slow for this test"
             await asyncio.sleep(1.0)
             over.set()
             await asking
