@@ -297,9 +297,10 @@ async def _watch(client: Client, url: str) -> None:
             cause = client.last_error or nats.errors.ConnectionClosedError()
             raise BackendUnavailable(unreachable(url, cause))
         reconnecting = client._reconnection_task
-        if client.is_connecting and (reconnecting is None or reconnecting.done()):
+        if not client.is_connected and (reconnecting is None or reconnecting.done()):
             # uvloop raises RuntimeError for a socket that is reset within a handshake, and nats-py's task dies of it.
             log.warning("reconnecting to NATS broke off, trying again", extra={"url": url})
+            client._status = Client.CONNECTING
             await client._process_op_err(nats.errors.StaleConnectionError())
 
 
