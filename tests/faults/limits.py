@@ -150,9 +150,12 @@ LIMITS: Final[dict[str, Limit]] = {
 
 
 def row_of(fault: Fault) -> str:
-    """The pattern of `LIMITS` that fits. Raises: StopIteration, for a fault without a limit."""
+    """The pattern of `LIMITS` that fits. Raises: LookupError, for a fault without a limit."""
     kind = kind_of(fault)
-    return next(pattern for pattern in LIMITS if fnmatchcase(kind, pattern))
+    for pattern in LIMITS:
+        if fnmatchcase(kind, pattern):
+            return pattern
+    raise LookupError(f"no limit for: {kind}")
 
 
 def limit_of(schedule: Sequence[Fault]) -> Limit:

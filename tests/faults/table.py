@@ -40,7 +40,7 @@ def of_outages(seeds: int) -> Iterator[Run]:
     """Each outage, in so many runs."""
     for outage in OUTAGES:
         for seed in range(1, seeds + 1):
-            yield Run(outage.name, seed, outage.schedule, outage.load)
+            yield Run(outage.name, seed, outage.schedule, {**outage.load, "limit": outage.limit})
 
 
 def of_faults(seeds: int) -> Iterator[Run]:
