@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final, Protocol
 
-from components.errors import DeadlineExceeded, MeshError, PeerLost, StaleInstance
+from components.errors import DeadlineExceeded, MeshError, PeerBroken, PeerLost, StaleInstance
 from components.routing.approximate_index import ApproximateIndex
 from components.routing.choice import Ask, Choice, Member, Policy
 from components.routing.health import Health
@@ -107,8 +107,12 @@ class Route:
         self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
-        """It did not: silence, loss and late answers speak against the instance, once for all branches; a refusal does not."""
-        if isinstance(error, PeerLost | DeadlineExceeded) and not isinstance(error, StaleInstance) and not self._failed:
+        """Count a failure for the instance's breaker, once for all branches: loss, silence, a late answer, a defect there.
+
+        A refusal does not count.
+        """
+        counts = isinstance(error, PeerLost | DeadlineExceeded | PeerBroken) and not isinstance(error, StaleInstance)
+        if counts and not self._failed:
             self._failed = True
             self._router.health.failed(self.instance_id, self._router.now_s)
 

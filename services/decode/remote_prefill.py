@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind
 
 from components.aio import ended
 from components.discovery.registry import Registration, Registry
-from components.errors import BY_NAME, DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost
+from components.errors import DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost, reported
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer, check_same_backend
 from components.kv_transfer.checksum import PageChecksums, Sent
@@ -136,7 +136,7 @@ class RemotePrefill:
         """Prefill or the bootstrap service know that a transfer will not complete."""
         fetch = self._fetches.get(failed.request_id)
         if fetch is not None and fetch.room == failed.room:
-            kind = BY_NAME.get(failed.error, PrefillLost)
+            kind = reported(failed.error, PrefillLost)
             fetch.receiver.failure.tell(kind(f"prefill {fetch.prefill.instance_id}: {failed.cause}"))
 
     def kv_coming(self, coming: KvComing) -> None:

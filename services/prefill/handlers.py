@@ -13,13 +13,13 @@ from opentelemetry import trace
 
 from components.discovery.registry import Registration, Registry
 from components.errors import (
-    BY_NAME,
     Cancelled,
     MeshError,
     Overloaded,
     PeerLost,
     Rejected,
     TransferFailed,
+    reported,
 )
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums
@@ -187,7 +187,7 @@ class PrefillService:
         """The bootstrap service knows that this transfer will not complete."""
         job = self._jobs.get(failed.request_id)
         if job is not None and job.request.room == failed.room:
-            job.failure.tell(BY_NAME.get(failed.error, TransferFailed)(failed.cause))
+            job.failure.tell(reported(failed.error, TransferFailed)(failed.cause))
         return RoomOk(room=failed.room)
 
     def heartbeat(self) -> Heartbeat:

@@ -45,6 +45,7 @@ class Outcome:
     clients: list[Client]
     counts: Counter[str]  # of all workers together, by the counter's name
     virtual_s: float
+    died: dict[str, BaseException]  # workers whose engine died, and of what
 
 
 class MeshRun:
@@ -102,7 +103,8 @@ class MeshRun:
             await self._end()
         self.problems += dict.fromkeys(fabric.violations)
         counts = Counter({name: int(sum(worker.count(name) for worker in workers)) for name in COUNTERS})
-        return Outcome(self.chaos.fired, self.problems, self.chaos.trace, self._clients, counts, loop.time())
+        died = {worker.id: worker.died for worker in workers if worker.died is not None}
+        return Outcome(self.chaos.fired, self.problems, self.chaos.trace, self._clients, counts, loop.time(), died)
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         if "the engine is not running" not in str(context.get("exception")):  # its process leaves, whoever still asks

@@ -157,12 +157,16 @@ class Node(ABC):
             await stack.enter_async_context(self.bus.answers())
             await self._serve(stack)
             self.ready.set()
-            await self.leave.wait()
+            await self._until_over()
             await self._drain()
 
     @abstractmethod
     async def _serve(self, stack: AsyncExitStack) -> None:
         """Open what this process has, for as long as `stack` is."""
+
+    async def _until_over(self) -> None:
+        """Wait until this process is told to leave."""
+        await self.leave.wait()
 
     async def _drain(self) -> None:
         """Before it leaves; most have nothing to wait for."""
@@ -249,6 +253,7 @@ class Worker(Node):
     transfer: MemoryTransfer
     heart: HeartbeatSender
     service: Any
+    died: BaseException | None = None  # what its engine died of
 
     async def _start_engine(self, stack: AsyncExitStack) -> None:
         self.metrics = WorkerMetrics()
@@ -290,8 +295,26 @@ class Worker(Node):
         exposed = (RequestState.RESERVED, RequestState.HELD)
         return next((r for r in self.engine.core._requests if page in r.pages and r.state in exposed), None)
 
+    async def _until_over(self) -> None:
+        """A process whose engine dies leaves too, and drains nothing."""
+
+        async def watch() -> None:
+            self.died = await self.engine.failed()
+            self.leave.set()
+
+        async with background(watch(), "engine-failed"):
+            await self.leave.wait()
+
+    async def _main(self) -> None:
+        await super()._main()
+        if self.died is not None:  # nothing was waited for: as at the end of `asyncio.run`
+            for task in self.process.live_tasks():
+                if task is not asyncio.current_task():
+                    task.cancel()
+
     async def _drain(self) -> None:
-        await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
+        if self.died is None:
+            await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
 
     def _kept(self) -> list[str]:
         core = self.engine.core

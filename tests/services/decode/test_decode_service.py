@@ -928,6 +928,16 @@ async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstr
     assert len(decode.prefill.asked) == (USUAL.failures if blamed else 5), "a broken one is worse than nobody here"
 
 
+async def test_a_prefill_whose_steps_fail_is_blamed_though_our_own_pages_are_what_is_waited_for(decode: Decode) -> None:
+    """It was asked for ever: a failed step was no failure of the instance."""
+    for number in range(1, USUAL.failures + 1):
+        await decode.ask(stream_id=number)
+        failed = RoomFailed(request_id=f"r.{number}", room=ROOM, error="InvariantBroken", cause="out of memory")
+        await decode.service.room_failed(failed)
+        await turns()
+    assert decode.fleet.router.health.state("p") is BreakerState.OPEN
+
+
 async def test_a_prefill_that_stands_still_gets_no_new_prompts_though_there_is_no_other(decode: Decode) -> None:
     decode.beat(0, 0.0)
     decode.prefills._clock = lambda: time.monotonic() + STILL_AFTER_S + 0.1
