@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from random import Random
 from random import getrandbits as randbits
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Qu
 from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.tokens import num_tokens
 from engine.ports import Reserved
+from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class RemotePrefill:
         self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
         self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
-        self._turn = count()
+        self._bootstraps = BootstrapChoice(Random(registration.instance_id))
 
     @property
     def has_room(self) -> bool:
@@ -242,17 +243,12 @@ class RemotePrefill:
             raise NoBootstrapInstance("no bootstrap instance is registered")
         fetch.receiver.offer(fetch.room)  # exposed from the moment the offer may leave
         fetch.offered()
-        turn = next(self._turn)
+
+        async def ask(replica: InstanceRecord) -> None:
+            await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
+
         with tracer.start_as_current_span("decode.open_room", kind=SpanKind.CLIENT):
-            for step in range(len(replicas)):
-                subject = f"{replicas[(turn + step) % len(replicas)].subject}.open"
-                try:
-                    await self._bus.call(subject, opening, RoomOk, timeout_s=CALL_TIMEOUT_S)
-                except (PeerLost, DeadlineExceeded) as exc:  # should it have told prefill, the next one tells the same
-                    last = exc
-                else:
-                    return
-        raise NoBootstrapInstance(f"no bootstrap instance opened a room: {last.message}")
+            await self._bootstraps.open(replicas, ask)
 
     async def _call_off(self, fetch: Fetch) -> None:
         """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline."""

@@ -173,6 +173,8 @@ class PrefillService:
         if not 0 <= offer.aux_slot < record.kv.aux_slots:
             raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
         job.offered(offer, record.kv)
+        if job.offer is not None and job.offer.bootstrap_id != offer.bootstrap_id:  # two replicas opened the room
+            self._rooms.close_later(offer)
 
     async def quiesce(self, request: Quiesce) -> Quiet:
         """Stop a transfer; the answer means that nothing of it is in flight and nothing will be posted."""
