@@ -91,6 +91,7 @@ async def main(settings: DecodeSettings) -> None:
             settings.transfer_timeout_s,
             bootstrap_timeout_s=settings.bootstrap_timeout_s,
             checksums=checksums,
+            recomputes=settings.on_transfer_failure == "recompute",
         )
         service = DecodeService(
             registration,

@@ -20,9 +20,13 @@ Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
 class BootstrapChoice:
     """Asks the replicas in turn. One event loop, whose clock it uses."""
 
-    def __init__(self, rng: Random) -> None:
-        """`rng` spreads the tries of replicas that were silent."""
+    def __init__(self, rng: Random, *, or_nobody: bool = True) -> None:
+        """`rng` spreads the tries of replicas that were silent.
+
+        `or_nobody`: where all were silent lately, none is asked, because the prompt can be computed here instead.
+        """
         self._rng = rng
+        self._or_nobody = or_nobody
         self._turn = count()
         self._breakers: dict[str, Breaker] = {}  # by replica
         self._asked_s: dict[str, list[float]] = {}  # when the calls without an answer began, by replica
@@ -59,6 +63,8 @@ class BootstrapChoice:
         first = next(self._turn) % max(len(replicas), 1)
         turn = [*replicas[first:], *replicas[:first]]
         ready = [r for r in turn if (b := self._breakers.get(r.instance_id)) is None or b.ready_s <= now_s]
+        if not ready and not self._or_nobody:
+            ready = turn
         return sorted(ready, key=lambda r: self._is_late(r.instance_id, now_s))
 
     def _is_late(self, instance_id: str, now_s: float) -> bool:

@@ -89,6 +89,7 @@ class RemotePrefill:
         *,
         bootstrap_timeout_s: float | None = None,  # until our pages are offered; None: as long
         checksums: PageChecksums | None = None,  # when what lands is to be verified
+        recomputes: bool = True,  # whether a prompt is computed here when its KV does not come
     ) -> None:
         self._bus = bus
         self._registration = registration
@@ -98,7 +99,7 @@ class RemotePrefill:
         self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
         self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
-        self._bootstraps = BootstrapChoice(Random(registration.instance_id))
+        self._bootstraps = BootstrapChoice(Random(registration.instance_id), or_nobody=recomputes)
 
     @property
     def has_room(self) -> bool:

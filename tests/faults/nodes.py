@@ -348,6 +348,7 @@ class Decode(Worker):
             self.transfer,
             TRANSFER_TIMEOUT_S,
             checksums=PageChecksums(self.engine.engine.kv_region) if setup.verify_kv else None,
+            recomputes=setup.on_transfer_failure == "recompute",
         )
         self.active = ActiveRequests(outbox)
         self.service = DecodeService(
