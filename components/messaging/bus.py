@@ -21,6 +21,7 @@ from components.errors import (
     MessageTooLarge,
     PeerLost,
 )
+from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
 from components.telemetry.spans import trace_headers
@@ -46,6 +47,7 @@ class Bus:
         self.client = client
         self.url = url
         self.refusals = Refusals()  # of what comes in here
+        self.clocks = PeerClocks()
         self._replies = Replies(client)
 
     def answers(self) -> AbstractAsyncContextManager[None]:

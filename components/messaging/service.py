@@ -17,9 +17,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from components.errors import InvariantBroken, MeshError
 from components.messaging.bus import Bus, nats_errors
+from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.spans import trace_context, tracer
 from components.wire.codec import Struct, pack, unpack
+from components.wire.dated import Dated
 from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
@@ -42,9 +44,10 @@ class Endpoint:
 class CallServer:
     """Runs each call in a task of its own, so that a slow one holds up nobody, unless none can be slow."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals, clocks: PeerClocks) -> None:
         self._url = url  # of NATS, for whoever reads of its failures
         self._refusals = refusals
+        self._clocks = clocks
         self._tasks: set[asyncio.Task[None]] = set()
         self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
 
@@ -97,6 +100,8 @@ class CallServer:
 
     async def _handled(self, endpoint: Endpoint, request: Request) -> Struct:
         message = unpack(request.data, endpoint.request)
+        if isinstance(message, Dated):
+            message = self._clocks.converted(message)
         if endpoint.span is None:
             return await endpoint.handler(message)
         with tracer.start_as_current_span(endpoint.span, kind=SpanKind.SERVER) as span:
@@ -121,7 +126,7 @@ async def serve_calls(
         endpoints: what it answers.
         metadata: shown by `$SRV.INFO`.
     """
-    server = CallServer(endpoints, bus.url, bus.refusals)
+    server = CallServer(endpoints, bus.url, bus.refusals, bus.clocks)
     service = await micro.add_service(
         bus.client,
         name=f"kvmesh-{role}",

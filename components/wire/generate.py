@@ -16,6 +16,7 @@ import msgspec
 
 from components.errors import MalformedMessage
 from components.wire.codec import Struct, message, unpack_plain
+from components.wire.dated import Dated
 from components.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused
 from components.wire.sampling import Sampling
@@ -28,7 +29,7 @@ PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings tokens alo
 
 
 @message("generate.v3")
-class GenerateRequest(Struct):
+class GenerateRequest(Dated):
     """frontend → decode. A stream that moves to another instance is sent again with the tokens it already has."""
 
     request_id: str  # ours and random; the client's own id is a label, never a key
@@ -37,7 +38,6 @@ class GenerateRequest(Struct):
     stream_id: int  # unique within the frontend; of n branches the first one's, the others' follow it
     reply_to: str  # NATS subject of the frontend's frames
     token_ids: bytes  # int32[T]: the prompt, and after a move the tokens already generated
-    deadline_unix_ms: int  # wall clock: a monotonic time means nothing in another process
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0  # lower goes first

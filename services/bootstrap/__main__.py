@@ -27,6 +27,7 @@ async def main(settings: BootstrapSettings) -> None:
         serve_metrics(metrics, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
     ):
         metrics.register(bus.refusals)
+        metrics.register(bus.clocks)
         service = BootstrapService(bus, settings.namespace, registration, registry, metrics)
         async with (
             background(service.clean(settings.room_cleanup_s), "clean-rooms"),

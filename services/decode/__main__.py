@@ -119,6 +119,7 @@ async def main(settings: DecodeSettings) -> None:
             embedding=engine.engine.embedding,
         )
         metrics.registry.register(bus.refusals)
+        metrics.registry.register(bus.clocks)
         metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
         engine.on_output(lambda output: kv_events.take(output.cache_events))
         endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]

@@ -210,6 +210,8 @@ class RemotePrefill:
             stamp=fetch.stamp,
             token_ids=request.token_ids,
             deadline_unix_ms=min(request.deadline_unix_ms, now_ms() + int(life_s * 1000)),
+            sender=self._registration.instance_id,
+            sent_unix_ms=now_ms(),
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,
@@ -237,6 +239,8 @@ class RemotePrefill:
             num_cached_pages=reserved.num_cached_pages,
             aux_slot=fetch.receiver.slot,
             deadline_unix_ms=deadline_unix_ms,
+            sender=self._registration.instance_id,
+            sent_unix_ms=now_ms(),
             layout=self._transfer.endpoint.layout,
         )
         replicas = self._registry.book.of_role("bootstrap")

@@ -62,6 +62,7 @@ class MeshRun:
         num_clients: int = 6,
         over_s: float = 0.3,
         remote_prefill: Callable[..., RemotePrefill] = RemotePrefill,
+        skews_s: dict[str, float] | None = None,  # of the wall clocks of a role
     ) -> None:
         self.random = Random(seed)
         self.problems: list[str] = []
@@ -69,6 +70,7 @@ class MeshRun:
         self._counts = counts or {"frontend": 1, "decode": 2, "prefill": 2, "bootstrap": 2}
         self._home = home
         self._setup = setup
+        self._skews_s = skews_s or {}
         self._reference = Reference(home)
         self._prompts: list[list[int]] = []
         self._numbers = dict.fromkeys(ROLES, 0)
@@ -133,6 +135,7 @@ class MeshRun:
     def _new(self, role: str) -> Node:
         self._numbers[role] += 1
         node = NODES[role](self._cluster, self._numbers[role])
+        node.process.skew_s = self._skews_s.get(role, 0.0)
         self._nodes.append(node)
         return node
 
