@@ -15,12 +15,12 @@ from nats.micro.service import EndpointStats
 from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind, StatusCode
 
-from components.errors import InvariantBroken, MeshError
+from components.errors import InvariantBroken, MeshError, PeerLost
 from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.spans import trace_context, tracer
-from components.wire.codec import Struct, pack, unpack
+from components.wire.codec import Struct, UnknownMessage, pack, unpack
 from components.wire.dated import Dated
 from components.wire.refused import refusal
 
@@ -83,7 +83,8 @@ class CallServer:
             self._errors[endpoint.name] += 1
             self._refusals.count(endpoint.name, exc)
             log.info("call refused", extra={"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message})
-            answer = refusal(exc)
+            # Every release takes PeerLost as a reason to ask another instance, which may know this kind of message.
+            answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
         except Exception as exc:  # the edge of one request
             self._errors[endpoint.name] += 1
             log.exception("call failed", extra={"call": endpoint.name})

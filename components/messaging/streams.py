@@ -18,7 +18,7 @@ from components.aio import Failure, background
 from components.errors import DecodeLost, InvariantBroken, MalformedMessage, MeshError
 from components.messaging.bus import Bus
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
-from components.wire.generate import FrameDraft, StreamItem, num_numbers, unpack_frame
+from components.wire.generate import FrameDraft, OtherFrameVersion, StreamItem, num_numbers, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import raised, refusal
 
@@ -312,6 +312,11 @@ class StreamInbox:
         """A frame arrived."""
         try:
             frame = unpack_frame(message.data)
+        except OtherFrameVersion as exc:  # its streams would wait for ever
+            self._refusals.count("tokens", exc)
+            log.warning("frame refused", extra={"cause": exc.message})
+            self.fail_instance(exc.instance_id, DecodeLost(exc.message))
+            return
         except MalformedMessage as exc:
             self._refusals.count("tokens", exc)
             log.warning("frame refused", extra={"cause": exc.message})

@@ -5,7 +5,7 @@ written, and the rest of a window is held back. When the window ends, the last o
 `repeated`.
 
 Never held back:
-- DEBUG lines: whoever sets that level asks for each of them.
+- DEBUG lines: a person who sets that level wants each of them.
 - A traceback that has not been written in this window: two with one message may be two defects. One traceback over and
   over is counted like any other line.
 - `ready` and `progress`, which a supervisor waits for.

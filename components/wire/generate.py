@@ -28,7 +28,7 @@ MAX_STREAM_ID: Final = 2**63 - 1  # as a column of a frame holds it
 PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings tokens alone has behind them
 
 
-@message("generate.v3")
+@message("generate.v4")  # new with each FRAME_VERSION: who sends it reads the frames that answer it
 class GenerateRequest(Dated):
     """frontend → decode. A stream that moves to another instance is sent again with the tokens it already has."""
 
@@ -97,6 +97,16 @@ def num_numbers(token_ids: Sequence[int]) -> int:
     return len(token_ids) or 1
 
 
+class OtherFrameVersion(MalformedMessage):
+    """A token frame that this process cannot read, from the instance `instance_id`, which stands there in every version."""
+
+    def __init__(self, version: int, instance_id: str) -> None:
+        super().__init__(
+            f"token frames of version {version} from decode {instance_id}, this process reads {FRAME_VERSION}"
+        )
+        self.instance_id = instance_id
+
+
 class FrameDraft:
     """The items of a frame that is being gathered, as they travel.
 
@@ -163,9 +173,12 @@ def _little_endian(column: "array[int]") -> bytes:
 
 
 def unpack_frame(data: bytes) -> TokenFrame:
-    """The frame in `data`. Raises: MalformedMessage."""
+    """The frame in `data`. Raises: OtherFrameVersion, MalformedMessage."""
     value = unpack_plain(data)
-    if not (isinstance(value, list) and len(value) == 9 and value[0] == FRAME_VERSION):
+    is_frame = isinstance(value, list) and len(value) > 1 and type(value[0]) is int and isinstance(value[1], str)
+    if is_frame and value[0] != FRAME_VERSION:
+        raise OtherFrameVersion(value[0], value[1])
+    if not (is_frame and len(value) == 9):
         raise MalformedMessage(f"not a token frame of version {FRAME_VERSION}")
     _, instance_id, epoch, step, streams, seqs, lengths, tokens, others = value
     if not (isinstance(instance_id, str) and isinstance(epoch, str) and isinstance(step, int)):

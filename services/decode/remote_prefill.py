@@ -24,6 +24,7 @@ from components.kv_transfer.page_reader import check_readable
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.heartbeats import warn_of_protocol
 from components.routing.router import Route
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
@@ -99,6 +100,7 @@ class RemotePrefill:
         self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
         self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
+        registry.book.subscribe(_bootstrap_changed)
         self._bootstraps = BootstrapChoice(Random(registration.instance_id), or_nobody=recomputes)
 
     @property
@@ -243,7 +245,7 @@ class RemotePrefill:
             sent_unix_ms=now_ms(),
             layout=self._transfer.endpoint.layout,
         )
-        replicas = self._registry.book.of_role("bootstrap")
+        replicas = [r for r in self._registry.book.of_role("bootstrap") if r.is_understood]
         if not replicas:
             raise NoBootstrapInstance("no bootstrap instance is registered")
         fetch.receiver.offer(fetch.room)  # exposed from the moment the offer may leave
@@ -286,6 +288,11 @@ class RemotePrefill:
                 await asyncio.sleep(QUIESCE_AGAIN_S)
             else:
                 return
+
+
+def _bootstrap_changed(was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+    if now is not None and now.role == "bootstrap":
+        warn_of_protocol(was, now)
 
 
 def _answered(fetch: Fetch, _: asyncio.Task[None]) -> None:

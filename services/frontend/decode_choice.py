@@ -11,6 +11,7 @@ from opentelemetry import trace
 from components.errors import (
     BackendUnavailable,
     DeadlineExceeded,
+    MalformedMessage,
     MeshError,
     NoDecodeInstance,
     Overloaded,
@@ -32,11 +33,13 @@ log = logging.getLogger(__name__)
 
 WAIT_FOR_DECODE_S: Final = 30.0  # of a request that was lost with its instance, which may be restarting
 MOVES: Final = 5
-BROKEN_MOVES: Final = 3  # a PeerBroken uses up so many: a request that breaks instances breaks two of them at most
+BROKEN_MOVES: Final = 3  # one of `BREAKING` uses up so many: a request that breaks instances breaks two of them at most
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is asked again; doubles
 MOST_BACK_OFF_S: Final = 1.0
+# The instance, or this request of ours, is broken, or they do not understand each other.
+BREAKING: Final = (PeerBroken, MalformedMessage)
 # With these a request tries another instance.
-MOVING: Final = (PeerLost, PeerBroken, Overloaded, BackendUnavailable, DeadlineExceeded)
+MOVING: Final = (PeerLost, *BREAKING, Overloaded, BackendUnavailable, DeadlineExceeded)
 
 
 class DecodeChoice:
@@ -76,7 +79,7 @@ class DecodeChoice:
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, tried: list[str]) -> None:
         """Raises: `why`, when the request has moved too often; DeadlineExceeded."""
         route.failed(why)
-        tried += [route.instance_id] * (BROKEN_MOVES if isinstance(why, PeerBroken) else 1)
+        tried += [route.instance_id] * (BROKEN_MOVES if isinstance(why, BREAKING) else 1)
         if len(tried) > MOVES:
             raise why
         remaining_s(prompt.deadline_unix_ms)

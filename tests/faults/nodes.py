@@ -26,6 +26,7 @@ from components.routing.policies import DEFAULT, Phase, PolicyName
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
+from components.wire.protocol import OLDEST, PROTOCOL
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.inline_loop import InlineLoop
@@ -194,6 +195,8 @@ class Node(ABC):
                 max_context=max_context,
                 kv=kv,
                 kv_events=kv is not None,
+                protocol=PROTOCOL,
+                oldest_protocol=OLDEST,
             )
 
         return make

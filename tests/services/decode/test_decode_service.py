@@ -31,6 +31,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
 from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
+from components.wire.protocol import UNNAMED
 from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
@@ -537,6 +538,16 @@ async def test_a_bootstrap_that_is_gone_is_computed_around(decode: Decode) -> No
     await decode.reserve()
     assert decode.engine.did("recompute") == [ID]
     assert [q.request_id for q in decode.prefill.called_off] == [ID], "prefill would hold its pages till the deadline"
+
+
+async def test_a_bootstrap_of_another_protocol_is_not_asked(decode: Decode, caplog: pytest.LogCaptureFixture) -> None:
+    old = record("boot", "2", role="bootstrap", protocol=UNNAMED, oldest_protocol=UNNAMED)
+    decode.registry.book.put("boot", old)
+    await decode.ask()
+    await decode.reserve()
+    assert not decode.prefill.offered
+    assert decode.engine.did("recompute") == [ID]
+    assert "instance not used: it speaks another protocol" in caplog.text
 
 
 async def test_a_refused_offer_pins_the_pages_until_prefill_is_quiet(decode: Decode) -> None:

@@ -12,6 +12,7 @@ from components.errors import (
     DeadlineExceeded,
     DecodeLost,
     InvariantBroken,
+    MalformedMessage,
     MeshError,
     NoDecodeInstance,
     Overloaded,
@@ -198,7 +199,10 @@ async def test_every_way_of_losing_an_instance_moves_its_stream(mesh: Mesh, lost
     assert len(second.requests) == 1
 
 
-@pytest.mark.parametrize("error", [Overloaded("leaving"), PeerLost("leaving")])
+@pytest.mark.parametrize(
+    "error",
+    [Overloaded("leaving"), PeerLost("leaving"), MalformedMessage("unknown message tag 'generate.v9'")],
+)
 async def test_an_instance_that_refuses_is_passed_over(mesh: Mesh, error: MeshError) -> None:
     first = Decode(mesh, "a", answers)
     first.refusal = error
