@@ -19,6 +19,7 @@ from components.routing.local_prefill import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
+from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Liveness:
     def usable(
         self, model: str | None = None, adapter: str = "", *, or_nobody: bool = False
     ) -> Sequence[InstanceRecord]:
-        """Live instances that take new work (of `model`, with that adapter), by instance id.
+        """Live instances that take new work (of `model`, with that adapter) and speak our protocol, by instance id.
 
         Those that are silent or whose engine stands still, for a moment so far, are among them only when all are so; never
         with `or_nobody`, for who can do without.
@@ -94,6 +95,7 @@ class Liveness:
             for p in self._pulses.values()
             if not p.is_lost
             and not p.is_draining
+            and p.record.is_understood
             and model in (None, p.record.model)
             and (not adapter or adapter in p.record.adapters)
         ]
@@ -180,6 +182,7 @@ class Liveness:
         if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
             self._lose(pulse, "left etcd" if now is None else "registered anew")
         if now is not None:
+            warn_of_protocol(was, now)
             at = self._clock()
             self._pulses[now.instance_id] = _Pulse(now, at, at)
 
@@ -192,6 +195,14 @@ class Liveness:
         log.log(level, "instance lost", extra={"role": self._role, "instance": pulse.record.instance_id, "why": why})
         for callback in self._on_lost:
             callback(pulse.record, why)
+
+
+def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:
+    """Say, once for each process, that an instance which has registered is not used: it speaks another protocol."""
+    if now.is_understood or (was is not None and not was.is_understood):
+        return
+    facts = {"role": now.role, "instance": now.instance_id, "protocol": now.protocol, "from": now.oldest_protocol}
+    log.warning("instance not used: it speaks another protocol", extra={**facts, "ours": PROTOCOL, "ours_from": OLDEST})
 
 
 @asynccontextmanager

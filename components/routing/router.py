@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final, Protocol
 
-from components.errors import DeadlineExceeded, MeshError, PeerLost, StaleInstance
+from components.errors import DeadlineExceeded, MalformedMessage, MeshError, PeerBroken, PeerLost, StaleInstance
 from components.routing.approximate_index import ApproximateIndex
 from components.routing.choice import Ask, Choice, Member, Policy
 from components.routing.health import Health
@@ -23,6 +23,8 @@ from components.wire.routes import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → chained hashes of a prompt's full pages
 SHOWN: Final = 8  # candidates that a span tells of
+# What speaks against an instance: loss, silence, a late answer, a defect there, no understanding.
+AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
 class Identified(Protocol):
@@ -107,8 +109,9 @@ class Route:
         self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
-        """It did not: silence, loss and late answers speak against the instance, once for all branches; a refusal does not."""
-        if isinstance(error, PeerLost | DeadlineExceeded) and not isinstance(error, StaleInstance) and not self._failed:
+        """Count a failure for the instance's breaker, once for all branches, if it is one of `AGAINST`. A refusal is not."""
+        counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance)
+        if counts and not self._failed:
             self._failed = True
             self._router.health.failed(self.instance_id, self._router.now_s)
 

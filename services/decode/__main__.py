@@ -94,6 +94,7 @@ async def main(settings: DecodeSettings) -> None:
             settings.transfer_timeout_s,
             bootstrap_timeout_s=settings.bootstrap_timeout_s,
             checksums=checksums,
+            recomputes=settings.on_transfer_failure == "recompute",
         )
         service = DecodeService(
             registration,
@@ -121,6 +122,7 @@ async def main(settings: DecodeSettings) -> None:
             embedding=engine.engine.embedding,
         )
         metrics.registry.register(bus.refusals)
+        metrics.registry.register(bus.clocks)
         metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
         engine.on_output(lambda output: kv_events.take(output.cache_events))
         endpoints = [

@@ -78,6 +78,7 @@ async def main(settings: PrefillSettings) -> None:
             kv_events=settings.engine.kv_events,
         )
         metrics.registry.register(bus.refusals)
+        metrics.registry.register(bus.clocks)
         metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
         engine.on_output(lambda output: kv_events.take(output.cache_events))
         endpoints = [

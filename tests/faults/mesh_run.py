@@ -45,6 +45,7 @@ class Outcome:
     clients: list[Client]
     counts: Counter[str]  # of all workers together, by the counter's name
     virtual_s: float
+    died: dict[str, BaseException]  # workers whose engine died, and of what
 
 
 class MeshRun:
@@ -61,6 +62,7 @@ class MeshRun:
         num_clients: int = 6,
         over_s: float = 0.3,
         remote_prefill: Callable[..., RemotePrefill] = RemotePrefill,
+        skews_s: dict[str, float] | None = None,  # of the wall clocks of a role
     ) -> None:
         self.random = Random(seed)
         self.problems: list[str] = []
@@ -68,6 +70,7 @@ class MeshRun:
         self._counts = counts or {"frontend": 1, "decode": 2, "prefill": 2, "bootstrap": 2}
         self._home = home
         self._setup = setup
+        self._skews_s = skews_s or {}
         self._reference = Reference(home)
         self._prompts: list[list[int]] = []
         self._numbers = dict.fromkeys(ROLES, 0)
@@ -102,7 +105,8 @@ class MeshRun:
             await self._end()
         self.problems += dict.fromkeys(fabric.violations)
         counts = Counter({name: int(sum(worker.count(name) for worker in workers)) for name in COUNTERS})
-        return Outcome(self.chaos.fired, self.problems, self.chaos.trace, self._clients, counts, loop.time())
+        died = {worker.id: worker.died for worker in workers if worker.died is not None}
+        return Outcome(self.chaos.fired, self.problems, self.chaos.trace, self._clients, counts, loop.time(), died)
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         if "the engine is not running" not in str(context.get("exception")):  # its process leaves, whoever still asks
@@ -131,6 +135,7 @@ class MeshRun:
     def _new(self, role: str) -> Node:
         self._numbers[role] += 1
         node = NODES[role](self._cluster, self._numbers[role])
+        node.process.skew_s = self._skews_s.get(role, 0.0)
         self._nodes.append(node)
         return node
 

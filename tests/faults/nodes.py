@@ -28,6 +28,7 @@ from components.routing.policies import DEFAULT, Phase, PolicyName
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
+from components.wire.protocol import OLDEST, PROTOCOL
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.inline_loop import InlineLoop
@@ -159,12 +160,16 @@ class Node(ABC):
             await stack.enter_async_context(self.bus.answers())
             await self._serve(stack)
             self.ready.set()
-            await self.leave.wait()
+            await self._until_over()
             await self._drain()
 
     @abstractmethod
     async def _serve(self, stack: AsyncExitStack) -> None:
         """Open what this process has, for as long as `stack` is."""
+
+    async def _until_over(self) -> None:
+        """Wait until this process is told to leave."""
+        await self.leave.wait()
 
     async def _drain(self) -> None:
         """Before it leaves; most have nothing to wait for."""
@@ -192,6 +197,8 @@ class Node(ABC):
                 max_context=max_context,
                 kv=kv,
                 kv_events=kv is not None,
+                protocol=PROTOCOL,
+                oldest_protocol=OLDEST,
             )
 
         return make
@@ -252,6 +259,7 @@ class Worker(Node):
     transfer: MemoryTransfer
     heart: HeartbeatSender
     service: Any
+    died: BaseException | None = None  # what its engine died of
 
     async def _start_engine(self, stack: AsyncExitStack) -> None:
         self.metrics = WorkerMetrics()
@@ -293,8 +301,26 @@ class Worker(Node):
         exposed = (RequestState.RESERVED, RequestState.HELD)
         return next((r for r in self.engine.core._requests if page in r.pages and r.state in exposed), None)
 
+    async def _until_over(self) -> None:
+        """A process whose engine dies leaves too, and drains nothing."""
+
+        async def watch() -> None:
+            self.died = await self.engine.failed()
+            self.leave.set()
+
+        async with background(watch(), "engine-failed"):
+            await self.leave.wait()
+
+    async def _main(self) -> None:
+        await super()._main()
+        if self.died is not None:  # nothing was waited for: as at the end of `asyncio.run`
+            for task in self.process.live_tasks():
+                if task is not asyncio.current_task():
+                    task.cancel()
+
     async def _drain(self) -> None:
-        await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
+        if self.died is None:
+            await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
 
     def _kept(self) -> list[str]:
         core = self.engine.core
@@ -328,6 +354,7 @@ class Decode(Worker):
             self.transfer,
             TRANSFER_TIMEOUT_S,
             checksums=PageChecksums(self.engine.engine.kv_region) if setup.verify_kv else None,
+            recomputes=setup.on_transfer_failure == "recompute",
         )
         self.active = ActiveRequests(outbox)
         self.service = DecodeService(

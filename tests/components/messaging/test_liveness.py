@@ -24,6 +24,7 @@ from components.messaging.heartbeats import (
 from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
+from components.wire.protocol import PROTOCOL, UNNAMED
 from engine.ports import StepStats
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
@@ -63,6 +64,20 @@ def test_an_instance_is_usable_from_its_registration_on() -> None:
     assert [r.instance_id for r in watched.liveness.usable("m")] == ["a", "b"]
     assert watched.liveness.usable("other") == []
     assert watched.liveness.last_heartbeat("a") is None
+
+
+def test_an_instance_of_another_protocol_is_not_used_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    watched.book.put("c", record("c", "1", model="m", protocol=UNNAMED, oldest_protocol=UNNAMED))
+    watched.book.put("d", record("d", "1", model="m", protocol=PROTOCOL + 1, oldest_protocol=PROTOCOL))
+    watched.book.put("e", record("e", "1", model="m", protocol=PROTOCOL + 1, oldest_protocol=PROTOCOL + 1))
+    for name in "cde":
+        watched.beat(name)
+    watched.book.put("c", record("c", "2", model="m", protocol=UNNAMED, oldest_protocol=UNNAMED))
+    assert watched.usable == ["a", "b", "d"]
+    assert [r.__dict__["instance"] for r in caplog.records if "another protocol" in r.message] == ["c", "e"]
+    watched.book.put("c", record("c", "3", model="m"))
+    assert watched.usable == ["a", "b", "c", "d"]
 
 
 def test_of_an_adapter_those_instances_are_usable_that_have_it() -> None:
