@@ -31,6 +31,7 @@ from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from components.wire.protocol import OLDEST, PROTOCOL
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.inflight import StepFailed
 from engine.inline_loop import InlineLoop
 from engine.mock.build import build_engine
 from engine.mock.config import MockConfig
@@ -48,7 +49,7 @@ from services.prefill.handlers import PrefillService
 from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
-from tests.faults.setup import STEP_S, Setup
+from tests.faults.setup import Setup
 from tests.faults.virtual_loop import Process
 
 NAMESPACE: Final = "mesh"
@@ -58,7 +59,6 @@ LEASE_TTL_S: Final = 6.0
 DRAIN_TIMEOUT_S: Final = 5.0
 ROOM_CLEANUP_S: Final = 1.0
 CLIENT_LIFE_S: Final = 25.0
-POOL_TOKENS: Final = 320  # a few requests fill it, so that pages are soon another's
 COUNTERS: Final = ("kv_transfer_failures_total", "kv_transfers_corrupt_total", "prompt_recomputes_total")
 
 
@@ -66,7 +66,7 @@ def make_engine(
     home: Path,
     page_size: int,
     adapters: dict[str, str],
-    pool_tokens: int = POOL_TOKENS,
+    pool_tokens: int,
     *,
     pipeline: bool = False,
     step_s: float = 0.0,
@@ -288,9 +288,18 @@ class Worker(Node):
             self.cluster.home,
             setup.page_size(self.role),
             self.adapters,
+            setup.pool_tokens,
             pipeline=setup.pipeline,
-            step_s=setup.prefill_step_s if self.role == "prefill" else STEP_S,
+            step_s=setup.prefill_step_s if self.role == "prefill" else setup.decode_step_s,
         )
+
+    def fail_steps(self) -> None:
+        """All steps fail from now on, as on a device without memory."""
+
+        def launch(_chunks: object) -> None:
+            raise StepFailed("injected")
+
+        self.engine.core._runner.launch = launch  # type: ignore[method-assign, assignment]
 
     def count(self, name: str) -> float:
         """What one of its counters says."""

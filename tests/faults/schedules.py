@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from tests.faults.faults import OF_MESSAGES, OF_WRITES, Do, Fault
 from tests.faults.mesh_run import ROLES
+from tests.faults.setup import varied
 
 REQUEST: Final = ("generate.v4", "prefill.v5", "room-open.v2")
 ANSWER: Final = ("generate-accepted.v1", "prefill-accepted.v2", "room-ok.v1")
@@ -58,6 +59,14 @@ STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has r
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
 A_PREFILL_IS_KILLED: Final = Fault(Do.KILL, "write pages", role="prefill")
 A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0.0005)
+
+QUEUES: Final[dict[str, Any]] = {
+    "num_clients": 12,
+    "over_s": 0.01,
+    "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1},
+}
+
+LASTS: Final[dict[str, Any]] = {"num_clients": 24, "over_s": 16.0}  # rooms fail seconds after their prefill was killed
 
 Schedule = list[Fault]
 
@@ -134,6 +143,22 @@ def _at_state(at: str) -> Iterator[Fault]:
     yield Fault(Do.NATS_AWAY, at, amount=1.0)
     yield Fault(Do.ETCD_AWAY, at, amount=8.0)
     yield Fault(Do.CLIENT_GONE, at)
+
+
+def conditions(schedule: Schedule) -> tuple[int, dict[str, Any]]:
+    """The seed and the arguments of `check` with which a schedule is tried."""
+    seed = sum(map(ord, named(schedule)))
+    changes = {"setup": varied(seed, schedule)}
+    if any(fault.at == "prefill waiting" for fault in schedule):
+        changes |= QUEUES
+    if any(fault.at == "room failed" for fault in schedule):
+        changes |= LASTS
+    return seed, changes
+
+
+def named(schedule: Schedule) -> str:
+    """What a test of it is called."""
+    return " then ".join(str(fault) for fault in schedule)
 
 
 def mixture(seed: int) -> Schedule:
