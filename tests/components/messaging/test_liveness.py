@@ -7,23 +7,20 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import DeadlineExceeded, MeshError
 from components.messaging.bus import connect_bus
+from components.messaging.fan_out import SOONEST_S
 from components.messaging.heartbeats import (
     EVERY_S,
-    HEARD_PER_S,
     HUNG_AFTER_S,
     SILENT_AFTER_S,
-    SOONEST_S,
-    TOLD_PER_S,
     HeartbeatSender,
     Liveness,
     heartbeat_of,
-    rest_between,
     send_heartbeats,
     watch_heartbeats,
 )
 from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat
-from components.wire.instances import InstanceRecord, Role
+from components.wire.instances import InstanceRecord
 from engine.ports import StepStats
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
@@ -259,20 +256,6 @@ async def beats_of(rest_s: float, step_s: float, *, early: bool = False) -> int:
 )
 def test_a_worker_tells_of_each_step_but_not_too_often(rest_s: float, step_s: float, early: bool, beats: int) -> None:
     assert run_virtually(lambda: beats_of(rest_s, step_s, early=early)) == pytest.approx(beats, abs=beats / 10)
-
-
-def test_heartbeats_of_many_or_to_many_come_less_often() -> None:
-    def rest_s(role: Role, **roles: int) -> float:
-        book = InstanceBook()
-        for name, count in roles.items():
-            for i in range(count):
-                book.put(f"{name}-{i}", record(f"{name}-{i}", role=name))
-        return rest_between(role, book)
-
-    assert rest_s("prefill", frontend=1, prefill=4, decode=4) == rest_s("decode", frontend=1, decode=100) == SOONEST_S
-    assert rest_s("decode", frontend=1, decode=400) == pytest.approx(400 / HEARD_PER_S)
-    assert rest_s("prefill", frontend=2, prefill=50, decode=98) == pytest.approx(50 * 100 / TOLD_PER_S)
-    assert rest_s("decode", frontend=4, decode=1000) == rest_s("prefill", prefill=500, decode=500) == EVERY_S
 
 
 def test_what_must_not_wait_is_told_at_once() -> None:
