@@ -7,11 +7,12 @@ instances, and senders send less often the more deliveries one round of messages
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from heapq import nlargest
-from typing import Final
+from typing import Final, TypeVar
 
 from components.discovery.book import InstanceBook
+from components.routing.choice import Identified
 from components.routing.hashing import Rendezvous
 from components.wire.instances import InstanceRecord, Role
 
@@ -31,6 +32,8 @@ LINGER_S: Final = 120.0  # a transfer from an instance that is no longer followe
 # prefill instances: one that the instance follows has this token cached, too; for another decode instance it is computed again.
 PARTIAL_CACHE_WORTH: Final = 16.0
 
+Instance = TypeVar("Instance", bound=Identified)
+
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill")
 
 
@@ -44,16 +47,30 @@ def num_followed(prefills: int, decodes: int) -> int:
     return min(prefills, -(-pairs // max(decodes, 1)))
 
 
-def followed(me: str, prefills: Iterable[InstanceRecord], count: int) -> list[InstanceRecord]:
+def followed(me: str, prefills: Sequence[Instance], count: int) -> Sequence[Instance]:
     """The `count` of `prefills` that the decode instance `me` follows: those with its highest scores (rendezvous hashing).
 
     An instance that leaves is replaced at its own followers alone; one that joins replaces one instance at each of its own.
     """
-    records = list(prefills)
-    if count >= len(records):
-        return records
-    scores = Rendezvous().scores(me.encode(), records)
-    return [records[at] for at in nlargest(count, range(len(records)), key=scores.__getitem__)]
+    if count >= len(prefills):
+        return prefills
+    scores = Rendezvous().scores(me.encode(), prefills)
+    return [prefills[at] for at in nlargest(count, range(len(prefills)), key=scores.__getitem__)]
+
+
+def heartbeat_rest_s(instances: int, followings: int) -> float:
+    """Seconds from a heartbeat to the next, at least, of each of `instances` workers that have so many `followings` in all."""
+    heard = instances * DELIVERIES_PER_S / HEARD_PER_S
+    return _rest_s(max(followings + WATCHERS * instances, heard))
+
+
+def kv_events_rest_s(followings: int) -> float:
+    """Seconds from a batch of KV events to the next, at least, of workers that have so many `followings` in all."""
+    return _rest_s(followings)
+
+
+def _rest_s(deliveries: float) -> float:
+    return min(max(SOONEST_S, deliveries / DELIVERIES_PER_S), LONGEST_S)
 
 
 class FleetSizes:
@@ -96,23 +113,17 @@ class FleetSizes:
 
     def heartbeat_rest_s(self, role: Role) -> float:
         """Seconds from a heartbeat of a worker of `role` to its next, at least."""
-        instances = self.count(role)
-        return _rest_s(max(self.followings(role) + WATCHERS * instances, instances * DELIVERIES_PER_S / HEARD_PER_S))
+        return heartbeat_rest_s(self.count(role), self.followings(role))
 
     def kv_events_rest_s(self, role: Role) -> float:
         """Seconds from a batch of KV events of a worker of `role` to its next, at least."""
-        return _rest_s(self.followings(role))
+        return kv_events_rest_s(self.followings(role))
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if was is not None:
             self._counts[was.role, was.model] -= 1
         if now is not None:
             self._counts[now.role, now.model] += 1
-
-
-def _rest_s(deliveries: float) -> float:
-    """Seconds between two messages of each sender, if one message of each makes so many `deliveries` in all."""
-    return min(max(SOONEST_S, deliveries / DELIVERIES_PER_S), LONGEST_S)
 
 
 class Following:
@@ -173,7 +184,7 @@ class Following:
 
     def _choose(self) -> None:
         count = num_followed(len(self._prefills), len(self._decodes))
-        wanted = {record.instance_id: record for record in followed(self._me, self._prefills.values(), count)}
+        wanted = {record.instance_id: record for record in followed(self._me, list(self._prefills.values()), count)}
         for instance_id in self._chosen.keys() - wanted.keys():
             del self._chosen[instance_id]
             self.chosen.remove(instance_id)
