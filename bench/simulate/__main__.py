@@ -232,9 +232,9 @@ def main(
 
     names = policy or list(POLICIES)
     makers = [(policy_maker(name, "decode"), policy_maker(name, "prefill")) for name in names]
-    follows = follow or [Follow.ALL]
     fleets: list[tuple[str, Setup, Plan | None]] = [
-        (f" {one.value}" if follow else "", setup if one is Follow.ALL else shared(setup), None) for one in follows
+        (f" {one.value}" if follow else "", setup if one is Follow.ALL else shared(setup), None)
+        for one in follow or [Follow.ALL]
     ]
     fleets += [(f" {text}", _sized(setup, text), None) for text in fixed or ()]
     if planner is not None:
@@ -248,7 +248,8 @@ def main(
             beside = PlannedFleet(fleet, plan) if plan else None
             run = fleet.run()
             runs.append((name + label, run))
-            facts = {"planned": planner, "changes": len(beside.changes)} if beside else {}
+            facts: dict[str, Any] = {"planned": planner, "changes": len(beside.changes)} if beside else {}
+            facts["follow"] = Follow.ALL if sized.follow_all else Follow.SHARE
             figures = run.figures(policy=name, prefill=sized.prefill, decode=sized.decode, **facts)
             print(_table_row(name + label, figures), flush=True)
             if json_file is not None:

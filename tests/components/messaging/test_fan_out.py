@@ -3,9 +3,11 @@
 import asyncio
 import statistics
 from collections import Counter
+from random import Random
 
 import pytest
 
+from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.fan_out import (
     DELIVERIES_PER_S,
@@ -18,7 +20,11 @@ from components.messaging.fan_out import (
     followed,
     num_followed,
 )
+from components.messaging.fleet import Fleet
+from components.messaging.heartbeats import Liveness
+from components.messaging.kv_publisher import KvEventPublisher
 from components.wire.instances import InstanceRecord, Role
+from components.wire.kv_events import unpack_batch
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
 
@@ -200,6 +206,46 @@ def test_an_instance_that_is_not_followed_any_more_is_watched_until_its_transfer
         assert following.watched.find(again.instance_id, "e2") == again
         await asyncio.sleep(LINGER_S + 1)
         assert ids(following.watched) == ids(following.chosen)
+
+    run_virtually(test)
+
+
+def test_a_frontend_values_caches_more_while_decode_instances_follow_only_a_share() -> None:
+    book = fleet(80, 64, 1)
+    decodes = Fleet(book, Liveness(book, "decode"), "decode", "least_load", Random(0))
+    assert decodes.router.cache_worth == PARTIAL_CACHE_WORTH
+    for one in instances("prefill", 20):
+        book.remove(one.instance_id)
+    assert decodes.router.cache_worth == 1.0
+    prefills = Fleet(book, Liveness(book, "prefill"), "prefill", "least_load", Random(0))
+    for one in instances("prefill", 20):
+        book.put(one.instance_id, one)
+    assert decodes.router.cache_worth == PARTIAL_CACHE_WORTH
+    assert prefills.router.cache_worth == 1.0
+
+
+class Counting:
+    """A bus that counts batches and the blocks in them."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    async def publish_bytes(self, _subject: str, data: bytes) -> None:
+        self.batches.append(len(unpack_batch(data).stored))
+
+
+def test_a_busy_worker_publishes_a_batch_of_kv_events_as_often_as_it_may() -> None:
+    """What its cache gains meanwhile leaves with the next batch."""
+
+    async def test() -> None:
+        bus = Counting()
+        publisher = KvEventPublisher(bus, "ns.prefill.w", "w", lambda: "e1", rest_s=lambda: 1.3)
+        async with background(publisher.run(), "kv-events"):
+            for number in range(1000):
+                publisher.take([(number.to_bytes(16, "little"), True)])
+                await asyncio.sleep(0.01)
+        assert len(bus.batches) == 8
+        assert all(count == pytest.approx(130, abs=2) for count in bus.batches[1:])
 
     run_virtually(test)
 
