@@ -1,20 +1,23 @@
 """Deliveries of heartbeats and KV events through one NATS server, counted there: python -m bench.fan_out --prefill 200
 
 Every instance has a NATS connection of its own and runs the code that services run: `send_heartbeats`, `publish_kv_events`,
-`watch_fleet`. Workers have no engine: each counts a step and changes its cache every 20 ms, so all are as busy as can be.
+`watch_fleet`. Workers have no engine: each counts steps and changes its cache, so all always have something to send.
 Registration in etcd is left out, all records are there from the start. A planner follows the heartbeats of both roles.
 
 The command prints a JSON line: messages sent and delivered a second, as the server's `varz` counts them (`in_msgs`, `out_msgs`)
-and as computed. Where a worker may send every 50 ms, it waits for its next step besides, so there fewer are sent.
+and as computed, and how many instances counted as lost though none was. A worker sends after its rest with the next step, so
+somewhat less is sent than computed.
 """
 
 import asyncio
 import json
+import logging
 import multiprocessing
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Event, Semaphore
 from pathlib import Path
@@ -30,19 +33,21 @@ from components.discovery.book import InstanceBook
 from components.messaging.bus import connect_bus
 from components.messaging.fan_out import FleetSizes, Following
 from components.messaging.fleet import watch_fleet
-from components.messaging.heartbeats import HeartbeatSender, heartbeat_of, send_heartbeats, watch_heartbeats
+from components.messaging.heartbeats import HeartbeatSender, OnLost, heartbeat_of, send_heartbeats, watch_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.service import serve_calls
 from components.process import subject_of
 from components.routing.local_prefill import PromptLoad
 from components.routing.policies import DEFAULT
+from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from engine.ports import StepStats
 from services.local.servers import NATS, running
 
 NAMESPACE: Final = "fan-out"
 MODEL: Final = "mock"
-STEP_S: Final = 0.02
+STEPS_PER_S: Final = 8_000  # of all workers together, so that two cores carry them
+SOONEST_STEP_S: Final = 0.02
 CACHED: Final = 64  # blocks of a worker; each step one more comes and the oldest goes
 WARM_UP_S: Final = 8.0  # from the last connection on: dumps are fetched, subscriptions stand
 START_TIMEOUT_S: Final = 180.0
@@ -81,13 +86,14 @@ def book_of(records: list[InstanceRecord]) -> InstanceBook:
 class Steps:
     """The steps of a worker without an engine."""
 
-    def __init__(self, about: InstanceRecord) -> None:
+    def __init__(self, about: InstanceRecord, each_s: float) -> None:
         self._about = about
+        self._each_s = each_s
         self._step = 0
         self._draw = Random(about.instance_id)
         self._blocks: list[bytes] = []
 
-    def heartbeat(self) -> object:
+    def heartbeat(self) -> Heartbeat:
         """As a busy worker makes it."""
         stats = StepStats(step=self._step, num_running=9, free_pages=100, held_pages=900, total_pages=1000)
         about = self._about
@@ -97,7 +103,7 @@ class Steps:
 
     async def run(self, heart: HeartbeatSender, events: KvEventPublisher) -> None:
         """Step for ever."""
-        await asyncio.sleep(self._draw.uniform(0, STEP_S))
+        await asyncio.sleep(self._draw.uniform(0, self._each_s))
         while True:
             self._step += 1
             heart.stepped(self._step)
@@ -106,13 +112,16 @@ class Steps:
             if len(self._blocks) > CACHED:
                 changes.append((self._blocks.pop(0), False))
             events.take(changes)
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(self._each_s)
 
 
 @asynccontextmanager
-async def worker(url: str, about: InstanceRecord, book: InstanceBook, sizes: FleetSizes) -> AsyncIterator[None]:
+async def worker(
+    url: str, about: InstanceRecord, book: InstanceBook, sizes: FleetSizes, on_lost: OnLost
+) -> AsyncIterator[None]:
     """A prefill or decode instance while inside."""
-    steps, role = Steps(about), about.role
+    num_workers = sizes.count("prefill") + sizes.count("decode")
+    steps, role = Steps(about, max(SOONEST_STEP_S, num_workers / STEPS_PER_S)), about.role
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         bus = await enter(connect_bus(url, about.instance_id))
@@ -123,19 +132,21 @@ async def worker(url: str, about: InstanceRecord, book: InstanceBook, sizes: Fle
         await enter(serve_calls(bus, role, about.subject, events.endpoints(), {}))
         if role == "decode":
             following = Following(book, about.instance_id, MODEL)
-            await enter(watch_fleet(bus, NAMESPACE, "prefill", book, DEFAULT["prefill"], following=following))
+            fleet = await enter(watch_fleet(bus, NAMESPACE, "prefill", book, DEFAULT["prefill"], following=following))
+            fleet.alive.on_lost(on_lost)
         heart = await enter(send_heartbeats(bus, about.subject, steps.heartbeat, partial(sizes.heartbeat_rest_s, role)))
         await enter(background(steps.run(heart, events), "steps"))
         yield
 
 
 @asynccontextmanager
-async def frontend(url: str, about: InstanceRecord, book: InstanceBook) -> AsyncIterator[None]:
+async def frontend(url: str, about: InstanceRecord, book: InstanceBook, on_lost: OnLost) -> AsyncIterator[None]:
     """A frontend while inside."""
     async with (
         connect_bus(url, about.instance_id) as bus,
-        watch_fleet(bus, NAMESPACE, "decode", book, DEFAULT["decode"]),
+        watch_fleet(bus, NAMESPACE, "decode", book, DEFAULT["decode"]) as fleet,
     ):
+        fleet.alive.on_lost(on_lost)
         yield
 
 
@@ -150,8 +161,23 @@ async def planner(url: str, book: InstanceBook) -> AsyncIterator[None]:
         yield
 
 
-async def run_share(url: str, records: list[InstanceRecord], share: range, ready: Semaphore, stop: Event) -> None:
-    """Run the instances of `records` in `share` until `stop`."""
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What the processes of the benchmark share."""
+
+    ready: Semaphore  # released once for each instance
+    stop: Event
+    lost: Semaphore  # released for each instance that counts as lost between the warm-up and the stop
+    warm: Event
+
+
+async def run_share(url: str, records: list[InstanceRecord], share: range, signals: Signals) -> None:
+    """Run the instances of `records` in `share` until told to stop."""
+
+    def lose(_record: InstanceRecord, _why: str) -> None:
+        if signals.warm.is_set() and not signals.stop.is_set():
+            signals.lost.release()
+
     book = book_of(records)
     sizes = FleetSizes(book)
     async with AsyncExitStack() as stack:
@@ -159,15 +185,17 @@ async def run_share(url: str, records: list[InstanceRecord], share: range, ready
             await stack.enter_async_context(planner(url, book))
         for at in share:
             about = records[at]
-            instance = frontend(url, about, book) if about.role == "frontend" else worker(url, about, book, sizes)
+            is_frontend = about.role == "frontend"
+            instance = frontend(url, about, book, lose) if is_frontend else worker(url, about, book, sizes, lose)
             await stack.enter_async_context(instance)
-            ready.release()
-        await asyncio.to_thread(stop.wait)
+            signals.ready.release()
+        await asyncio.to_thread(signals.stop.wait)
 
 
-def process(url: str, sizes: tuple[int, int, int], share: range, ready: Semaphore, stop: Event) -> None:
-    """One process of the benchmark."""
-    uvloop.run(run_share(url, fleet_of(*sizes), share, ready, stop))
+def process(url: str, sizes: tuple[int, int, int], share: range, signals: Signals) -> None:
+    """One process of the benchmark. Instances that have not started yet are silent, which is no news."""
+    logging.disable(logging.WARNING)
+    uvloop.run(run_share(url, fleet_of(*sizes), share, signals))
 
 
 def counted(monitor_url: str) -> tuple[int, int, float]:
@@ -192,27 +220,31 @@ async def measure(sizes: tuple[int, int, int], processes: int, seconds: float) -
     records = fleet_of(*sizes)
     fleet = FleetSizes(book_of(records))
     context = multiprocessing.get_context("spawn")
-    ready, stop = context.Semaphore(0), context.Event()
+    signals = Signals(context.Semaphore(0), context.Event(), context.Semaphore(0), context.Event())
     with tempfile.TemporaryDirectory() as home:
         async with running(NATS, Path(home) / "nats") as nats:
             started = [
-                context.Process(target=process, args=(nats.url, sizes, range(at, len(records), processes), ready, stop))
+                context.Process(target=process, args=(nats.url, sizes, range(at, len(records), processes), signals))
                 for at in range(processes)
             ]
             try:
                 for one in started:
                     one.start()
                 for _ in records:
-                    if not await asyncio.to_thread(ready.acquire, timeout=START_TIMEOUT_S):
+                    if not await asyncio.to_thread(signals.ready.acquire, timeout=START_TIMEOUT_S):
                         raise TimeoutError(f"{len(records)} instances do not connect in {START_TIMEOUT_S} s")
                 await asyncio.sleep(WARM_UP_S)
+                signals.warm.set()
                 in_before, out_before, before_s = counted(nats.monitor_url)
                 await asyncio.sleep(seconds)
                 in_after, out_after, after_s = counted(nats.monitor_url)
             finally:
-                stop.set()
+                signals.stop.set()
                 for one in started:
                     await asyncio.to_thread(one.join)
+    lost = 0
+    while signals.lost.acquire(block=False):
+        lost += 1
     passed_s = after_s - before_s
     by_kind = computed(fleet)
     sent = sum(
@@ -230,6 +262,7 @@ async def measure(sizes: tuple[int, int, int], processes: int, seconds: float) -
         "sent_per_s_computed": round(sent),
         "deliveries_per_s": round((out_after - out_before) / passed_s),
         "deliveries_per_s_computed": round(sum(by_kind.values())),
+        "lost": lost,
         "computed_by_kind": {kind: round(rate) for kind, rate in by_kind.items()},
     }
 
