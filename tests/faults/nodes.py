@@ -16,8 +16,9 @@ from components.aio import background
 from components.discovery.registry import Registration
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
+from components.messaging.fan_out import SOONEST_S, Following
 from components.messaging.fleet import Fleet, watch_fleet
-from components.messaging.heartbeats import SOONEST_S, HeartbeatSender, send_heartbeats
+from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
 from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.outbox import open_outbox
@@ -203,9 +204,12 @@ class Node(ABC):
 
         return make
 
-    def _watch(self, phase: Phase, policy: PolicyName) -> AbstractAsyncContextManager[Fleet]:
+    def _watch(
+        self, phase: Phase, policy: PolicyName, following: Following | None = None
+    ) -> AbstractAsyncContextManager[Fleet]:
         """Draws are the same in each run."""
-        return watch_fleet(self.bus, NAMESPACE, phase, self.registry.book, policy, rng=Random(self.id))
+        book = self.registry.book
+        return watch_fleet(self.bus, NAMESPACE, phase, book, policy, rng=Random(self.id), following=following)
 
     @asynccontextmanager
     async def _advertised(
@@ -351,7 +355,8 @@ class Decode(Worker):
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
-        prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"]))
+        following = Following(self.registry.book, self.id, MODEL)
+        prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"], following))
         outbox = await stack.enter_async_context(
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
         )
