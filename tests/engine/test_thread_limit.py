@@ -1,0 +1,116 @@
+"""How many threads a step may have, on a simulated machine."""
+
+import logging
+
+import pytest
+
+from engine.thread_limit import LAST_RETRY_S, ThreadLimit
+
+
+class Machine:
+    """Cores, some of which neighbours keep busy. The threads of a step wait for those that they lack."""
+
+    def __init__(self, cores: int) -> None:
+        self.now = 50.0
+        self.waited_s = 0.0
+        self.free = cores
+        self.limit = ThreadLimit(cores, lambda: self.waited_s, lambda: self.now)
+
+    def step(self, step_s: float = 0.02, threads: int | None = None) -> int:
+        """One step, by default with as many threads as it may have. Returns their number."""
+        used = self.limit.threads if threads is None else threads
+        self.limit.begin(used)
+        self.limit.begin(used)  # the loop asks, and the runner asks again
+        self.waited_s += 0.95 * step_s * max(0, used - self.free)
+        self.now += step_s
+        self.limit.end()
+        return used
+
+    def steps(self, seconds: float, step_s: float = 0.02) -> list[int]:
+        """The numbers of threads of the steps of so long."""
+        return [self.step(step_s) for _ in range(round(seconds / step_s))]
+
+
+def test_steps_on_a_quiet_machine_keep_all_threads() -> None:
+    assert set(Machine(4).steps(20)) == {4}
+
+
+def test_a_busy_neighbour_takes_one_thread_of_two_within_a_tenth_of_a_second() -> None:
+    """Steps kept both threads, one of which always waited for the other that had no core: 91 tokens/s became 1.4."""
+    machine = Machine(2)
+    machine.free = 1
+    assert machine.steps(0.12)[-1] == 1
+
+
+def test_few_steps_are_spent_on_trying_one_thread_more_while_the_neighbour_stays() -> None:
+    machine = Machine(2)
+    machine.free = 1
+    machine.steps(10)
+    assert machine.steps(20).count(2) / 1000 < 0.02
+
+
+def test_threads_come_back_soon_after_the_neighbours_have_gone() -> None:
+    machine = Machine(8)
+    machine.free = 3
+    assert machine.steps(1)[-1] in {3, 4}
+    machine.steps(20)
+    machine.free = 8
+    assert machine.steps(LAST_RETRY_S + 1)[-1] == 8
+
+
+def test_after_a_short_burst_threads_come_back_at_once() -> None:
+    machine = Machine(2)
+    machine.free = 1
+    machine.steps(0.1)
+    machine.free = 2
+    assert machine.steps(1)[-1] == 2
+
+
+def test_many_neighbours_take_many_threads_in_a_few_steps_and_leave_one() -> None:
+    machine = Machine(64)
+    machine.free = 20
+    assert machine.steps(1)[-1] in {20, 21}
+    machine.free = 0
+    assert machine.steps(2)[-1] == 1
+
+
+def test_long_steps_try_one_thread_more_seldom() -> None:
+    """A step of a large model takes seconds: each second step would have had a thread too many."""
+    machine = Machine(2)
+    machine.free = 1
+    assert machine.steps(200, step_s=2.0).count(2) < 12
+
+
+def test_a_step_with_one_thread_tells_nothing_about_two() -> None:
+    """Another worker has the other core: a wait for this one is no reason to have fewer threads later."""
+    machine = Machine(2)
+    machine.free = 0
+    for _ in range(20):
+        machine.step(threads=1)
+    assert machine.limit.threads == 2
+
+
+def test_waits_below_the_bound_take_no_thread() -> None:
+    """The mesh's own frontend needs some of a core."""
+    machine = Machine(2)
+    for _ in range(100):
+        machine.waited_s += 0.3 * 0.02
+        machine.step()
+    assert machine.limit.threads == 2
+
+
+def test_an_end_without_a_step_changes_nothing() -> None:
+    machine = Machine(2)
+    machine.limit.end()
+    machine.waited_s += 100
+    assert machine.step() == 2
+    assert machine.limit.threads == 2
+
+
+def test_fewer_threads_are_logged_once_however_often_more_are_tried(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(2)
+    machine.free = 1
+    with caplog.at_level(logging.INFO):
+        machine.steps(60)
+    [record] = caplog.records
+    assert (record.__dict__["threads"], record.__dict__["of"]) == (1, 2)
