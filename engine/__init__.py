@@ -4,7 +4,7 @@ import os
 from typing import Final
 
 # A thread that spins at a barrier takes its core from the thread it waits for, if other processes use the cores. libgomp's
-# default of some milliseconds makes a decode step with one busy neighbour 200 times as long. This is about 50 µs: as long as
+# default of some milliseconds makes a decode step with one busy neighbour 200 times as long. This is about 70 µs: as long as
 # the threads of one step wait for each other on a quiet machine, so decodes there are as fast as with the default.
 SPINS: Final = "3000"
 
