@@ -8,6 +8,9 @@ The roofline of a step is the larger of two times: bytes of weights and KV over 
 FLOPs over the matmul rate measured here.
 """
 
+import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads spin
+
+# isort: split
 import json
 import os
 import platform
@@ -40,7 +43,7 @@ from engine.scheduler.scheduler import Chunk
 
 COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
 PAGES_MARGIN = 1.1
-BUSY = "while True: pass"  # a neighbour's program
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"  # a neighbour: it ends with us
 SETTLE_S = 1.0  # after which the engine has found out how many cores its neighbours leave
 BESIDE_S = 4.0  # of decode steps beside neighbours
 BESIDE_STEPS = 400  # at most
