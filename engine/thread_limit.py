@@ -19,7 +19,7 @@ CONTENDED: Final = (
     0.5  # cores that the threads waited for; a busy neighbour takes about 1 of two threads, our own services 0.1
 )
 FIRST_RETRY_S: Final = 0.25  # until one thread more is tried
-LAST_RETRY_S: Final = 4.0  # the time doubles up to this, while each try fails
+LAST_RETRY_S: Final = 4.0  # the time grows fourfold up to this, while each try fails: the steps of a try are slow
 RETRY_WINDOWS: Final = 10  # and lasts so many windows at least: a window is a step or more, and steps may be long
 TRIED_WINDOWS: Final = 2  # in which one thread more has to prove itself
 LOG_EVERY_S: Final = 30.0
@@ -87,7 +87,7 @@ class ThreadLimit:
 
     def _shrink(self, threads: int, contended: float, now: float) -> None:
         tried = self._windows <= TRIED_WINDOWS
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S) if tried else FIRST_RETRY_S
+        self._retry_s = min(4 * self._retry_s, LAST_RETRY_S) if tried else FIRST_RETRY_S
         if not tried and now - self._logged >= LOG_EVERY_S:
             log.info(
                 "steps get fewer threads, for other processes use the cores",
