@@ -3,9 +3,9 @@
 import os
 from typing import Final
 
-# A thread that spins at a barrier takes its core from the thread it waits for, if other processes use the cores. libgomp's
-# default of some milliseconds makes a decode step with one busy neighbour 200 times as long. This is about 70 µs: as long as
-# the threads of one step wait for each other on a quiet machine, so decodes there are as fast as with the default.
+# A thread that spins at a barrier takes its core from the thread it waits for, if other processes use the cores. By default
+# libgomp's threads spin for milliseconds, so a decode step beside one busy process took 200 times as long. This bound is about
+# 70 µs. On a quiet machine the threads of a step wait no longer for each other, so steps there are as fast as by default.
 SPINS: Final = "3000"
 
 if "OMP_WAIT_POLICY" not in os.environ:

@@ -35,7 +35,7 @@ def run_delay_s(without: Collection[int] = ()) -> float:
 
 
 def other_python_threads() -> set[int]:
-    """The kernel's ids of this process's Python threads but the caller: what is left computes for the caller."""
+    """Kernel ids of all Python threads of this process, except the caller's; the other threads compute for the caller."""
     return {thread.native_id for thread in threading.enumerate() if thread.native_id} - {threading.get_native_id()}
 
 
