@@ -94,6 +94,10 @@ class DecodeLost(PeerLost):
     """The decode instance of a stream is gone or silent."""
 
 
+class FramesLost(DecodeLost):
+    """Tokens of a stream got lost on their way and cannot be sent again; its decode instance is well."""
+
+
 class TransferFailed(PeerLost):
     """KV did not arrive whole; nothing of it may be used."""
 

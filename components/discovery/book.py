@@ -1,4 +1,4 @@
-"""Who is registered: a mirror of etcd's records in this process, and whoever wants to hear of changes. No I/O."""
+"""The instances of the mesh as this process knows them: a mirror of etcd's records, with listeners. No I/O."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -7,57 +7,80 @@ from components.wire.instances import InstanceRecord, Role
 
 log = logging.getLogger(__name__)
 
-Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (what was, what is)
+Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (before, after)
 
 
 class InstanceBook:
-    """Records by key. Stands still while etcd is away: an etcd that blinks does not empty the mesh."""
+    """Records by key.
+
+    A record that has left etcd may belong to a living instance: its process lost contact with etcd for longer than a
+    lease, or etcd lost its data. If `doubt` is set, such a record stays in the book, `doubted`, until etcd has it again
+    or somebody who has asked the instance calls `drop`.
+    """
 
     def __init__(self) -> None:
+        self.doubt: Callable[[str], None] | None = None  # called with the key of each record that leaves etcd
+        self.doubted: set[str] = set()  # keys of records that are here and not in etcd
         self._records: dict[str, InstanceRecord] = {}
         self._listeners: list[Listener] = []
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def of_role(self, role: Role, model: str | None = None) -> list[InstanceRecord]:
-        """Registered instances of a role (that serve `model`), by instance id: the order is the same in every process."""
+        """Instances of a role (that serve `model`), by instance id: the order is the same in every process."""
         found = [r for r in self._records.values() if r.role == role and model in (None, r.model)]
         return sorted(found, key=lambda r: r.instance_id)
 
     def find(self, instance_id: str, epoch: str | None = None) -> InstanceRecord | None:
-        """The record of an instance (in this epoch), if it is registered."""
+        """The record of an instance (in this epoch), if it is here."""
         for record in self._records.values():
             if record.instance_id == instance_id and epoch in (None, record.epoch):
                 return record
         return None
 
+    def at(self, key: str) -> InstanceRecord | None:
+        """The record under an etcd key."""
+        return self._records.get(key)
+
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener(was, is)` for every change: None, record is a join; record, None a leave; both a new epoch."""
+        """Call `listener(before, after)` for every change: None, record is a join; record, None a leave."""
         self._listeners.append(listener)
 
     def put(self, key: str, record: InstanceRecord) -> None:
-        """A record was written."""
-        was = self._records.get(key)
-        if was == record:
-            return
-        self._records[key] = record
-        self._tell(was, record)
+        """Etcd has this record."""
+        self.doubted.discard(key)
+        before = self._records.get(key)
+        if before != record:
+            self._records[key] = record
+            self._notify(before, record)
 
     def remove(self, key: str) -> None:
-        """A record was deleted, or its lease ran out."""
-        was = self._records.pop(key, None)
-        if was is not None:
-            self._tell(was, None)
+        """Etcd does not have this record any more."""
+        if self.doubt is None:
+            self.drop(key)
+        elif key in self._records and key not in self.doubted:
+            self.doubted.add(key)
+            self.doubt(key)
+
+    def drop(self, key: str) -> None:
+        """The instance is gone."""
+        self.doubted.discard(key)
+        before = self._records.pop(key, None)
+        if before is not None:
+            self._notify(before, None)
 
     def replace_all(self, records: Mapping[str, InstanceRecord]) -> None:
-        """What a fresh range over the prefix says: the difference is told as changes."""
+        """Take over a fresh read of the whole prefix; listeners get the difference."""
         for key in self._records.keys() - records.keys():
             self.remove(key)
         for key, record in records.items():
             self.put(key, record)
 
-    def _tell(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-        record = now or was
+    def _notify(self, before: InstanceRecord | None, after: InstanceRecord | None) -> None:
+        record = after or before
         assert record is not None
-        change = "joined" if was is None else "left" if now is None else "registered again"
+        change = "joined" if before is None else "left" if after is None else "changed"
         log.debug(f"instance {change}", extra={"role": record.role, "instance": record.instance_id})
         for listener in self._listeners:
-            listener(was, now)
+            listener(before, after)

@@ -1,5 +1,6 @@
-"""A blocking etcd client for threads that it may block: endpoints tried in turn, every failure made ours."""
+"""A blocking etcd client for threads that it may block: any member of the cluster will do, and every failure becomes ours."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,15 +10,22 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from components.discovery.etcd_stubs import etcd3
+from components.discovery.etcd_stubs import etcd3, etcdrpc
 from components.errors import BackendUnavailable
 
 CALL_TIMEOUT_S: Final = 3.0
+PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove that it has a quorum; the next one is asked then
+HAS_LEADER: Final = (("hasleader", "true"),)  # a member that loses its leader ends the call, instead of going silent
 _CHANNEL: Final = (
-    ("grpc.keepalive_time_ms", 10_000),  # a dead server is noticed in 13 s also by an idle watch
+    # An idle watch notices a dead host within 13 s. gRPC waits 60 s for the answer to a ping, and stops pinging an idle
+    # connection, unless the last two options say otherwise.
+    ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
+    ("grpc.max_receive_message_length", -1),  # a watch event may carry the records of a whole fleet
 )
 
 
@@ -28,19 +36,24 @@ def endpoints(url: str) -> list[tuple[str, int]]:
         try:
             parts = urlsplit(one.strip() if "//" in one else f"//{one.strip()}")
             host, port = parts.hostname, parts.port
-        except ValueError:  # a port that is none, half an IPv6 address
+        except ValueError:  # a port that is no number, half an IPv6 address
             host = port = None
         if not host:
             raise ValueError(f"etcd endpoint {one!r} is not http://host:port (MESH_ETCD_URL)")
+        shown = f"{parts.scheme or 'http'}://{host}:{port or 2379}"  # without the password
+        if parts.scheme not in ("", "http"):
+            raise ValueError(f"etcd endpoint {shown}: TLS is not supported yet, use http:// (MESH_ETCD_URL)")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(f"etcd endpoint {shown}: users and passwords are not supported yet (MESH_ETCD_URL)")
         found.append((host, port or 2379))
     return found
 
 
 @contextmanager
 def etcd_client(url: str) -> Iterator[Any]:
-    """A client of the first endpoint that answers; what goes wrong inside, too, comes out as BackendUnavailable."""
+    """Open a client of a member that has a quorum. What goes wrong inside is raised as BackendUnavailable, too."""
     with etcd_errors(url):
-        client = _first_answering(url)
+        client = _open_any(url)
         try:
             yield client
         finally:
@@ -60,38 +73,42 @@ def etcd_errors(url: str) -> Iterator[None]:
 
 def keep_lease(
     url: str,
-    client: Any,
-    lease: Any,
-    expires: float,
+    lease_id: int,
+    ttl_s: float,
     stop: threading.Event,
     *,
     renewed: Callable[[float], object] = lambda _: None,
+    failed: Callable[[BackendUnavailable, "Backoff"], object] = lambda *_: None,
 ) -> None:
-    """Keep the lease alive at a third of what remains of it; returns when it is lost or `stop` is set.
+    """Keep a lease alive until `stop` is set, or until etcd says that the lease is gone.
+
+    An etcd that cannot be reached ends nothing: leases stand still while etcd has no leader, and are extended by its
+    next one. So the same lease is refreshed again as soon as any member answers.
 
     Args:
-        url: of etcd, for whoever reads of its failures.
-        client: whose lease it is.
-        lease: to be refreshed.
-        expires: monotonic time at which etcd drops it, unless it is refreshed.
+        url: of etcd.
+        lease_id: which lease.
+        ttl_s: its time to live, seconds; it is refreshed after a third of that.
         stop: ends this.
-        renewed: is told each new `expires`.
-    Raises: BackendUnavailable, when the lease must have run out without an answer; not later than etcd drops it.
+        renewed: called after each refresh, with the monotonic time at which the lease expires.
+        failed: called after each failure.
     """
-    while not stop.wait(max(0.05, (expires - time.monotonic()) / 3)):
-        asked = time.monotonic()
-        client.timeout = max(0.05, min(CALL_TIMEOUT_S, expires - asked))
+    backoff = Backoff(last_s=ttl_s / 3)  # after an outage every lease must be refreshed within its time to live
+    while not stop.is_set():
         try:
-            with etcd_errors(url):
-                answers = lease.refresh()
-        except BackendUnavailable:
-            if time.monotonic() >= expires:
-                raise
-            continue
-        if not answers or answers[-1].TTL <= 0:
-            return
-        expires = asked + answers[-1].TTL
-        renewed(expires)
+            with etcd_client(url) as client:
+                while True:
+                    asked = time.monotonic()
+                    if _refresh(client, lease_id) <= 0:
+                        return
+                    backoff.reset()
+                    renewed(asked + ttl_s)
+                    if stop.wait(ttl_s / 3):
+                        return
+        except BackendUnavailable as exc:
+            wait_s = backoff.failed()
+            failed(exc, backoff)
+            stop.wait(wait_s)
 
 
 def unreachable(url: str, cause: str) -> str:
@@ -99,13 +116,25 @@ def unreachable(url: str, cause: str) -> str:
     return f"etcd at {url} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_ETCD_URL"
 
 
-def _first_answering(url: str) -> Any:
+def _refresh(client: Any, lease_id: int) -> int:
+    """Refresh a lease. Returns: its time to live in seconds; 0 if it is gone."""
+    requests = iter([etcdrpc.LeaseKeepAliveRequest(ID=lease_id)])
+    answers = client.leasestub.LeaseKeepAlive(requests, PROBE_TIMEOUT_S, metadata=HAS_LEADER)
+    return int(next(iter(answers)).TTL)
+
+
+def _open_any(url: str) -> Any:
+    """Try the members in random order: thousands of processes must not all lean on the first one."""
+    members = endpoints(url)
+    random.shuffle(members)
     last: Exception | None = None
-    for host, port in endpoints(url):
+    for host, port in members:
         client = etcd3.client(host=host, port=port, timeout=CALL_TIMEOUT_S, grpc_options=list(_CHANNEL))
         try:
-            client.status()
-        except (etcd3.Etcd3Exception, grpc.RpcError) as exc:
+            # A linearizable read: a member without a quorum would still answer `status`.
+            probe = etcdrpc.RangeRequest(key=b"\0", count_only=True)
+            client.kvstub.Range(probe, PROBE_TIMEOUT_S if len(members) > 1 else CALL_TIMEOUT_S)
+        except grpc.RpcError as exc:
             client.close()
             last = exc
         else:
@@ -120,21 +149,21 @@ def _cause(exc: grpc.RpcError) -> str:
 
 
 class Backoff:
-    """Waits that double from 0.2 s to 5 s; `reset` after success."""
+    """Waits that double from 0.2 s to 5 s, each shortened by up to a half at random; `reset` after success."""
 
     def __init__(self, first_s: float = 0.2, last_s: float = 5.0) -> None:
         self._first_s = first_s
         self._last_s = last_s
         self._next_s = first_s
-        self.since: float | None = None  # monotonic time of the first failure of this outage
+        self.failures = 0  # in this outage
 
     def failed(self) -> float:
         """Seconds to wait before the next try."""
-        self.since = self.since or time.monotonic()
+        self.failures += 1
         wait_s, self._next_s = self._next_s, min(self._next_s * 2, self._last_s)
-        return wait_s
+        return wait_s * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """Back to the first wait."""
         self._next_s = self._first_s
-        self.since = None
+        self.failures = 0

@@ -52,9 +52,9 @@ class _Campaign:
                 with etcd_client(self._url) as client:
                     self._stand(client, backoff)
             except BackendUnavailable as exc:
-                level = logging.ERROR if backoff.since is None else logging.DEBUG
-                log.log(level, "etcd cannot be reached, so nobody leads", extra={"reason": exc.message})
-                self.stop.wait(backoff.failed())
+                wait_s = backoff.failed()
+                _report(exc, backoff)
+                self.stop.wait(wait_s)
             except Exception:  # the edge of this thread, which must not die before the process
                 log.exception("leadership lost, trying again")
                 self.stop.wait(backoff.failed())
@@ -82,13 +82,18 @@ class _Campaign:
             self.leadership.held_until(asked + self._ttl_s)
             try:
                 held_until = self.leadership.held_until
-                keep_lease(self._url, client, lease, asked + self._ttl_s, self.stop, renewed=held_until)
+                keep_lease(self._url, lease.id, self._ttl_s, self.stop, renewed=held_until, failed=_report)
             finally:
                 self.leadership.held_until(0.0)
                 if not self.stop.is_set():
                     log.warning("no longer leading", extra={"key": self._key})
             if self.stop.is_set():
                 lease.revoke()  # the next one leads at once
+
+
+def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
+    level = logging.ERROR if backoff.failures == 1 else logging.DEBUG
+    log.log(level, "etcd cannot be reached, so nobody leads", extra={"reason": exc.message})
 
 
 @asynccontextmanager

@@ -1,71 +1,67 @@
 """This process's place in etcd: its own leased record, and the mirror of everyone else's.
 
-etcd3 blocks, so two threads own it: one keeps the lease, one follows the prefix. Both run for ever: an etcd that is away is
-reported and tried again, never a reason to exit.
+etcd3 blocks, so two threads own it: one keeps the lease, one follows the prefix. Both run until the process ends. An etcd
+that cannot be reached is reported and tried again; it is never a reason to exit, and takes nobody out of the mesh.
 """
 
 import asyncio
-import concurrent.futures
 import logging
 import math
+import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from secrets import token_hex
 from typing import Any, Final
 
 from components.discovery.book import InstanceBook
-from components.discovery.etcd import Backoff, endpoints, etcd_client, keep_lease
+from components.discovery.etcd import (
+    CALL_TIMEOUT_S,
+    HAS_LEADER,
+    Backoff,
+    endpoints,
+    etcd_client,
+    keep_lease,
+)
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import BackendUnavailable, MalformedMessage, StaleInstance
 from components.wire.instances import InstanceRecord, dump_record, load_record
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S: Final = 0.2
+PAGE: Final = 256  # records read at once: a megabyte, where one has 4 kB
+SPREAD_S: Final = (
+    0.02  # for each instance: over so long those whose leases are gone come back, since each record goes to all
+)
 
 MakeRecord = Callable[[str], InstanceRecord]  # epoch → record
 
 
 class Registration:
-    """One process's leased record; made before anything is served, so that handlers can check epochs against it."""
+    """One process's identity in the mesh: an id and an epoch, which it keeps as long as it lives.
 
-    def __init__(self, instance_id: str) -> None:
+    Losing contact with etcd is not losing the registration: the others keep an instance that answers over NATS.
+    """
+
+    def __init__(self, instance_id: str, epoch: str | None = None) -> None:
         self.instance_id = instance_id
-        self.epoch = ""  # empty until it is being registered, new after a lease was lost
-        self._on_lost: list[Callable[[], Awaitable[None]]] = []
+        self.epoch = epoch or token_hex(4)
+        self.leased_until = 0.0  # monotonic: until then the lease stands for certain; written by the lease's thread
+        self.leaving = False  # the lease was given up on purpose
 
-    def is_held(self) -> bool:
-        """Whether this process stands in etcd, as far as it knows."""
-        return self.epoch != ""
+    def is_leased(self) -> bool:
+        """Whether the record stands in etcd for certain."""
+        return time.monotonic() < self.leased_until
 
     def check_epoch(self, epoch: str) -> None:
-        """Raises: StaleInstance, for a message meant for an earlier registration of this process."""
+        """Raises: StaleInstance, for a message meant for another process."""
         if epoch != self.epoch:
-            raise StaleInstance(f"instance {self.instance_id} has epoch {self.epoch or 'none'} now, not {epoch}")
+            raise StaleInstance(f"instance {self.instance_id} has epoch {self.epoch}, not {epoch}")
 
-    def on_lost(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Await `callback` when the lease is gone: others believe this process dead and may reuse what it writes into.
-
-        The process registers again only when all callbacks have returned.
-        """
-        self._on_lost.append(callback)
-
-    def taking(self, epoch: str) -> None:
-        """The record is about to stand in etcd under this epoch; "": it did not come there."""
-        self.epoch = epoch
-
-    def held(self, epoch: str, registered: asyncio.Event) -> None:
-        """The record stands in etcd under this epoch."""
-        self.epoch = epoch
-        registered.set()
-
-    async def lost(self) -> None:
-        """Tell everyone who asked, and wait until they behave so."""
-        self.epoch = ""
-        for callback in self._on_lost:
-            await callback()
+    def renewed(self, until: float) -> None:
+        """The lease stands until this monotonic time."""
+        self.leased_until = until
 
 
 class Registry:
@@ -74,7 +70,7 @@ class Registry:
     def __init__(self, url: str, namespace: str, ttl_s: float) -> None:
         endpoints(url)  # a bad address fails here, not in a thread
         self.book = InstanceBook()
-        self.connected = False  # whether the mirror follows etcd at the moment; a look from any thread
+        self.connected = False  # whether the mirror follows etcd now; may be read from any thread
         self._url = url
         self._prefix = f"{namespace}/instances/"
         self._ttl_s = math.ceil(ttl_s)
@@ -88,96 +84,95 @@ class Registry:
         """Registered with `make_record(epoch)` while inside; leaving revokes the lease, so that nobody routes here any more."""
         registered = asyncio.Event()
         stop = threading.Event()
+        record = make_record(registration.epoch)
         thread = threading.Thread(
-            target=self._keep_lease, args=(registration, make_record, registered, stop), name="etcd-lease"
+            target=self._stay_registered, args=(registration, record, registered, stop), name="etcd-lease"
         )
         thread.start()
         try:
             await registered.wait()
             yield
         finally:
+            registration.leaving = True
             stop.set()
             await asyncio.to_thread(thread.join)
 
-    def _keep_lease(
-        self, registration: Registration, make_record: MakeRecord, registered: asyncio.Event, stop: threading.Event
+    def _stay_registered(
+        self, registration: Registration, record: InstanceRecord, registered: asyncio.Event, stop: threading.Event
     ) -> None:
+        """Keep the record in etcd until `stop`. If etcd drops the lease, the same record comes back under a new one."""
         backoff = Backoff()
         while not stop.is_set():
             try:
-                with etcd_client(self._url) as client:
-                    expires = time.monotonic() + self._ttl_s  # etcd counts from a moment later
-                    lease = client.lease(self._ttl_s)
-                    record = make_record(token_hex(4))
-                    self._loop.call_soon_threadsafe(registration.taking, record.epoch)  # others may quote it at once
-                    client.put(f"{self._prefix}{record.role}/{record.instance_id}", dump_record(record), lease)
-                    backoff.reset()
-                    self._loop.call_soon_threadsafe(registration.held, record.epoch, registered)
-                    try:
-                        keep_lease(self._url, client, lease, expires, stop)
-                    finally:
-                        # Others treat this process as dead now, so it must behave so before it registers again.
-                        if not stop.is_set():
-                            log.warning("lease lost, registering again", extra={"epoch": record.epoch})
-                            self._behave_lost(registration, stop)
-                    if stop.is_set():
-                        lease.revoke()
+                lease_id = self._register(registration, record)
+                backoff.reset()
+                self._loop.call_soon_threadsafe(registered.set)
+                keep_lease(self._url, lease_id, self._ttl_s, stop, renewed=registration.renewed, failed=self._report)
+                if stop.is_set():
+                    self._revoke(lease_id)
+                    return
+                log.warning("etcd dropped the lease, registering again", extra={"epoch": record.epoch})
+                stop.wait(random.uniform(0, SPREAD_S * len(self.book)))
             except BackendUnavailable as exc:
-                self._loop.call_soon_threadsafe(registration.taking, "")
+                wait_s = backoff.failed()
                 self._report(exc, backoff)
-                stop.wait(backoff.failed())
+                stop.wait(wait_s)
             except Exception:  # the edge of this thread, which must not die before the process
-                self._loop.call_soon_threadsafe(registration.taking, "")
                 log.exception("lease not kept, trying again")
                 stop.wait(backoff.failed())
 
-    def _behave_lost(self, registration: Registration, stop: threading.Event) -> None:
-        """Return when `registration.lost` has, or when the process leaves anyway."""
-        behaving = asyncio.run_coroutine_threadsafe(registration.lost(), self._loop)
-        while not stop.is_set() and not concurrent.futures.wait((behaving,), timeout=LOOK_AGAIN_S).done:
-            continue
-        if behaving.done():
-            behaving.result()
+    def _register(self, registration: Registration, record: InstanceRecord) -> int:
+        """Write the record under a new lease. Returns: the lease's id."""
+        with etcd_client(self._url) as client:
+            asked = time.monotonic()  # etcd counts from a moment later
+            lease_id = int(client.lease(self._ttl_s).id)
+            client.put(f"{self._prefix}{record.role}/{record.instance_id}", dump_record(record), lease_id)
+        registration.renewed(asked + self._ttl_s)
+        return lease_id
+
+    def _revoke(self, lease_id: int) -> None:
+        """Leave etcd at once. If etcd cannot be reached, the lease expires by itself."""
+        with suppress(BackendUnavailable), etcd_client(self._url) as client:
+            client.revoke_lease(lease_id)
 
     def _mirror(self) -> None:
         backoff = Backoff()
         while not self._stop.is_set():
             try:
                 with etcd_client(self._url) as client:
-                    backoff.reset()
-                    self._follow(client)
+                    self._follow(client, backoff)
             except BackendUnavailable as exc:
                 if not self._stop.is_set():
                     self.connected = False
+                    wait_s = backoff.failed()
                     self._report(exc, backoff)
-                    self._stop.wait(backoff.failed())
+                    self._stop.wait(wait_s)
             except Exception:  # the edge of this thread, which must not die before the process
                 self.connected = False
                 log.exception("mirror failed, trying again")
                 self._stop.wait(backoff.failed())
 
-    def _follow(self, client: Any) -> None:
-        """Range, tell the difference, watch from the next revision on; returns when etcd cancels the watch.
+    def _follow(self, client: Any, backoff: Backoff) -> None:
+        """Read the prefix, take over the difference, watch from the next revision; returns when etcd cancels the watch.
 
-        A watch whose revision was compacted is cancelled and never resumes: ranging again is the only cure.
+        A watch whose revision was compacted is cancelled and never resumes: reading again is the only cure.
         """
-        snapshot = client.get_prefix_response(self._prefix)
-        records = {_text(kv.key): record for kv in snapshot.kvs if (record := _load(kv.key, kv.value)) is not None}
+        records, revision = self._read(client)
+        backoff.reset()
         self.connected = True
         self._loop.call_soon_threadsafe(self._snapshot_taken, records)
         create = etcdrpc.WatchCreateRequest(
-            key=self._prefix.encode(),
-            range_end=f"{self._prefix[:-1]}0".encode(),  # "0" follows "/": every key under the prefix
-            start_revision=snapshot.header.revision + 1,
+            key=self._prefix.encode(), range_end=self._range_end, start_revision=revision + 1
         )
         ended = threading.Event()
-        self._watch_call = etcdrpc.WatchStub(client.channel).Watch(_requests(create, ended))
+        self._watch_call = etcdrpc.WatchStub(client.channel).Watch(_requests(create, ended), metadata=HAS_LEADER)
         try:
             if self._stop.is_set():  # close() may have looked for a call to cancel just before there was one
                 return
             for response in self._watch_call:
                 if response.canceled or response.compact_revision:
-                    log.warning("watch cancelled, reading again", extra={"compacted": response.compact_revision})
+                    facts = {"compacted": response.compact_revision, "cause": response.cancel_reason}
+                    log.warning("watch cancelled, reading again", extra=facts)
                     return
                 for event in response.events:
                     self._loop.call_soon_threadsafe(self._changed, event.kv.key, event.kv.value, event.type)
@@ -185,19 +180,40 @@ class Registry:
             ended.set()
             self._watch_call.cancel()
 
+    def _read(self, client: Any) -> tuple[dict[str, InstanceRecord], int]:
+        """All records of one revision, read in pages, and that revision."""
+        records: dict[str, InstanceRecord] = {}
+        start, revision = self._prefix.encode(), 0
+        while True:
+            page = client.kvstub.Range(
+                etcdrpc.RangeRequest(key=start, range_end=self._range_end, limit=PAGE, revision=revision),
+                CALL_TIMEOUT_S,
+            )
+            revision = revision or page.header.revision
+            for kv in page.kvs:
+                if (record := _load(kv.key, kv.value)) is not None:
+                    records[_text(kv.key)] = record
+            if not page.more:
+                return records, revision
+            start = page.kvs[-1].key + b"\0"  # the next key there can be
+
+    @property
+    def _range_end(self) -> bytes:
+        return f"{self._prefix[:-1]}0".encode()  # "0" follows "/": every key under the prefix comes before it
+
     def _snapshot_taken(self, records: dict[str, InstanceRecord]) -> None:
         self.book.replace_all(records)
         self._synced.set()
 
     def _changed(self, key: bytes, value: bytes, kind: int) -> None:
         record = None if kind == 1 else _load(key, value)  # 1: mvccpb.Event.DELETE
-        if record is None:  # one that cannot be read is not there, as after a fresh range
+        if record is None:  # a record that cannot be read is not there, as after a fresh read
             self.book.remove(_text(key))
         else:
             self.book.put(_text(key), record)
 
     def _report(self, exc: BackendUnavailable, backoff: Backoff) -> None:
-        level = logging.ERROR if backoff.since is None else logging.DEBUG
+        level = logging.ERROR if backoff.failures == 1 else logging.DEBUG
         log.log(level, "etcd cannot be reached, trying again", extra={"reason": exc.message})
 
     def close(self) -> None:
@@ -209,7 +225,7 @@ class Registry:
 
 @asynccontextmanager
 async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator[Registry]:
-    """The registry, its mirror filled once; while etcd is away this waits and says so."""
+    """The registry, its mirror filled once; while etcd cannot be reached this waits and says so."""
     registry = Registry(url, namespace, ttl_s)
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()

@@ -153,7 +153,12 @@ class Sender:
         return moved
 
     def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, tokens: range) -> Awaitable[int]:
-        """Rows of a last page that no token fills go along with a whole page, not in pieces."""
+        """Post a write. Rows of a last page that no token fills go along with a whole page, not in pieces.
+
+        Raises: DeadlineExceeded. After the offer's deadline decode may take a prefill that it cannot reach for gone, and
+        use its pages again. The time limit alone would not do: a process that was stopped may get here before its timer.
+        """
+        remaining_s(offer.deadline_unix_ms)
         if peer.layout.page_size != self._layout.page_size:
             pieces = cut(self._layout, peer.layout, tokens, self._pages, offer.pages)
             return self._transfer.write_pieces(peer.agent, pieces)
@@ -180,6 +185,7 @@ class Sender:
             num_pages = peer.layout.pages_for(self._num_tokens)
             record = AuxRecord(stamp, num_pages, first_token, num_cached_tokens, checksums, logprobs=logprobs)
             self._transfer.aux.write(slot, record)
+            remaining_s(offer.deadline_unix_ms)  # as for pages
             await _to_its_end(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
         finally:
             self._transfer.aux.give_back(slot)

@@ -2,17 +2,20 @@
 
 import asyncio
 import logging
+import math
+import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from types import TracebackType
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
-import nats
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from components.aio import exact_cancellation
+from components.aio import background, exact_cancellation
 from components.errors import (
     BackendUnavailable,
     DeadlineExceeded,
@@ -32,8 +35,12 @@ log = logging.getLogger(__name__)
 S = TypeVar("S", bound=Struct)
 
 CONNECT_TIMEOUT_S: Final = 2
-PING_EVERY_S: Final = 1  # nats-py's default of 120 s notices a dead server after four minutes
+# A server that does not answer is left after 1.6 s, before others take this process for silent. nats-py's own 120 s notice
+# a dead server after four minutes.
+PING_EVERY_S: Final = 0.4
+MOST_PINGS: Final = 3  # unanswered
 RETRY_EVERY_S: Final = 0.5
+WATCH_EVERY_S: Final = 1.0
 PENDING_MESSAGES: Final = 1 << 20  # past its limits a subscription drops in silence: frames are numbered to see it
 PENDING_BYTES: Final = 1 << 30
 HEADERS_BYTES: Final = 512  # a call's headers count too: the server drops the whole connection over one byte too many
@@ -46,7 +53,17 @@ class Bus:
         self.client = client
         self.url = url
         self.refusals = Refusals()  # of what comes in here
+        self.connected_at = time.monotonic()  # the last time
         self._replies = Replies(client)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether NATS can be reached."""
+        return bool(self.client.is_connected)
+
+    def steady_s(self) -> float:
+        """For how long the connection has stood, seconds; 0 while there is none."""
+        return time.monotonic() - self.connected_at if self.client.is_connected else 0.0
 
     def answers(self) -> AbstractAsyncContextManager[None]:
         """Calls are answered while inside."""
@@ -55,12 +72,19 @@ class Bus:
     async def call(self, subject: str, request: Struct, *replies: type[S], timeout_s: float) -> S:
         """Send `request` and return the answer, one of the classes `replies`.
 
-        Raises: PeerLost at once when nobody listens; DeadlineExceeded after `timeout_s`; MessageTooLarge; whatever error
-            the other side answered with.
+        A call without an answer is sent again after a second; the other side runs it once.
+
+        Raises: PeerLost at once when nobody listens; DeadlineExceeded after `timeout_s`; BackendUnavailable, when NATS
+            could not be reached meanwhile; MessageTooLarge; the error that the other side answered with.
         """
         data = self._packed(subject, request)
-        with nats_errors(subject, self.url):
-            message = await self._replies.call(subject, data, trace_headers(), timeout_s)
+        try:
+            with nats_errors(subject, self.url):
+                message = await self._replies.call(subject, data, trace_headers(), timeout_s)
+        except DeadlineExceeded as exc:
+            if self.steady_s() < timeout_s:  # our own outage says nothing about the other side
+                raise BackendUnavailable(f"NATS at {self.url} was away during a call", subject=subject) from exc
+            raise
         try:
             answer = unpack(message.data, *replies, Refused)
         except MalformedMessage as exc:
@@ -74,10 +98,17 @@ class Bus:
         """Send a message that nobody answers."""
         await self.publish_bytes(subject, self._packed(subject, message))
 
-    async def publish_bytes(self, subject: str, data: bytes) -> None:
+    async def publish_bytes(self, subject: str, data: bytes, reply: str = "") -> None:
         """Send bytes already packed; the per-step frames come here."""
         with nats_errors(subject, self.url):
-            await publish(self.client, subject, data)
+            await publish(self.client, subject, data, reply)
+
+    def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
+        """The reply subject for a message to `subject`: NATS then says at once if nobody listens, and `callback` is called.
+
+        One for each subject: a new callback takes the place of the last one.
+        """
+        return self._replies.when_unheard(subject, callback)
 
     @asynccontextmanager
     async def subscription(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
@@ -93,16 +124,20 @@ class Bus:
             if self.client.is_connected:
                 await subscription.unsubscribe()
 
-    def _packed(self, subject: str, message: Struct) -> bytes:
-        data = pack(message)
+    def check_size(self, subject: str, data: bytes, what: str = "message") -> None:
+        """Raises: MessageTooLarge, when NATS would not take it."""
         if len(data) > self.client.max_payload - HEADERS_BYTES:
             error = MessageTooLarge(
-                f"{type(message).__name__} of {len(data)} bytes for {subject} exceeds the {self.client.max_payload} bytes "
+                f"{what} of {len(data)} bytes for {subject} exceeds the {self.client.max_payload} bytes "
                 "that this NATS server takes: raise max_payload there (kvmesh ships 8 MB)",
                 bytes=len(data),
             )
             self.refusals.count("sent", error)
             raise error
+
+    def _packed(self, subject: str, message: Struct) -> bytes:
+        data = pack(message)
+        self.check_size(subject, data, type(message).__name__)
         return data
 
 
@@ -133,7 +168,8 @@ def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
         return DeadlineExceeded(f"no answer on {subject} in time", subject=subject)
     if isinstance(error, nats.errors.MaxPayloadError):
         return MessageTooLarge(f"message for {subject} exceeds the server's max_payload", subject=subject)
-    if isinstance(error, nats.errors.Error | OSError):
+    # nats-py lets through what uvloop raises for a socket that was reset, and what its own half-closed state does.
+    if isinstance(error, nats.errors.Error | OSError | RuntimeError | AttributeError):
         return BackendUnavailable(unreachable(url, error), subject=subject)
     return None
 
@@ -148,15 +184,17 @@ def unreachable(url: str, exc: BaseException) -> str:
 async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
     """A connection that comes back by itself; while NATS is away at the start, this waits and says so.
 
+    Raises: BackendUnavailable, also within the body, when the connection can never come back.
+
     Args:
         url: server addresses, comma-separated.
         name: of this connection, as NATS's monitoring shows it.
     """
     reports = _ConnectionReports(url)
     client = await _connect(url, name, reports)
-    bus = Bus(client, url)
+    bus = reports.bus = Bus(client, url)
     try:
-        async with bus.answers():
+        async with background(_watch(client, url), "nats-watch"), bus.answers():
             yield bus
     finally:
         reports.closing = True
@@ -168,6 +206,7 @@ class _ConnectionReports:
 
     def __init__(self, url: str) -> None:
         self.closing = False
+        self.bus: Bus | None = None
         self._url = url
         self._away = True
         self._said = False
@@ -189,31 +228,79 @@ class _ConnectionReports:
         """It stands, for the first time or again."""
         if self._said:
             log.info("NATS connected", extra={"url": self._url})
+        if self.bus is not None:
+            self.bus.connected_at = time.monotonic()
         self._away = self._said = False
 
 
-async def _connect(url: str, name: str, reports: _ConnectionReports) -> Client:
+class _ServerChoice:
+    """Which server of a cluster to connect to next: the one not tried for the longest time, so never a frozen one again."""
+
+    def __init__(self) -> None:
+        self._tried: dict[str, float] = {}  # monotonic, by host and port
+        self._every_s = RETRY_EVERY_S * random.uniform(0.5, 1.0)  # or all processes would try in step
+
+    def connected(self, client: Client) -> None:
+        """The client is connected to a server; once that is lost, others go first."""
+        if (url := client.connected_url) is not None:
+            self._tried[url.netloc] = time.monotonic()
+
+    def __call__(self, servers: list[Any], _info: object) -> tuple[Any, float]:
+        """The next server, and after how many seconds."""
+        now = time.monotonic()
+        server = min(servers, key=lambda s: (self._tried.get(s.uri.netloc, -math.inf), random.random()))
+        wait_s = max(0.0, self._tried.get(server.uri.netloc, -math.inf) + self._every_s - now)
+        self._tried[server.uri.netloc] = now + wait_s
+        return server, wait_s
+
+
+async def _connect(url: str, name: str, reports: "_ConnectionReports") -> Client:
+    choice = _ServerChoice()
     while True:
+        client = Client()
+        connected = partial(_connected, client, choice, reports)
         try:
-            client = await nats.connect(
+            await client.connect(
                 url.split(","),
                 name=name,
                 connect_timeout=CONNECT_TIMEOUT_S,
                 ping_interval=PING_EVERY_S,
-                max_outstanding_pings=3,
-                reconnect_time_wait=RETRY_EVERY_S,
+                max_outstanding_pings=MOST_PINGS,
                 max_reconnect_attempts=-1,
                 allow_reconnect=True,
+                reconnect_to_server_handler=choice,
                 error_cb=reports.on_error,
                 disconnected_cb=reports.on_disconnected,
-                reconnected_cb=reports.on_connected,
+                reconnected_cb=connected,
             )
         except (nats.errors.Error, OSError, TimeoutError) as exc:
             await reports.on_error(exc)
             await asyncio.sleep(RETRY_EVERY_S)
         else:
-            await reports.on_connected()
+            await connected()
             return client
+
+
+async def _connected(client: Client, choice: _ServerChoice, reports: "_ConnectionReports") -> None:
+    choice.connected(client)
+    await reports.on_connected()
+
+
+async def _watch(client: Client, url: str) -> None:
+    """Watch over nats-py, whose reconnecting may end without a word. Raises: BackendUnavailable, when it has closed itself.
+
+    A process that NATS does not reach any more must not look alive.
+    """
+    while True:
+        await asyncio.sleep(WATCH_EVERY_S)
+        if client.is_closed:
+            cause = client.last_error or nats.errors.ConnectionClosedError()
+            raise BackendUnavailable(unreachable(url, cause))
+        reconnecting = client._reconnection_task
+        if client.is_connecting and (reconnecting is None or reconnecting.done()):
+            # uvloop raises RuntimeError for a socket that is reset within a handshake, and nats-py's task dies of it.
+            log.warning("reconnecting to NATS broke off, trying again", extra={"url": url})
+            await client._process_op_err(nats.errors.StaleConnectionError())
 
 
 async def _close(client: Client) -> None:

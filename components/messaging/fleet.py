@@ -45,6 +45,8 @@ class Fleet:
         alive.on_heard(self.router.heard)
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        if was is not None and now is not None and was.epoch == now.epoch:
+            return
         if was is not None and was.role == self._phase:
             self.router.left(was.instance_id)
         if now is not None and now.role == self._phase:

@@ -174,6 +174,9 @@ class Liveness:
         if (now or was) is None or (now or was).role != self._role:  # type: ignore[union-attr]
             return
         self._usable.clear()
+        if was is not None and now is not None and was.epoch == now.epoch:  # it says something else of itself
+            self._pulses[now.instance_id].record = now
+            return
         if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
             self._lose(pulse, "left etcd" if now is None else "registered anew")
         if now is not None:

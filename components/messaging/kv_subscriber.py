@@ -206,6 +206,8 @@ class KvMirror:
         return self._instances.get(instance.record.instance_id) is instance
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        if was is not None and now is not None and was.epoch == now.epoch:
+            return
         if was is not None and was.role == self._role and was.instance_id in self._instances:
             instance = self._instances.pop(was.instance_id)
             instance.follower.forget()

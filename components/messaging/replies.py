@@ -6,8 +6,10 @@ worker the engine's thread then has it for up to half a millisecond. It also wai
 """
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 import nats.errors
 from nats.aio.client import Client
@@ -15,6 +17,8 @@ from nats.aio.msg import Msg
 
 from components.aio import exact_cancellation
 
+AGAIN_S: Final = 1.0  # without an answer a call is sent again
+GONE_AFTER: Final = 2  # repetitions in a row that nobody listened to
 STATUS: Final = "Status"  # a header of what the server itself says
 NO_RESPONDERS: Final = "503"
 
@@ -28,7 +32,11 @@ async def publish(
 
 
 class Replies:
-    """The answers to the calls of one connection."""
+    """The answers to the calls of one connection.
+
+    NATS delivers a message at most once: a call or its answer may be lost while a server or a connection restarts. So a call
+    that has no answer is sent again, with the same reply subject. The other side knows it by that, and never runs it twice.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -36,34 +44,100 @@ class Replies:
         self.subject = f"{inbox}.*"  # to be subscribed to, with `receive`
         self._prefix = f"{inbox}."
         self._numbers = count()
-        self._waiting: dict[str, asyncio.Future[Msg | None]] = {}  # by the subject of the answer
+        self._waiting: dict[str, _Call] = {}  # by reply subject
+        self._unheard: dict[str, Callable[[], None]] = {}  # by reply subject
+        self._probes: dict[str, str] = {}  # reply subjects, by what they are asked about
 
     async def call(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
         """Send `data` and wait for the answer. Raises: nats.errors.NoRespondersError at once, TimeoutError; as `publish`."""
-        loop = asyncio.get_running_loop()
         reply = f"{self._prefix}{next(self._numbers)}"
-        answered: asyncio.Future[Msg | None] = loop.create_future()
-        self._waiting[reply] = answered
-        timer = loop.call_later(timeout_s, _late, answered)
+        call = self._waiting[reply] = _Call(self._client, subject, data, reply, headers)
+        timer = asyncio.get_running_loop().call_later(timeout_s, call.end, None)
         try:
-            await publish(self._client, subject, data, reply, headers)
-            message = await answered
+            message = await call.answer()
         finally:
             timer.cancel()
             del self._waiting[reply]
         if message is None:
             raise nats.errors.TimeoutError
-        if message.headers and message.headers.get(STATUS) == NO_RESPONDERS:
+        if _no_responders(message):
             raise nats.errors.NoRespondersError
         return message
 
+    def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
+        """See `Bus.when_unheard`."""
+        reply = self._probes.get(subject)
+        if reply is None:
+            reply = self._probes[subject] = f"{self._prefix}{next(self._numbers)}"
+        self._unheard[reply] = callback
+        return reply
+
     async def receive(self, message: Msg) -> None:
-        """An answer has come."""
-        answered = self._waiting.get(message.subject)
-        if answered is not None and not answered.done():  # else it comes too late
-            answered.set_result(message)
+        """An answer has arrived; one that nobody waits for any more is dropped."""
+        call = self._waiting.get(message.subject)
+        if call is None:
+            if _no_responders(message) and (unheard := self._unheard.get(message.subject)) is not None:
+                unheard()
+            return
+        call.answered_by(message)
 
 
-def _late(answered: "asyncio.Future[Msg | None]") -> None:
-    if not answered.done():
-        answered.set_result(None)
+class _Call:
+    """One call that waits for its answer."""
+
+    __slots__ = ("_answered", "_client", "_message", "_refused", "_repeated", "_repeating", "_timer")
+
+    def __init__(self, client: Client, *message: Any) -> None:
+        """`message`: the arguments of `publish`."""
+        self._client = client
+        self._message = message
+        self._answered: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
+        self._repeated = False
+        self._refused = 0  # how often the server said of a repetition that nobody listens
+        self._repeating: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def answer(self) -> Msg | None:
+        """Send the call, again and again, until `end`. Returns: the answer; None: it is too late."""
+        self._repeat_after(AGAIN_S)
+        try:
+            await publish(self._client, *self._message)
+            return await self._answered
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._repeating is not None:
+                self._repeating.cancel()
+
+    def answered_by(self, message: Msg) -> None:
+        """A message has arrived on the reply subject."""
+        if _no_responders(message) and self._repeated:
+            # The first one was taken. Its receiver may be reconnecting, or about to answer and leave.
+            self._refused += 1
+            if self._refused < GONE_AFTER:
+                return
+        self.end(message)
+
+    def end(self, message: Msg | None) -> None:
+        """Here is the answer; None: it is too late."""
+        if not self._answered.done():
+            self._answered.set_result(message)
+
+    def _repeat_after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._repeat, seconds)
+
+    def _repeat(self, waited_s: float) -> None:
+        """Send the call again: after 1, 2, 4 s and so on."""
+        self._repeated = True
+        if self._repeating is None or self._repeating.done():
+            self._repeating = asyncio.ensure_future(self._publish_again())
+        self._repeat_after(2 * waited_s)
+
+    async def _publish_again(self) -> None:
+        # Whatever fails here fails the call by its time limit, unless the next try gets through.
+        with suppress(nats.errors.Error, OSError, RuntimeError, AttributeError):
+            await publish(self._client, *self._message)
+
+
+def _no_responders(message: Msg) -> bool:
+    return bool(message.headers) and message.headers.get(STATUS) == NO_RESPONDERS

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 VERSION: Final = "0.1.0"
 STOP_S: Final = 2.0  # for NATS to hear that we leave
+KEPT_S: Final = 30.0  # answers, for callers who ask again
+KEPT_BYTES: Final = 32 << 20  # of all of them together
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,37 @@ class Endpoint:
     immediate: bool = False  # it waits for nobody: no task is made for each call
 
 
+class SentAnswers:
+    """The answers of the last seconds, by reply subject: who lost one asks again, and no call runs twice."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._answers: OrderedDict[str, bytes | None] = OrderedDict()  # None: the call is running
+        self._sent: deque[tuple[float, str]] = deque()  # when, in order
+        self._bytes = 0
+
+    def begin(self, reply: str) -> bool:
+        """Whether this call is a new one, and not running or answered already."""
+        if reply in self._answers:
+            return False
+        self._answers[reply] = None
+        return True
+
+    def find(self, reply: str) -> bytes | None:
+        """The answer to a call; None while it is running."""
+        return self._answers.get(reply)
+
+    def sent(self, reply: str, answer: bytes) -> None:
+        """Keep an answer, and forget old ones."""
+        now = self._clock()
+        self._answers[reply] = answer
+        self._sent.append((now, reply))
+        self._bytes += len(answer)
+        while self._sent and (self._sent[0][0] < now - KEPT_S or self._bytes > KEPT_BYTES):
+            _, oldest = self._sent.popleft()
+            self._bytes -= len(self._answers.pop(oldest) or b"")
+
+
 class CallServer:
     """Runs each call in a task of its own, so that a slow one holds up nobody, unless none can be slow."""
 
@@ -46,6 +81,7 @@ class CallServer:
         self._url = url  # of NATS, for whoever reads of its failures
         self._refusals = refusals
         self._tasks: set[asyncio.Task[None]] = set()
+        self._answers = SentAnswers()
         self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
 
     def stats(self, endpoint: EndpointStats) -> dict[str, int]:
@@ -70,6 +106,11 @@ class CallServer:
             await asyncio.wait(self._tasks)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> None:
+        reply = request._msg.reply
+        if reply and not self._answers.begin(reply):
+            if (sent := self._answers.find(reply)) is not None:
+                await self._respond(endpoint, request, sent)
+            return
         caller = trace_context(request.headers)
         if trace.get_current_span(caller) is trace.INVALID_SPAN:
             self._refusals.count(endpoint.name, BAD_TRACEPARENT)
@@ -87,11 +128,15 @@ class CallServer:
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
         finally:
             context.detach(token)
-        if not request._msg.reply:
-            return
+        if reply:
+            packed = pack(answer)
+            self._answers.sent(reply, packed)
+            await self._respond(endpoint, request, packed)
+
+    async def _respond(self, endpoint: Endpoint, request: Request, answer: bytes) -> None:
         try:
             with nats_errors(request._msg.reply, self._url):
-                await request.respond(pack(answer))
+                await request.respond(answer)
         except MeshError as exc:
             log.warning("answer lost", extra={"call": endpoint.name, "cause": exc.message})
 

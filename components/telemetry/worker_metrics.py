@@ -3,7 +3,7 @@
 The engine measures and the service records: `record` takes one step's figures, nothing here is called per token.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -162,27 +162,38 @@ async def serve_metrics(
     registry: CollectorRegistry,
     host: str,
     port: int,
-    healthy: Callable[[], bool],
+    started: Callable[[], bool],
+    *,
+    reasons: Callable[[], Sequence[str]] = tuple,
     facts: Callable[[], Mapping[str, object]] = dict,
 ) -> AsyncIterator[str]:
-    """`/metrics` and `/health` while inside; yields the URL.
+    """`/metrics`, `/live`, `/ready` and `/health` while inside; yields the URL.
 
     Args:
         registry: what `/metrics` shows.
         host: address to listen on.
         port: 0 for any free one.
-        healthy: whether `/health` answers 200 or 503.
-        facts: what else it says.
+        started: whether the process has started; `/health` answers 503 until then, and 200 ever after.
+        reasons: why the process cannot work now; `/ready` answers 503 while there are any.
+        facts: what else `/health` says.
     """
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def live(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        why = list(reasons())
+        return JSONResponse({"status": "unready" if why else "ready", "reasons": why}, 503 if why else 200)
+
     async def health(_: Request) -> Response:
-        well = healthy()
-        return JSONResponse({"status": "ok" if well else "unhealthy", **facts()}, 200 if well else 503)
+        well = started()
+        return JSONResponse({"status": "ok" if well else "starting", **facts()}, 200 if well else 503)
 
     # No fastapi: it takes half a second to load.
-    app = Starlette(routes=[Route("/metrics", metrics), Route("/health", health)])
+    pages = {"/metrics": metrics, "/live": live, "/ready": ready, "/health": health}
+    app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
     async with serve_http(app, _Page(host, port)) as url:
         yield url

@@ -14,14 +14,14 @@ from typing import Any, Final, Literal, NamedTuple
 import msgpack
 import msgspec
 
-from components.errors import MalformedMessage
+from components.errors import MalformedMessage, MeshError
 from components.wire.codec import Struct, message, unpack_plain
 from components.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
-from components.wire.refused import Refused
+from components.wire.refused import Refused, refusal
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
 
-FRAME_VERSION: Final = 4
+FRAME_VERSION: Final = 5
 FIELDS: Final = 9  # of an item
 MAX_STREAM_ID: Final = 2**63 - 1  # as a column of a frame holds it
 PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings tokens alone has behind them
@@ -68,6 +68,23 @@ class StreamsCancelled(Struct):
     count: int
 
 
+@message("resend.v1")
+class ResendFrames(Struct):
+    """frontend → decode, on `<decode subject>.resend`: frames to `reply_to` are missing; answered by FramesResent."""
+
+    reply_to: str
+    first: int  # number of the first frame that has not arrived
+
+
+@message("resent.v1")
+class FramesResent(Struct):
+    """decode → frontend: the frames were sent again on `reply_to`."""
+
+    oldest: int  # number of the first frame that is still kept: those before it are lost
+    next: int  # frames up to this number, exclusive, have been sent again
+    made: int  # frames so far; more than `next` where not all fitted into one answer
+
+
 class StreamItem(NamedTuple):
     """What one frame says of one stream. A tuple, as a frozen dataclass takes four times as long to make."""
 
@@ -90,6 +107,7 @@ class TokenFrame:
     epoch: str
     step: int  # the engine's step counter
     items: list[StreamItem]
+    number: int = 0  # of the frames from this instance to this frontend, counted from 0
 
 
 def num_numbers(token_ids: Sequence[int]) -> int:
@@ -129,13 +147,23 @@ class FrameDraft:
         else:
             self._others.append((len(self._seqs), _other(item)))
 
-    def pack(self, instance_id: str, epoch: str, step: int) -> bytes:
+    def failed(self, error: MeshError) -> "FrameDraft":
+        """A frame in place of this one, that ends each of its streams with `error`."""
+        failed, told = FrameDraft(), refusal(error)
+        firsts: dict[int, int] = {}
+        for stream_id, seq in [*zip(self._streams, self._seqs, strict=True), *(item[:2] for _, item in self._others)]:
+            firsts[stream_id] = min(seq, firsts.get(stream_id, seq))
+        for stream_id, seq in firsts.items():
+            failed.add(StreamItem(stream_id, seq, [], None, told))
+        return failed
+
+    def pack(self, instance_id: str, epoch: str, step: int, number: int) -> bytes:
         """The frame: a plain msgpack array, checked by hand on the other side instead of by a schema."""
         lengths, tokens = array("i", map(len, self._tokens)), array("i")
         for token_ids in self._tokens:
             tokens.extend(token_ids)
         columns = [_little_endian(column) for column in (self._streams, self._seqs, lengths, tokens)]
-        packed: bytes = msgpack.packb((FRAME_VERSION, instance_id, epoch, step, *columns, self._others))
+        packed: bytes = msgpack.packb((FRAME_VERSION, instance_id, epoch, step, number, *columns, self._others))
         return packed
 
 
@@ -165,10 +193,11 @@ def _little_endian(column: "array[int]") -> bytes:
 def unpack_frame(data: bytes) -> TokenFrame:
     """The frame in `data`. Raises: MalformedMessage."""
     value = unpack_plain(data)
-    if not (isinstance(value, list) and len(value) == 9 and value[0] == FRAME_VERSION):
+    if not (isinstance(value, list) and len(value) == 10 and value[0] == FRAME_VERSION):
         raise MalformedMessage(f"not a token frame of version {FRAME_VERSION}")
-    _, instance_id, epoch, step, streams, seqs, lengths, tokens, others = value
-    if not (isinstance(instance_id, str) and isinstance(epoch, str) and isinstance(step, int)):
+    _, instance_id, epoch, step, number, streams, seqs, lengths, tokens, others = value
+    named = isinstance(instance_id, str) and isinstance(epoch, str)
+    if not (named and isinstance(step, int) and isinstance(number, int) and number >= 0):
         raise MalformedMessage("token frame: bad header")
     heads = _column("q", streams), _column("q", seqs), _column("i", lengths)
     if len({len(column) for column in heads}) > 1:
@@ -181,7 +210,7 @@ def unpack_frame(data: bytes) -> TokenFrame:
             raise MalformedMessage("token frame: an item in columns without tokens")
     if taken != len(token_ids):
         raise MalformedMessage(f"token frame: {len(token_ids)} tokens where {taken} belong")
-    return TokenFrame(instance_id, epoch, step, _merged(items, others))
+    return TokenFrame(instance_id, epoch, step, _merged(items, others), number)
 
 
 def _column(kind: Literal["q", "i"], data: Any) -> "array[int]":

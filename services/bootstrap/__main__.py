@@ -5,11 +5,12 @@ from prometheus_client import CollectorRegistry
 from components.aio import background
 from components.discovery.registry import Registration, join_registry
 from components.messaging.bus import connect_bus
+from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.service import serve_calls
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.telemetry.logs import log_ready
+from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
-from components.telemetry.worker_metrics import serve_metrics
 from services.bootstrap.config import BootstrapSettings
 from services.bootstrap.handlers import BootstrapService
 
@@ -24,14 +25,17 @@ async def main(settings: BootstrapSettings) -> None:
         start_telemetry(settings, "bootstrap", me),
         connect_bus(settings.nats_url, f"bootstrap-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
-        serve_metrics(metrics, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
+        serve_health(settings, metrics, bus, registry, registration) as page,
+        keep_present(bus, registry.book),
     ):
         metrics.register(bus.refusals)
         service = BootstrapService(bus, settings.namespace, registration, registry, metrics)
         async with (
             background(service.clean(settings.room_cleanup_s), "clean-rooms"),
             background(service.tell(), "tell-of-lost-instances"),
-            serve_calls(bus, "bootstrap", subject, service.endpoints(), {"instance_id": me}),
+            serve_calls(
+                bus, "bootstrap", subject, [*service.endpoints(), present_endpoint(registration)], {"instance_id": me}
+            ),
             registry.advertise(registration, record_maker(settings, "bootstrap", me, http=page)),
         ):
             settle()

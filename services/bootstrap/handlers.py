@@ -72,7 +72,7 @@ class BootstrapService:
             await self._tell([await self._told.get()])
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-        if was is not None and was.role in ("prefill", "decode"):
+        if was is not None and was.role in ("prefill", "decode") and (now is None or now.epoch != was.epoch):
             for note in self._rooms.instance_gone(was.instance_id, was.epoch):
                 self._told.put_nowait(note)
 

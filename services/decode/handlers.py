@@ -23,8 +23,8 @@ from components.errors import (
 from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import heartbeat_of
+from components.messaging.outbox import OutStream
 from components.messaging.service import Endpoint
-from components.messaging.streams import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Chosen, Route
 from components.structured.masks import MaskMaker
@@ -92,6 +92,7 @@ class DecodeService:
         )
         self.embedding = EmbeddingService(registration, engine, model)
         self.draining = False
+        active.outbox.on_gone(self._frontend_gone)
         metrics.show_queues(active.tally)
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
@@ -102,6 +103,7 @@ class DecodeService:
         return [
             Endpoint("generate", GenerateRequest, self.generate, immediate=True),
             Endpoint("cancel", CancelStreams, self.cancel, immediate=True),
+            self._active.outbox.endpoint(),
             Endpoint("room_failed", RoomFailed, self.room_failed, immediate=True),
             Endpoint("kv_coming", KvComing, self.kv_coming, immediate=True),
             self._choice.endpoint(),
@@ -183,6 +185,14 @@ class DecodeService:
         await self.embedding.drained()
         while self._tasks:
             await asyncio.wait(self._tasks.values())
+
+    def _frontend_gone(self, reply_to: str) -> None:
+        """Nobody reads the streams of a frontend that has ended."""
+        streams = self._active.of_frontend(reply_to)
+        if streams:
+            log.warning("frontend is gone, its streams end", extra={"subject": reply_to, "streams": len(streams)})
+        for active in streams:
+            self._stop(active, Cancelled("the frontend has gone"))
 
     def stop_all(self, cause: str) -> None:
         """Give every request back to its frontend, which goes on elsewhere."""

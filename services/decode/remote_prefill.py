@@ -40,6 +40,8 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
 QUIESCE_TIMEOUT_S = 5.0
 QUIESCE_AGAIN_S = 0.5
+GONE_AFTER_S = 5.0  # nobody has listened under prefill's name for so long: it is not just reconnecting
+FENCE_MARGIN_S = 2.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class Fetch:
     stamp: int  # what the aux slot carries when everything has landed
     asking: asyncio.Task[None] | None = None  # the call to prefill; nobody cancels it while the answer matters
     is_open: bool = False  # the room, with our pages in it
+    deadline_unix_ms: int = 0  # of the offer: prefill posts no write after it
 
     @property
     def waits_for_prefill(self) -> bool:
@@ -240,6 +243,7 @@ class RemotePrefill:
         replicas = self._registry.book.of_role("bootstrap")
         if not replicas:
             raise NoBootstrapInstance("no bootstrap instance is registered")
+        fetch.deadline_unix_ms = deadline_unix_ms
         fetch.receiver.offer(fetch.room)  # exposed from the moment the offer may leave
         fetch.offered()
         turn = next(self._turn)
@@ -268,23 +272,31 @@ class RemotePrefill:
             await ended(fetch.asking)
 
     async def _until_quiet(self, fetch: Fetch) -> None:
-        """Ask prefill itself: a released handle proves nothing, nor does a dead peer's message.
+        """Return when prefill cannot write into our pages any more.
 
-        Nor does etcd alone: a process that was stopped, or lost its lease and has not noticed, goes on writing. It is gone
-        when neither etcd nor NATS knows it any more.
+        Only prefill itself knows: a released handle proves nothing, nor does a dead peer's message. A prefill that NATS
+        cannot find may be cut off, and still write. But it posts no write after the offer's deadline, so the pages are
+        safe when that has passed and prefill has been gone for seconds.
         """
         prefill = fetch.prefill
+        gone_since: float | None = None
         while True:
             try:
                 await self._bus.call(f"{prefill.subject}.quiesce", _quiesce(fetch), Quiet, timeout_s=QUIESCE_TIMEOUT_S)
-            except MeshError as exc:
-                nobody_listens = isinstance(exc, PeerLost)
-                if nobody_listens and self._registry.book.find(prefill.instance_id, prefill.epoch) is None:
+            except PeerLost:
+                gone_since = gone_since or time.monotonic()
+                late_s = (now_ms() - fetch.deadline_unix_ms) / 1000
+                if time.monotonic() - gone_since > GONE_AFTER_S and late_s > FENCE_MARGIN_S:
                     return
+            except MeshError as exc:
+                gone_since = None
                 log.debug("not quiet yet", extra={"request": fetch.engine_id, "cause": exc.message})
-                await asyncio.sleep(QUIESCE_AGAIN_S)
+            except Exception:  # pages must come back, whatever went wrong here
+                gone_since = None
+                log.exception("quiesce failed, trying again", extra={"request": fetch.engine_id})
             else:
                 return
+            await asyncio.sleep(QUIESCE_AGAIN_S)
 
 
 def _answered(fetch: Fetch, _: asyncio.Task[None]) -> None:

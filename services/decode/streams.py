@@ -11,7 +11,7 @@ from opentelemetry.trace import Span
 
 from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
-from components.messaging.streams import OutStream, StreamOutbox
+from components.messaging.outbox import OutStream, StreamOutbox
 from components.routing.block_hash import PromptBlocks
 from components.telemetry.spans import record_span
 from components.wire.generate import GenerateRequest
@@ -77,7 +77,7 @@ class ActiveRequests:
 
     def __init__(self, outbox: StreamOutbox) -> None:
         self.tally = Tally(NEXT)
-        self._outbox = outbox
+        self.outbox = outbox
         self._by_engine_id: dict[str, ActiveRequest] = {}
         self._by_stream: dict[tuple[str, int], tuple[ActiveRequest, int]] = {}
         self._none = asyncio.Event()
@@ -102,6 +102,10 @@ class ActiveRequests:
         """The request of a stream that is not over, and which of its branches that is."""
         return self._by_stream.get((reply_to, stream_id))
 
+    def of_frontend(self, reply_to: str) -> list[ActiveRequest]:
+        """All of one frontend."""
+        return [active for active in self._by_engine_id.values() if active.request.reply_to == reply_to]
+
     def everyone(self) -> list[ActiveRequest]:
         """All, in order of arrival."""
         return list(self._by_engine_id.values())
@@ -118,7 +122,7 @@ class ActiveRequests:
         token_ids = output.token_ids
         active.num_generated += len(token_ids)
         if output.finish is None and output.logprobs is None and active.first_token_ns:  # as good as always
-            self._outbox.put_tokens(stream, token_ids)
+            self.outbox.put_tokens(stream, token_ids)
             return
         sent_ns = self._first_token(active) if not active.first_token_ns else 0
         finish = None if output.finish is None else str(output.finish)
@@ -130,7 +134,7 @@ class ActiveRequests:
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
         )
-        self._outbox.put(stream, item)
+        self.outbox.put(stream, item)
         if finish is not None:
             self.drop(active, output.branch)
 
@@ -148,7 +152,7 @@ class ActiveRequests:
             return
         active.span.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
         for stream in active.streams.values():
-            self._outbox.put(stream, stream.error(error))
+            self.outbox.put(stream, stream.error(error))
             del self._by_stream[stream.reply_to, stream.stream_id]
         active.enter(S.FAILED)
         self._end(active)

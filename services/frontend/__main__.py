@@ -15,15 +15,16 @@ from components.http_writer import HeldWrites
 from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
 from components.messaging.heartbeats import watch_heartbeats
+from components.messaging.inbox import open_inbox
+from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.service import serve_calls
-from components.messaging.streams import open_inbox
 from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
+from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
-from components.telemetry.worker_metrics import serve_metrics
 from components.text.sampling_defaults import read_sampling_defaults
 from components.text.tokenizer import TextModel
 from engine.model.resolve import model_dir, served_name
@@ -71,6 +72,7 @@ async def main(settings: FrontendSettings) -> None:
     writes = HeldWrites()  # a frame brings tokens of many requests: their events leave together
     keys = key_ring(given_keys, settings.api_keys_file)
     metrics = CollectorRegistry()
+    registration = Registration(me)
     async with (
         start_telemetry(settings, "frontend", me),
         follow_keys(keys, given_keys, settings.api_keys_file),
@@ -94,36 +96,38 @@ async def main(settings: FrontendSettings) -> None:
             text = await asyncio.to_thread(TextModel.load, folder, options)
         except ValueError as exc:
             sys.exit(f"settings: {exc}")
-        mesh = MeshClient(bus, inbox, decodes, model)
+        mesh = MeshClient(bus, inbox, decodes, model, no_worker_wait_s=settings.no_worker_wait_s)
         metrics.register(bus.refusals)
         Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
             {"instance_id": me}
         )
         stored = await open_stored(bus, settings, subject)
-        calls = [explaining(mesh.choice, text, model), *([] if stored is None else [stored.endpoint()])]
+        calls = [explaining(mesh.choice, text, model), present_endpoint(registration)]
+        if stored is not None:
+            calls.append(stored.endpoint())
         files = (settings.tls_cert, settings.tls_key)
         tls = Tls(*map(str, files)) if all(files) else None
         late_s = settings.client_timeout_s
         patience = Patience(head_s=late_s, body_s=late_s, unread_s=late_s)
-        registration = Registration(me)
         operations = Operations(
             mesh,
             [
-                lambda: None if registry.connected else "etcd cannot be reached",
-                lambda: None if registration.is_held() else "this frontend is not registered in etcd",
-                lambda: None if bus.client.is_connected else "NATS cannot be reached",
+                lambda: None if registration.leased_until else "this frontend has not registered in etcd yet",
+                lambda: None if bus.is_connected else "NATS cannot be reached",
             ],
             lambda: workers_of(registry.book, {"decode": decodes.alive, "prefill": prefills}),
         )
         async with (
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
-            serve_metrics(
+            serve_health(
+                settings,
                 metrics,
-                settings.metrics_host,
-                settings.metrics_port,
-                registration.is_held,
-                lambda: {"models": [model.name for model in mesh.models()]},
+                bus,
+                registry,
+                registration,
+                facts=lambda: {"models": [model.name for model in mesh.models()]},
             ) as page,
+            keep_present(bus, registry.book),
             # within it requests are finished: who cancels one that goes on in the background still finds it
             serve_calls(bus, "frontend", subject, calls, {"instance_id": me}),
             serve_http(

@@ -11,8 +11,8 @@ the news, (admit_load - 1) · capacity of ours is always on its way, where there
 work, one may keep the others waiting. The request that crosses the line still goes: else one larger than everything would be
 stuck.
 
-Before the first instance is there, there is room: nothing waits for what may never come. When all of them are lost later, those
-who wait go on waiting.
+Before the first instance is there, there is room: nothing waits for what may never come. When all instances are lost later,
+requests in the queue wait for one to come back, for `no_worker_wait_s`; then they are refused.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Final, Protocol
 
-from components.errors import QueueFull
+from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.load import REQUEST_TOKENS
 from services.frontend.fair_queue import FairQueue, Waiting
 from services.frontend.metrics import FrontendMetrics
@@ -82,12 +82,12 @@ class Place:
         self._admission = admission
         self.waiting = waiting
         self.inside = False  # admitted, and not over
-        self.turn: asyncio.Future[QueueFull | None] | None = None  # set for one that has to wait
+        self.turn: asyncio.Future[Overloaded | None] | None = None  # set for one that has to wait
         self.not_begun = choices
         self.tokens_not_begun = waiting.tokens
 
     async def admitted(self) -> None:
-        """Wait for the turn of one that has to. Raises: QueueFull."""
+        """Wait for the turn of one that has to. Raises: QueueFull; NoDecodeInstance."""
         if self.turn is not None and (refusal := await self.turn) is not None:
             raise refusal
 
@@ -208,15 +208,14 @@ class Admission:
         for one in self._queue.put(place.waiting):
             if one is place.waiting:
                 raise self._refusal("full", now_s)
-            self._refuse(one, "shed", now_s)
+            self._refuse(one, self._refusal("shed", now_s))
         self._places[place.waiting] = place
         place.turn = asyncio.get_running_loop().create_future()
         self._look_later()
 
-    def _refuse(self, one: Waiting, why: str, now_s: float) -> None:
-        """Of one that is not in the queue any more."""
+    def _refuse(self, one: Waiting, refusal: Overloaded) -> None:
+        """Refuse a request that is not in the queue any more."""
         turn = self._places.pop(one).turn
-        refusal = self._refusal(why, now_s)
         if turn is not None and not turn.done():
             turn.set_result(refusal)
 
@@ -252,7 +251,11 @@ class Admission:
         now_s = asyncio.get_running_loop().time()
         for one in self._queue.waiting_since(now_s - self._limits.queue_timeout_s):
             self._queue.remove(one)
-            self._refuse(one, "age", now_s)
+            self._refuse(one, self._refusal("age", now_s))
+        if self._room is not None and self._room.capacity_tokens is None and not self._mesh.models():
+            for one in self._queue.waiting_since(now_s):
+                self._queue.remove(one)
+                self._refuse(one, NoDecodeInstance("no decode instance has come back", retry_after_s=2.0))
         self._pump()
         self._look_later()
 

@@ -61,6 +61,10 @@ class FrontendSettings(MeshSettings):
     reasoning_parser: Annotated[
         ReasoningParserName | None, Field(description="how it sets reasoning apart; default: likewise")
     ] = None
+    no_worker_wait_s: Annotated[
+        float,
+        Field(ge=0, description="how long requests wait for a decode instance after the last one was lost, seconds"),
+    ] = 5.0
     drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stop waits for requests, seconds")] = 30.0
     compile_budget_s: Annotated[
         PositiveFloat,

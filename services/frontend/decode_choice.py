@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from opentelemetry import trace
@@ -11,6 +13,7 @@ from opentelemetry import trace
 from components.errors import (
     BackendUnavailable,
     DeadlineExceeded,
+    FramesLost,
     MeshError,
     NoDecodeInstance,
     Overloaded,
@@ -29,57 +32,88 @@ from services.frontend.ports import Prompt
 
 log = logging.getLogger(__name__)
 
-WAIT_FOR_DECODE_S: Final = 30.0  # of a request that was lost with its instance, which may be restarting
+WAIT_FOR_DECODE_S: Final = 30.0  # for a request that was lost with its instance, which may be restarting
+NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is asked again; doubles
 MOST_BACK_OFF_S: Final = 1.0
 # With these a request tries another instance.
 MOVING: Final = (PeerLost, Overloaded, BackendUnavailable, DeadlineExceeded)
+NOBODYS_FAULT: Final = (FramesLost, BackendUnavailable)  # NATS's, but not the instance's, which may be asked again
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What became of one request so far."""
+
+    failed: list[str] = field(default_factory=list)  # instances that failed it, the latest last
+    moves: int = 0
 
 
 class DecodeChoice:
     """Asks the router for one of the decode instances that serve the model of a prompt."""
 
-    def __init__(self, decodes: Fleet, model: str) -> None:
+    def __init__(self, decodes: Fleet, model: str, no_worker_wait_s: float = NO_WORKER_WAIT_S) -> None:
         self._decodes = decodes.alive
+        self._no_worker_wait_s = no_worker_wait_s
+        self._seen_s = -math.inf  # monotonic: when an instance was last known to be usable
+        self._decodes.on_lost(lambda *_: self._seen())
         self._router = decodes.router
         self._policy = decodes.policy
         self._rng = decodes.rng
         self._model = model
 
-    async def choose(self, prompt: Prompt, tried: list[str]) -> tuple[InstanceRecord, Route]:
-        """An instance not tried yet, else, after a while, one tried before; what one has lost waits for one to come back.
+    def usable(self, adapter: str = "") -> Sequence[InstanceRecord]:
+        """Live instances that serve the model (with an adapter)."""
+        usable = self._decodes.usable(self._model, adapter)
+        if usable:
+            self._seen()
+        return usable
 
-        Raises: NoDecodeInstance.
+    def may_come_back(self) -> bool:
+        """Whether the last instance was lost so short a while ago that it is worth waiting for another one."""
+        return time.monotonic() < self._seen_s + self._no_worker_wait_s
+
+    async def choose(self, prompt: Prompt, attempts: Attempts) -> tuple[InstanceRecord, Route]:
+        """Choose an instance that has not failed this request; if all have, one of them after a pause.
+
+        Without any instance, wait a while for one to come back. Raises: NoDecodeInstance.
         """
-        wait_s = min(WAIT_FOR_DECODE_S, remaining_s(prompt.deadline_unix_ms)) if tried else 0.0
-        until = time.monotonic() + wait_s
+        began, left_s = time.monotonic(), remaining_s(prompt.deadline_unix_ms)
+        adapter = self.adapter(prompt)
         with tracer.start_as_current_span("frontend.route") as span:
             while True:
-                usable = self._decodes.usable(self._model, self.adapter(prompt))
-                fresh = [r for r in usable if r.instance_id not in tried] if tried else usable
+                usable = self.usable(adapter)
+                fresh = [r for r in usable if r.instance_id not in attempts.failed] if attempts.failed else usable
                 if usable and not fresh:
-                    await asyncio.sleep(self._back_off_s(len(tried) - len(usable)))
-                    usable = self._decodes.usable(self._model, self.adapter(prompt))
-                    fresh = [r for r in usable if r.instance_id not in tried] or usable
+                    await asyncio.sleep(self._back_off_s(len(attempts.failed) - len(usable)))
+                    usable = self.usable(adapter)
+                    fresh = [r for r in usable if r.instance_id not in attempts.failed] or usable
                 found = self._route(prompt, fresh, span)
                 if found is not None:
                     return found
-                if time.monotonic() >= until:
+                waited_s = time.monotonic() - began
+                worth_it = waited_s < WAIT_FOR_DECODE_S if attempts.moves else self.may_come_back()
+                if not worth_it or waited_s >= left_s:
                     raise NoDecodeInstance(
                         f"no decode instance serves {prompt.model!r} at the moment", retry_after_s=2.0
                     )
                 await asyncio.sleep(0.1)
 
-    def note_move(self, prompt: Prompt, route: Route, why: MeshError, tried: list[str]) -> None:
+    def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
         """Raises: `why`, when the request has moved too often; DeadlineExceeded."""
-        route.failed(why)
-        tried.append(route.instance_id)
-        if len(tried) > MOVES:
+        attempts.moves += 1
+        if not isinstance(why, NOBODYS_FAULT):
+            route.failed(why)
+            attempts.failed.append(route.instance_id)
+        if attempts.moves > MOVES:
             raise why
         remaining_s(prompt.deadline_unix_ms)
         log.warning("stream moves", extra={"request": prompt.request_id, "cause": why.message})
         trace.get_current_span().add_event("moved", {"from": route.instance_id, "cause": why.message})
+
+    def _seen(self) -> None:
+        self._seen_s = time.monotonic()
 
     def adapter(self, prompt: Prompt) -> str:
         """Any name but the model's own is one of an adapter, as in vLLM."""

@@ -8,13 +8,13 @@ from typing import Final
 from components.errors import MalformedMessage
 from components.messaging.bus import Bus
 from components.messaging.deadline import remaining_s
-from components.messaging.streams import InStream, StreamInbox
+from components.messaging.inbox import InStream, StreamInbox
 from components.wire.codec import Struct
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
-from services.frontend.decode_choice import MOVING, DecodeChoice
+from services.frontend.decode_choice import MOVING, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
 
 TOKENS_A_CALL: Final = (
@@ -60,18 +60,18 @@ class EmbedCalls:
         together = [token for tokens in texts.token_ids for token in tokens]
         nothing = Sampling(max_tokens=1)
         prompt = Prompt(texts.request_id, texts.model, together, nothing, texts.cache_salt, texts.deadline_unix_ms)
-        tried: list[str] = []
+        attempts = Attempts()
         while True:
-            record, route = await self._choice.choose(prompt, tried)
+            record, route = await self._choice.choose(prompt, attempts)
             route.accepted(0)  # its answer comes with its end: the next heartbeat tells of it before
             stream = self._inbox.open(record.instance_id, record.epoch)  # for its failure: nothing comes on it
             try:
                 vectors = await self._call_embed(
-                    replace(texts, request_id=f"{texts.request_id}-{len(tried)}"), record, stream
+                    replace(texts, request_id=f"{texts.request_id}-{attempts.moves}"), record, stream
                 )
                 route.succeeded()
             except MOVING as exc:
-                self._choice.note_move(prompt, route, exc, tried)
+                self._choice.note_move(prompt, route, exc, attempts)
             else:
                 return vectors
             finally:

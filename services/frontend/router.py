@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -15,7 +16,7 @@ from components.errors import DecodeLost, MeshError
 from components.messaging.bus import Bus
 from components.messaging.deadline import remaining_s
 from components.messaging.fleet import Fleet
-from components.messaging.streams import InStream, StreamInbox
+from components.messaging.inbox import InStream, StreamInbox
 from components.routing.router import Route
 from components.telemetry.spans import record_span, tracer
 from components.wire.codec import Struct
@@ -23,7 +24,7 @@ from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRe
 from components.wire.instances import InstanceRecord
 from components.wire.tokens import pack_tokens
 from engine.sampling.branches import branch_seed
-from services.frontend.decode_choice import MOVING, DecodeChoice
+from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls
 from services.frontend.ports import FleetRoom, Offer, Prompt, ServedModel, TokenDelta
 
@@ -45,24 +46,39 @@ class Stream:
 class MeshClient:
     """See `services.frontend.ports.Mesh`."""
 
-    def __init__(self, bus: Bus, inbox: StreamInbox, decodes: Fleet, model: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        inbox: StreamInbox,
+        decodes: Fleet,
+        model: str,
+        *,
+        no_worker_wait_s: float = NO_WORKER_WAIT_S,
+    ) -> None:
         self._bus = bus
         self._inbox = inbox
         self._decodes = decodes.alive
         self._model = model
         self._cancels: set[asyncio.Task[None]] = set()
-        self.choice = DecodeChoice(decodes, model)
+        self._served: list[ServedModel] = []  # by the instances that were there last
+        self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
         self.embed = EmbedCalls(bus, inbox, self.choice, model, self._tell_later).embed
         self._decodes.on_lost(self._instance_lost)
 
     def models(self) -> list[ServedModel]:
-        """The one model this frontend can tokenise for, when a decode instance serves it, then its adapters."""
-        usable = self._decodes.usable(self._model)
-        if not usable:
-            return []
-        adapters = sorted({name for record in usable for name in record.adapters})
-        mine = _served(self._model, usable)
-        return [mine, *(_served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters)]
+        """The one model this frontend can tokenise for, when a decode instance serves it, then its adapters.
+
+        For a while after the last instance was lost they are still here: requests wait for it to come back.
+        """
+        usable = self.choice.usable()
+        if usable:
+            adapters = sorted({name for record in usable for name in record.adapters})
+            mine = _served(self._model, usable)
+            of_adapters = (_served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters)
+            self._served = [mine, *of_adapters]
+        elif not self.choice.may_come_back():
+            self._served = []
+        return self._served
 
     def room(self) -> FleetRoom:
         """By what instances registered with and by their last heartbeats; before its first one, an instance is empty."""
@@ -87,9 +103,11 @@ class MeshClient:
         way, and one that moves does so alone, as a request with the seed of its branch: draws depend on (seed, position)
         alone, so the tokens that follow are those the lost instance would have made.
         """
-        tried: list[str] = []
-        streams = await self._dispatch(prompt, tried)
-        branches = [self._follow(_of_branch(prompt, i), stream, list(tried), offer) for i, stream in enumerate(streams)]
+        attempts = Attempts()
+        streams = await self._dispatch(prompt, attempts)
+        branches = [
+            self._follow(_of_branch(prompt, i), stream, deepcopy(attempts), offer) for i, stream in enumerate(streams)
+        ]
         try:
             yield branches
         finally:
@@ -98,7 +116,7 @@ class MeshClient:
                 self._close(stream)  # it may not have begun to follow
 
     async def _follow(
-        self, prompt: Prompt, stream: Stream, tried: list[str], offer: Offer | None
+        self, prompt: Prompt, stream: Stream, attempts: Attempts, offer: Offer | None
     ) -> AsyncGenerator[TokenDelta, None]:
         """The tokens of one branch, whose request is on its way already."""
         generated: list[int] = []
@@ -115,17 +133,17 @@ class MeshClient:
                     generated += delta.token_ids
                     yield delta
             except MOVING as exc:
-                self.choice.note_move(prompt, stream.route, exc, tried)
+                self.choice.note_move(prompt, stream.route, exc, attempts)
             else:
                 return
             finally:
                 self._close(stream)
-            (stream,) = await self._dispatch(_rest_of(prompt, generated), tried)
+            (stream,) = await self._dispatch(_rest_of(prompt, generated), attempts)
 
-    async def _dispatch(self, prompt: Prompt, tried: list[str]) -> list[Stream]:
-        """A stream for each branch, from an instance that has accepted the request; `tried` grows by those that did not."""
+    async def _dispatch(self, prompt: Prompt, attempts: Attempts) -> list[Stream]:
+        """A stream for each branch, from an instance that has accepted the request; `attempts` counts those that did not."""
         while True:
-            record, route = await self.choice.choose(prompt, tried)
+            record, route = await self.choice.choose(prompt, attempts)
             streams = [
                 Stream(record, self._inbox.open(record.instance_id, record.epoch), route)
                 for _ in range(prompt.sampling.n)
@@ -135,7 +153,7 @@ class MeshClient:
                 route.accepted(await self._send(prompt, record, streams[0].inner))
                 accepted = True
             except MOVING as exc:
-                self.choice.note_move(prompt, route, exc, tried)
+                self.choice.note_move(prompt, route, exc, attempts)
             else:
                 return streams
             finally:
@@ -193,6 +211,8 @@ class MeshClient:
 
     def _instance_lost(self, record: InstanceRecord, why: str) -> None:
         self._inbox.fail_instance(record.instance_id, DecodeLost(f"decode {record.instance_id}: {why}"))
+        if self._decodes.find(record.instance_id) is None:  # it has ended; one that is silent may be back
+            self._inbox.forget_instance(record.instance_id)
 
 
 def _served(name: str, records: Sequence[InstanceRecord], parent: str | None = None) -> ServedModel:

@@ -8,14 +8,16 @@ from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeats import rest_between, send_heartbeats
 from components.messaging.kv_publisher import publish_kv_events
+from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.process import drain, new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.structured.masks import open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
+from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
-from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from components.telemetry.worker_metrics import WorkerMetrics
 from engine.model.resolve import model_dir, served_name
 from engine.ports import max_request_pages
 from engine.profiler import EngineProfiler
@@ -51,7 +53,8 @@ async def main(settings: PrefillSettings) -> None:
         ) as transfer,
         keep_profiles(f"prefill {me}", EngineProfiler(engine, {"role": "prefill", "instance": me})) as profiles,
         publish_kv_events(bus, subject, me, lambda: registration.epoch, on=settings.engine.kv_events) as kv_events,
-        serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, registration.is_held) as page,
+        serve_health(settings, metrics.registry, bus, registry, registration) as page,
+        keep_present(bus, registry.book),
     ):
         service = PrefillService(
             bus,
@@ -77,7 +80,12 @@ async def main(settings: PrefillSettings) -> None:
         metrics.registry.register(bus.refusals)
         metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
         engine.on_output(lambda output: kv_events.take(output.cache_events))
-        endpoints = [*service.endpoints(), *profiles.endpoints(), *kv_events.endpoints()]
+        endpoints = [
+            *service.endpoints(),
+            *profiles.endpoints(),
+            *kv_events.endpoints(),
+            present_endpoint(registration),
+        ]
         async with (
             serve_calls(bus, "prefill", subject, endpoints, {"instance_id": me, "model": model}),
             send_heartbeats(bus, subject, service.heartbeat, partial(rest_between, "prefill", registry.book)) as heart,

@@ -84,7 +84,6 @@ class PrefillService:
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
         metrics.show_queues(self._tally)
-        registration.on_lost(self._lease_lost)
         registry.book.subscribe(self._instance_changed)
 
     @property
@@ -324,14 +323,8 @@ class PrefillService:
             if (job := self._jobs.get(failed.request_id)) is not None:
                 job.failure.tell(failed.error)
 
-    async def _lease_lost(self) -> None:
-        # Once etcd has dropped us and nobody listens under our name, decode reuses its pages: nothing may be written then.
-        self.stop_all("the lease of this prefill instance was lost")
-        while tasks := [job.task for job in self._jobs.values()]:
-            await asyncio.wait(tasks)
-
     def _instance_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-        if was is None or was.role != "decode":
+        if was is None or was.role != "decode" or (now is not None and now.epoch == was.epoch):
             return
         for job in self._jobs.values():
             if (job.request.decode_id, job.request.decode_epoch) == (was.instance_id, was.epoch):

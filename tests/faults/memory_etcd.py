@@ -44,9 +44,6 @@ class MemoryEtcd:
     def is_away(self) -> bool:
         return _now_s() < self.away_until_s
 
-    def epoch(self) -> str:
-        return f"{self.random.getrandbits(32):08x}"
-
     def grant(self) -> Lease:
         lease = Lease(_now_s() + self.ttl_s)
         self._leases.append(lease)
@@ -122,29 +119,24 @@ class MemoryRegistry:
 
     async def _keep(self, registration: Registration, make_record: MakeRecord, registered: asyncio.Event) -> None:
         etcd = self._etcd
+        record = make_record(registration.epoch)
         while True:
             while etcd.is_away:
                 await asyncio.sleep(LOOK_AGAIN_S)
             lease = etcd.grant()
-            record = make_record(etcd.epoch())
             etcd.put(f"instances/{record.role}/{record.instance_id}", record, lease)
-            registration.held(record.epoch, registered)
+            registered.set()
             try:
                 await self._refresh_until_lost(lease)
             except asyncio.CancelledError:
+                registration.leaving = True
                 etcd.lose(lease)
                 raise
-            await registration.lost()
 
     async def _refresh_until_lost(self, lease: Lease) -> None:
-        expires_s = _now_s() + self._etcd.ttl_s
         while True:
-            await asyncio.sleep(max(0.05, (expires_s - _now_s()) / 3))
-            if not self._etcd.is_away:
-                if not self._etcd.refresh(lease):
-                    return
-                expires_s = _now_s() + self._etcd.ttl_s
-            elif _now_s() >= expires_s:
+            await asyncio.sleep(LOOK_AGAIN_S if self._etcd.is_away else self._etcd.ttl_s / 3)
+            if not self._etcd.is_away and not self._etcd.refresh(lease):
                 return
 
     def _changed(self, key: str, record: bytes | None) -> None:

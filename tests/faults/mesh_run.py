@@ -280,7 +280,7 @@ class MeshRun:
         live = [self._live(role) for role in ROLES]
         nodes = [node for nodes in live for node in nodes]
         servers = not self._cluster.nats.is_away and not self._cluster.etcd.is_away
-        return servers and all(live) and all(n.process.runs and n.registration.is_held() for n in nodes)
+        return servers and all(live) and all(n.process.runs and n.ready.is_set() for n in nodes)
 
     # what must hold
 

@@ -18,9 +18,11 @@ from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
 from components.messaging.fleet import Fleet, watch_fleet
 from components.messaging.heartbeats import SOONEST_S, HeartbeatSender, send_heartbeats
+from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import publish_kv_events
+from components.messaging.outbox import open_outbox
+from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.service import serve_calls
-from components.messaging.streams import open_inbox, open_outbox
 from components.process import drain, subject_of
 from components.routing.policies import DEFAULT, Phase, PolicyName
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -130,7 +132,7 @@ class Node(ABC):
         self.cluster = cluster
         self.process = Process(instance_id)
         self.bus = Bus(MemoryClient(cluster.nats, self.process), "memory")
-        self.registration = Registration(instance_id)
+        self.registration = Registration(instance_id, f"{cluster.etcd.random.getrandbits(32):08x}")
         self.subject = subject_of(NAMESPACE, self.role, instance_id)
         self.ready = asyncio.Event()
         self.leave = asyncio.Event()
@@ -203,7 +205,8 @@ class Node(ABC):
         self, endpoints: list[Any], make_record: Callable[[str], InstanceRecord]
     ) -> AsyncIterator[None]:
         async with (
-            serve_calls(self.bus, self.role, self.subject, endpoints, {}),
+            keep_present(self.bus, self.registry.book, Random(self.id)),
+            serve_calls(self.bus, self.role, self.subject, [*endpoints, present_endpoint(self.registration)], {}),
             self.registry.advertise(self.registration, make_record),
         ):
             yield
@@ -226,7 +229,7 @@ class Frontend(Node):
         await stack.enter_async_context(self._advertised([], self._record()))
 
     def _kept(self) -> list[str]:
-        return [f"{len(self.inbox._streams)} streams"] if self.inbox._streams else []
+        return [f"{len(self.inbox)} streams"] if len(self.inbox) else []
 
 
 class BuiltHere(InlineLoop):

@@ -51,12 +51,12 @@ STATES_AFTER_FAILURE: Final = (
     "send failed",
     "request held",
 )
-STATES_AFTER_LEASE: Final = ("room failed",)
+STATES_AFTER_LOSS: Final = ("room failed",)
 STATES_AFTER_CLIENT: Final = ("decode failed",)
 DELAYS_S: Final = (0.05, 3.0, 12.0)  # noticed by nobody, by some, by every call
 STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has run out, and after
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
-A_PREFILL_IS_DROPPED: Final = Fault(Do.LEASE, "write pages", role="prefill")
+A_PREFILL_IS_KILLED: Final = Fault(Do.KILL, "write pages", role="prefill")
 A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0.0005)
 
 Schedule = list[Fault]
@@ -117,8 +117,8 @@ def of_states() -> Iterator[Schedule]:
         yield from ([fault] for fault in _at_state(at) if (at, fault.do) != ("room closed", Do.CLIENT_GONE))
     for at in STATES_AFTER_FAILURE:
         yield from ([A_TRANSFER_FAILS, fault] for fault in _at_state(at) if fault.do not in (Do.LEASE, Do.DRAIN))
-    for at in STATES_AFTER_LEASE:
-        yield from ([A_PREFILL_IS_DROPPED, fault] for fault in _at_state(at) if fault.do is not Do.LEASE)
+    for at in STATES_AFTER_LOSS:
+        yield from ([A_PREFILL_IS_KILLED, fault] for fault in _at_state(at) if fault.do is not Do.LEASE)
     for at in STATES_AFTER_CLIENT:
         yield from ([A_CLIENT_LEAVES, fault] for fault in _at_state(at) if fault.do is not Do.CLIENT_GONE)
 

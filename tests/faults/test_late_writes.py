@@ -29,7 +29,6 @@ WAYS: Final = {
         [Fault(Do.STOP, amount=9.0, role="prefill", **THEN)],
     ),
     "prefill is killed, its last bytes are on the way": (2 * LATE_S, [Fault(Do.KILL, role="prefill", **THEN)]),
-    "prefill loses its lease": (LATE_S, [Fault(Do.LEASE, role="prefill", **THEN)]),
     "the transfer takes too long": (TOO_LATE_S, []),
 }
 

@@ -15,9 +15,10 @@ from typing import Any, Final, TypeVar
 from unittest import mock
 from weakref import WeakSet
 
-from components.messaging import deadline, fleet, heartbeats, kv_publisher, kv_subscriber
+from components.messaging import bus, deadline, fleet, heartbeats, kv_publisher, kv_subscriber, outbox, presence
 from engine import core
 from engine.mock import runner
+from services.decode import remote_prefill
 from services.frontend import decode_choice, exchange
 
 T = TypeVar("T")
@@ -209,6 +210,10 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(kv_publisher, "time", clock),
         mock.patch.object(kv_subscriber, "time", clock),
         mock.patch.object(decode_choice, "time", clock),
+        mock.patch.object(remote_prefill, "time", clock),
+        mock.patch.object(presence, "time", clock),
+        mock.patch.object(outbox, "time", clock),
+        mock.patch.object(bus, "time", clock),
         mock.patch.object(exchange, "time", clock),
         mock.patch.object(runner, "time", DeviceTime(loop)),
         mock.patch.object(core, "perf_counter", loop.time),

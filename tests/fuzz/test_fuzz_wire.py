@@ -11,8 +11,8 @@ from nats.aio.msg import Msg
 
 from components.errors import MalformedMessage, MeshError
 from components.kv_transfer.aux import HEAD, AuxBuffer
+from components.messaging.inbox import StreamInbox
 from components.messaging.refusals import Refusals
-from components.messaging.streams import StreamInbox
 from components.wire.codec import pack, unpack
 from components.wire.generate import StreamItem, TokenFrame, num_numbers, unpack_frame
 from components.wire.instances import InstanceRecord, dump_record, load_record
@@ -21,6 +21,7 @@ from components.wire.logprobs import unpack_logprobs
 from components.wire.refused import Refused, raised
 from components.wire.tokens import unpack_tokens
 from services.frontend.router import _delta
+from tests.components.messaging.frames import nothing_lost
 from tests.components.wire.frames import pack_frame
 from tests.components.wire.test_kv_event_batches import batches
 from tests.components.wire.test_wire_frames import frames
@@ -109,7 +110,7 @@ def test_any_refusal_is_an_error_of_ours(refused: Refused) -> None:
 @given(st.lists(frames.flatmap(lambda frame: damaged(pack_frame(frame)) | st.just(pack_frame(frame))), max_size=4))
 def test_an_inbox_takes_anything_and_its_readers_get_tokens_or_errors_of_ours(sent: list[bytes]) -> None:
     async def run() -> None:
-        inbox = StreamInbox("s", Refusals())
+        inbox = StreamInbox("s", nothing_lost, Refusals())
         streams = [inbox.open("i", "e") for _ in range(3)]
         for data in sent:
             await inbox.receive(Msg(_client=None, subject="s", data=data))
@@ -138,14 +139,14 @@ def _items(draw: st.DrawFn) -> bytes:
         )
         for _ in range(draw(st.integers(0, 8)))
     ]
-    return pack_frame(TokenFrame(draw(st.sampled_from(["i", "j"])), "e", 1, items))
+    return pack_frame(TokenFrame(draw(st.sampled_from(["i", "j"])), "e", 1, items, draw(st.integers(0, 3))))
 
 
 @given(st.lists(_items(), max_size=4))
 def test_numbers_that_come_twice_or_leave_gaps_end_streams_with_errors_of_ours(sent: list[bytes]) -> None:
     async def run() -> None:
         refusals = Refusals()
-        inbox = StreamInbox("s", refusals)
+        inbox = StreamInbox("s", nothing_lost, refusals)
         streams = [inbox.open("i", "e") for _ in range(3)]
         for data in sent:
             await inbox.receive(Msg(_client=None, subject="s", data=data))

@@ -23,7 +23,7 @@ from components.messaging.bus import Bus, connect_bus
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import watch_fleet
 from components.messaging.heartbeats import Liveness, watch_heartbeats
-from components.messaging.streams import open_inbox
+from components.messaging.inbox import open_inbox
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.logprobs import TokenLogprobs

@@ -215,9 +215,9 @@ async def frames_in_disorder_move_a_stream_and_lose_no_token(
     asked = asyncio.create_task(client.generate(prompt, len(expected), model=MODEL))
     forged = TokenFrame(by_role["decode"].instance_id, by_role["decode"].epoch, 1, [])
     async with asyncio.timeout(10):
-        while not inbox._streams:
+        while not len(inbox):
             await asyncio.sleep(0)
-    stream_id = max(inbox._streams)
+    stream_id = max(inbox._sources[forged.instance_id].streams)
     for seq in (10**6, -1, 10**6):
         item = StreamItem(stream_id, seq, [1, 2, 3])
         await client.bus.publish_bytes(inbox.subject, pack_frame(dataclasses.replace(forged, items=[item])))

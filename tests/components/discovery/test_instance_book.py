@@ -47,3 +47,26 @@ def test_an_instance_is_found_in_the_epoch_asked_for() -> None:
     assert book.find("one") == book.find("one", "2") == record("one", "2")
     assert book.find("one", "1") is None
     assert book.find("two") is None
+
+
+def test_a_record_in_doubt_stays_until_it_is_dropped_or_comes_back() -> None:
+    """An etcd that lost its data, or a process cut off from etcd, took healthy workers out of the mesh."""
+    book, heard = listened()
+    doubts: list[str] = []
+    book.doubt = doubts.append
+    for name in "abc":
+        book.put(name, record(name, "1"))
+    heard.clear()
+    book.replace_all({"c": record("c", "1")})
+    book.remove("a")
+    assert sorted(doubts) == ["a", "b"]
+    assert book.doubted == {"a", "b"}
+    assert [r.instance_id for r in book.of_role("decode")] == ["a", "b", "c"]
+    assert heard == []
+    book.put("a", record("a", "1"))
+    book.drop("b")
+    assert heard == [("1", None)]
+    assert book.doubted == set()
+    assert book.at("b") is None
+    book.remove("a")
+    assert sorted(doubts) == ["a", "a", "b"]

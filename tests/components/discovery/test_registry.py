@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import pytest
 
-from components.discovery.etcd import etcd_client, etcd_errors, keep_lease
-from components.discovery.registry import Registration, Registry, join_registry
+from components.discovery.etcd import Backoff, etcd_client, etcd_errors
+from components.discovery.registry import PAGE, Registration, Registry, join_registry
 from components.errors import BackendUnavailable, StaleInstance
 from components.wire.instances import dump_record
 from services.local.process import kill
@@ -56,7 +56,7 @@ async def test_others_see_a_join_and_a_leave(etcd_url: str, namespace: str) -> N
     async with join_registry(etcd_url, namespace, TTL_S) as mine, join_registry(etcd_url, namespace, TTL_S) as other:
         registration = Registration("one")
         async with mine.advertise(registration, lambda epoch: record("one", epoch)):
-            assert registration.is_held()
+            assert registration.is_leased()
             await until(lambda: epochs(other) == [("one", registration.epoch)], "the other sees it")
         gone = time.monotonic()
         await until(lambda: not epochs(other), "the other sees it leave")
@@ -74,52 +74,24 @@ async def test_who_joins_later_sees_who_is_there(etcd_url: str, namespace: str) 
         assert not epochs(stranger)
 
 
-async def test_a_lost_lease_is_told_then_registered_anew_under_another_epoch(etcd_url: str, namespace: str) -> None:
-    """Whoever is told may have writes to end: the new record must not stand in etcd before they have."""
-    async with join_registry(etcd_url, namespace, SHORT_TTL_S) as registry:
-        registration = Registration("one")
-        told, behave = asyncio.Event(), asyncio.Event()
-
-        async def lost() -> None:
-            assert not registration.is_held()
-            told.set()
-            await behave.wait()
-
-        registration.on_lost(lost)
-        async with registry.advertise(registration, lambda epoch: record("one", epoch)):
-            first = registration.epoch
-            registration.check_epoch(first)
-            await asyncio.to_thread(revoke, etcd_url, f"{namespace}/instances/decode/one")
-            await asyncio.wait_for(told.wait(), 5)
-            await until(lambda: not epochs(registry), "the mirror sees the loss")
-            await asyncio.sleep(0.3)
-            assert not epochs(registry)
-            with pytest.raises(StaleInstance):
-                registration.check_epoch(first)
-            behave.set()
-            await until(lambda: registration.is_held() and epochs(registry), "it is back")
-            assert registration.epoch != first
-            assert epochs(registry) == [("one", registration.epoch)]
-            with pytest.raises(StaleInstance):
-                registration.check_epoch(first)
-
-
-async def test_a_process_may_leave_while_whoever_was_told_of_a_loss_still_ends_its_writes(
+async def test_a_lease_that_etcd_dropped_is_replaced_and_the_instance_stays_who_it_is(
     etcd_url: str, namespace: str
 ) -> None:
+    """A new epoch made everyone who had streams there, or pages offered, take the instance for another one."""
     async with join_registry(etcd_url, namespace, SHORT_TTL_S) as registry:
+        changes: list[Any] = []
         registration = Registration("one")
-        told = asyncio.Event()
-
-        async def lost() -> None:
-            told.set()
-            await asyncio.Event().wait()
-
-        registration.on_lost(lost)
         async with registry.advertise(registration, lambda epoch: record("one", epoch)):
+            await until(lambda: epochs(registry), "registered")
+            epoch = registration.epoch
+            registry.book.subscribe(lambda was, now: changes.append((was, now)))
             await asyncio.to_thread(revoke, etcd_url, f"{namespace}/instances/decode/one")
-            await asyncio.wait_for(told.wait(), 5)
-        await until(lambda: not epochs(registry), "gone")
+            await until(lambda: len(changes) == 2, "it left and came back")
+            assert epochs(registry) == [("one", epoch)]
+            registration.check_epoch(epoch)
+            with pytest.raises(StaleInstance):
+                registration.check_epoch("other")
+        await until(lambda: not epochs(registry), "it leaves")
 
 
 async def test_a_record_that_cannot_be_read_counts_as_gone_and_stops_nobody(
@@ -143,19 +115,19 @@ async def test_a_compacted_watch_starts_over_and_misses_nothing(etcd_url: str, n
     async with join_registry(etcd_url, namespace, TTL_S) as registry:
         late = Registry(etcd_url, namespace, TTL_S)
         with etcd_client(etcd_url) as client:
-            real = client.get_prefix_response
+            real = late._read
 
-            def old_range(prefix: str) -> Any:
-                """The range as it was before others wrote and etcd compacted."""
-                answer = real(prefix)
-                client.get_prefix_response = real
+            def old_read(of: Any) -> Any:
+                """The records as they were before others wrote and etcd compacted."""
+                answer = real(of)
+                late._read = real  # type: ignore[method-assign]
                 write(etcd_url, f"{namespace}/unwatched", "1")
                 write(etcd_url, f"{namespace}/instances/decode/two", _json("two"))
                 compact(etcd_url)
                 return answer
 
-            client.get_prefix_response = old_range
-            await asyncio.to_thread(late._follow, client)  # returns: the watch was cancelled
+            late._read = old_read  # type: ignore[method-assign, assignment]
+            await asyncio.to_thread(late._follow, client, Backoff())  # returns: the watch was cancelled
             assert not epochs(late)
             following = threading.Thread(target=_quietly, args=(late._follow, client))
             following.start()
@@ -199,57 +171,37 @@ async def test_etcd_may_be_away_at_the_start_and_restart_later(
         assert not [t for t in threading.enumerate() if t.name.startswith("etcd-")]
 
 
-class Lease:
-    """Answers like etcd's: a TTL each time, or an error."""
+@pytest.mark.parametrize("count", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
+async def test_a_prefix_is_read_in_pages_and_whole(etcd_url: str, namespace: str, count: int) -> None:
+    """More than 4 MiB of records could not be read at all: gRPC's default, and nobody could start any more."""
+    wanted = [f"i{number:04}" for number in range(count)]
 
-    def __init__(self, clock: list[float], answers: list[float | None]) -> None:
-        self.clock = clock
-        self.answers = answers
-        self.asked: list[float] = []
+    def fill() -> None:
+        with etcd_client(etcd_url) as client:
+            for name in wanted:
+                client.put(f"{namespace}/instances/decode/{name}", _json(name))
 
-    def refresh(self) -> list[Any]:
-        self.asked.append(round(self.clock[0], 3))
-        answer = self.answers.pop(0) if self.answers else 0
-        if answer is None:
-            self.clock[0] += self.timeout
-            with etcd_errors("http://e"):
-                raise BackendUnavailable("away")
-        return [type("Answer", (), {"TTL": answer})()]
-
-    timeout = 3.0  # of one call; the keeper shortens it
+    await asyncio.to_thread(fill)
+    async with join_registry(etcd_url, namespace, TTL_S) as registry:
+        assert [name for name, _ in epochs(registry)] == wanted
 
 
-async def _refreshed(monkeypatch: pytest.MonkeyPatch, answers: list[float | None], ttl_s: float = 9.0) -> Lease:
-    clock = [0.0]
-    lease = Lease(clock, answers)
+async def test_records_of_more_than_a_grpc_message_are_read_and_watched(etcd_url: str, namespace: str) -> None:
+    big = dump_record(record("big", model="m" * 5000))
+    puts = [f"{namespace}/instances/decode/b{number:04}" for number in range(1200)]  # 6 MB
 
-    class Stop:
-        def wait(self, seconds: float) -> bool:
-            clock[0] += seconds
-            return False
+    def fill() -> None:
+        with etcd_client(etcd_url) as client:
+            for at in range(0, len(puts), 100):
+                many = [client.transactions.put(key, big) for key in puts[at : at + 100]]
+                client.transaction(compare=[], success=many, failure=[])
 
-    class Client:
-        def __setattr__(self, name: str, value: float) -> None:
-            assert name == "timeout"
-            lease.timeout = value
-
-    monkeypatch.setattr("components.discovery.etcd.time.monotonic", lambda: clock[0])
-    keep_lease("http://e", Client(), lease, ttl_s, Stop())
-    return lease
-
-
-async def test_a_lease_is_refreshed_at_a_third_of_what_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = await _refreshed(monkeypatch, [9, 9, 6, 9])
-    assert lease.asked == [3, 6, 9, 11, 14]
-
-
-async def test_a_refresh_that_fails_is_tried_again_sooner_and_never_waits_past_the_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whoever reads etcd may reuse our target pages from that moment on, so we must know by then."""
-    with pytest.raises(BackendUnavailable):
-        await _refreshed(monkeypatch, [None] * 50)
-    assert time.monotonic() == pytest.approx(9.0, abs=0.15)
+    await asyncio.to_thread(fill)
+    async with join_registry(etcd_url, namespace, TTL_S) as registry:
+        assert len(registry.book) == len(puts)
+        with etcd_client(etcd_url) as client:
+            await asyncio.to_thread(client.delete_prefix, f"{namespace}/instances/")
+        await until(lambda: not len(registry.book), "one event of 1,200 deletions")
 
 
 async def _join(url: str, namespace: str) -> tuple[Any, Registry]:
@@ -262,10 +214,10 @@ async def _kill(server: Server) -> None:
     await kill(server.process)
 
 
-def _quietly(follow: Callable[[Any], None], client: Any) -> None:
+def _quietly(follow: Callable[[Any, Backoff], None], client: Any) -> None:
     try:
         with etcd_errors(""):
-            follow(client)
+            follow(client, Backoff())
     except BackendUnavailable:
         pass  # closed
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from components.errors import DeadlineExceeded, MeshError, PeerLost
+from components.errors import DeadlineExceeded, MeshError, MessageTooLarge, PeerLost
 from components.messaging.refusals import Refusals
 from components.messaging.service import Endpoint
 from components.wire import codec
@@ -22,6 +22,8 @@ class FakeBus:
         self.sent: list[tuple[str, Any]] = []  # every message, called or published
         self.frames: list[tuple[str, bytes]] = []
         self.broken: MeshError | None = None  # raised instead of sending
+        self.unheard: dict[str, Callable[[], None]] = {}  # to be called where nobody listens
+        self.max_bytes = 8 << 20
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def serve(self, subject: str, endpoints: list[Endpoint]) -> None:
@@ -54,7 +56,18 @@ class FakeBus:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def publish_bytes(self, subject: str, data: bytes) -> None:
+    def steady_s(self) -> float:
+        return 3600.0
+
+    def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
+        self.unheard[subject] = callback
+        return f"reply.{subject}"
+
+    def check_size(self, subject: str, data: bytes, what: str = "message") -> None:
+        if len(data) > self.max_bytes:
+            raise MessageTooLarge(f"{what} of {len(data)} bytes for {subject}")
+
+    async def publish_bytes(self, subject: str, data: bytes, reply: str = "") -> None:
         if self.broken is not None:
             raise self.broken
         await asyncio.sleep(0)

@@ -7,31 +7,29 @@ import pytest
 
 from components.errors import BackendUnavailable, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
 from components.messaging.bus import connect_bus
-from components.messaging.streams import InStream, OutStream, StreamInbox, StreamOutbox, open_inbox, open_outbox
-from components.wire.generate import StreamItem, TokenFrame, unpack_frame
+from components.messaging.inbox import InStream, StreamInbox, open_inbox
+from components.messaging.outbox import OutStream, StreamOutbox, open_outbox
+from components.wire.generate import FramesResent, ResendFrames, StreamItem, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from tests.components.messaging.fake_bus import FakeBus
-from tests.components.wire.frames import pack_frame
+from tests.components.messaging.frames import Message, Numbered, nothing_lost
 
 pytestmark = pytest.mark.anyio
 
 
-@dataclass
-class Message:
-    data: bytes
-
-
-def frame(*items: Any, instance_id: str = "d") -> Any:
-    return Message(pack_frame(TokenFrame(instance_id, "e", 1, list(items))))
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 @dataclass
 class Ends:
     """One stream: its sender's and its reader's side."""
 
-    inbox: StreamInbox = field(default_factory=lambda: StreamInbox("ns.frontend.f.tokens"))
+    inbox: StreamInbox = field(default_factory=lambda: StreamInbox("ns.frontend.f.tokens", nothing_lost))
 
     def __post_init__(self) -> None:
+        self.deliver = Numbered(self.inbox).deliver
         self.reader: InStream = self.inbox.open("d", "e")
         self.sender = OutStream(self.inbox.subject, self.reader.stream_id)
 
@@ -41,8 +39,8 @@ class Ends:
 
 async def test_a_reader_gets_everything_that_has_arrived_in_order() -> None:
     ends = Ends()
-    await ends.inbox.receive(frame(ends.sender.tokens([1])))
-    await ends.inbox.receive(frame(ends.sender.tokens([2, 3]), ends.sender.tokens([4], "length")))
+    await ends.deliver(ends.sender.tokens([1]))
+    await ends.deliver(ends.sender.tokens([2, 3]), ends.sender.tokens([4], "length"))
     items = await ends.reader.next()
     assert [i.token_ids for i in items] == [[1], [2, 3], [4]]
     assert [i.finish for i in items] == [None, None, "length"]
@@ -53,7 +51,7 @@ async def test_a_reader_waits_for_the_next_item() -> None:
     reading = asyncio.create_task(ends.read())
     await asyncio.sleep(0)
     assert not reading.done()
-    await ends.inbox.receive(frame(ends.sender.tokens([7])))
+    await ends.deliver(ends.sender.tokens([7]))
     assert await reading == [7]
 
 
@@ -61,7 +59,7 @@ async def test_a_gap_ends_the_stream_after_what_came_before_it() -> None:
     ends = Ends()
     one, _, three, four = (ends.sender.tokens([i]) for i in range(4))
     for item in (one, three, four):
-        await ends.inbox.receive(frame(item))
+        await ends.deliver(item)
     assert await ends.read() == [0]
     for _ in range(2):
         with pytest.raises(DecodeLost, match="tokens 1 to 1 of the stream are missing"):
@@ -73,7 +71,7 @@ async def test_a_gap_wakes_a_reader() -> None:
     reading = asyncio.create_task(ends.read())
     await asyncio.sleep(0)
     ends.sender.tokens([0])
-    await ends.inbox.receive(frame(ends.sender.tokens([1])))
+    await ends.deliver(ends.sender.tokens([1]))
     with pytest.raises(DecodeLost):
         await reading
 
@@ -82,40 +80,40 @@ async def test_a_duplicate_is_dropped() -> None:
     ends = Ends()
     one, two = ends.sender.tokens([1]), ends.sender.tokens([2])
     for item in (one, one, two, one, two):
-        await ends.inbox.receive(frame(item))
+        await ends.deliver(item)
     assert await ends.read() == [1, 2]
 
 
 async def test_an_error_item_ends_the_stream_with_that_error_after_its_tokens() -> None:
     ends = Ends()
-    await ends.inbox.receive(frame(ends.sender.tokens([1]), ends.sender.error(QueueFull("full", retry_after_s=3))))
+    await ends.deliver(ends.sender.tokens([1]), ends.sender.error(QueueFull("full", retry_after_s=3)))
     assert await ends.read() == [1]
     with pytest.raises(QueueFull, match="full") as raised:
         await ends.reader.next()
     assert raised.value.retry_after_s == 3
     alone = Ends()
-    await alone.inbox.receive(frame(alone.sender.error(InvariantBroken("bug"))))
+    await alone.deliver(alone.sender.error(InvariantBroken("bug")))
     with pytest.raises(InvariantBroken):
         await alone.reader.next()
 
 
 async def test_frames_of_another_instance_and_of_closed_streams_are_ignored() -> None:
     ends = Ends()
-    await ends.inbox.receive(frame(ends.sender.tokens([1]), instance_id="stranger"))
-    await ends.inbox.receive(frame(OutStream("x", 999).tokens([1])))
+    await ends.deliver(ends.sender.tokens([1]), instance_id="stranger")
+    await ends.deliver(OutStream("x", 999).tokens([1]))
     await ends.inbox.receive(Message(b"garbage"))
     again = OutStream(ends.inbox.subject, ends.reader.stream_id)
-    await ends.inbox.receive(frame(again.tokens([2])))
+    await ends.deliver(again.tokens([2]))
     assert await ends.read() == [2]
     ends.inbox.close(ends.reader)
     ends.inbox.close(ends.reader)
-    await ends.inbox.receive(frame(again.tokens([3])))
+    await ends.deliver(again.tokens([3]))
     assert not ends.reader._items
-    assert not ends.inbox._streams
+    assert not len(ends.inbox)
 
 
 async def test_a_lost_instance_ends_its_streams_alone_and_whoever_waits_for_something_else_hears_too() -> None:
-    inbox = StreamInbox("s")
+    inbox = StreamInbox("s", nothing_lost)
     lost, other = inbox.open("gone", "e"), inbox.open("here", "e")
     waiting = asyncio.create_task(lost.failure.unless(asyncio.sleep(60)))
     await asyncio.sleep(0)
@@ -138,7 +136,7 @@ async def test_what_comes_at_once_is_dealt_together() -> None:
         def __exit__(self, *error: object) -> None:
             seen.append("end")
 
-    inbox = StreamInbox("s", together=Together())
+    inbox = StreamInbox("s", nothing_lost, together=Together())
     streams = [inbox.open("d", "e") for _ in range(2)]
     senders = [OutStream("s", stream.stream_id) for stream in streams]
     read: list[asyncio.Task[list[StreamItem]]] = []
@@ -151,8 +149,9 @@ async def test_what_comes_at_once_is_dealt_together() -> None:
         stream.listener = take
         read.append(asyncio.create_task(stream.next()))
     await asyncio.sleep(0)
+    numbered = Numbered(inbox)
     for token in (1, 2):
-        await inbox.receive(frame(*(sender.tokens([token]) for sender in senders)))
+        await numbered.deliver(*(sender.tokens([token]) for sender in senders))
     assert seen == []
     await asyncio.sleep(0)
     assert seen == ["begin", [[1], [2]], [[1], [2]], "end"]
@@ -170,14 +169,14 @@ async def test_what_the_listener_does_not_take_the_reader_gets() -> None:
         return True
 
     ends.reader.listener = listener
-    await ends.inbox.receive(frame(ends.sender.tokens([1])))  # nobody waits for it
+    await ends.deliver(ends.sender.tokens([1]))  # nobody waits for it
     assert await ends.read() == [1]
     reading = asyncio.create_task(ends.read())
     await asyncio.sleep(0)
     for item in (ends.sender.tokens([2]), ends.sender.tokens([3])):
-        await ends.inbox.receive(frame(item))
+        await ends.deliver(item)
         await asyncio.sleep(0)
-    await ends.inbox.receive(frame(ends.sender.tokens([4], "length")))
+    await ends.deliver(ends.sender.tokens([4], "length"))
     assert await reading == [4]
     assert taken == [2, 3]
 
@@ -193,7 +192,7 @@ async def test_a_listener_that_fails_ends_its_stream_alone(cause: Exception, tol
         raise cause
 
     ends.reader.listener = listener
-    await ends.inbox.receive(frame(ends.sender.tokens([1]), OutStream("s", other.stream_id).tokens([2])))
+    await ends.deliver(ends.sender.tokens([1]), OutStream("s", other.stream_id).tokens([2]))
     with pytest.raises(told):
         await reading[0]
     assert [item.token_ids for item in await reading[1]] == [[2]]
@@ -257,7 +256,7 @@ async def test_a_token_waits_for_an_interval_but_the_first_after_a_rest_leaves_a
 
 
 async def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() -> None:
-    bus, inbox = FakeBus(), StreamInbox("a")
+    bus, inbox = FakeBus(), StreamInbox("a", nothing_lost)
     readers = inbox.open("d", "e"), inbox.open("d", "e")
     quick, slow = (OutStream("a", reader.stream_id) for reader in readers)
     interval_s = 0.1
@@ -300,23 +299,47 @@ async def test_what_gathered_leaves_before_an_item_that_says_more(outbox: tuple[
     ]
 
 
-@pytest.mark.parametrize("error", [BackendUnavailable("away"), MessageTooLarge("huge")])
-async def test_a_frame_that_cannot_leave_is_seen_as_a_gap_and_the_outbox_lives(
-    outbox: tuple[StreamOutbox, FakeBus], error: BackendUnavailable | MessageTooLarge
+async def test_a_frame_that_could_not_leave_is_sent_when_the_frontend_asks_for_it(
+    outbox: tuple[StreamOutbox, FakeBus],
 ) -> None:
     box, bus = outbox
-    inbox = StreamInbox("front")
+
+    async def resend(_: str, first: int) -> FramesResent:
+        return await box.resend(ResendFrames(reply_to="front", first=first))
+
+    inbox = StreamInbox("front", resend)
     reader = inbox.open("d", "e")
     stream = OutStream("front", reader.stream_id)
-    bus.broken = error
+    bus.broken = BackendUnavailable("away")
     box.put(stream, stream.tokens([1]))
     await box.flushed()
     bus.broken = None
-    box.put(stream, stream.tokens([2]))
+    box.put(stream, stream.tokens([2], "length"))
     await box.flushed()
     await inbox.receive(Message(bus.frames[0][1]))
-    with pytest.raises(DecodeLost, match="tokens 0 to 0"):
-        await reader.next()
+    await turns()
+    for _, data in bus.frames[1:]:
+        await inbox.receive(Message(data))
+    assert [item.token_ids for item in await reader.next()] == [[1], [2]]
+
+
+async def test_a_frame_too_large_for_nats_ends_its_streams_with_that_error(
+    outbox: tuple[StreamOutbox, FakeBus],
+) -> None:
+    """It would be missing for ever, however often the frontend asks."""
+    box, bus = outbox
+    inbox = StreamInbox("front", nothing_lost)
+    readers = [inbox.open("d", "e") for _ in range(2)]
+    streams = [OutStream("front", reader.stream_id) for reader in readers]
+    bus.max_bytes = 400
+    box.put(streams[0], streams[0].tokens(list(range(200))))
+    box.put(streams[1], streams[1].tokens([1], "stop", 3))
+    await box.flushed()
+    for _, data in bus.frames:
+        await inbox.receive(Message(data))
+    for reader in readers:
+        with pytest.raises(MessageTooLarge):
+            await reader.next()
 
 
 async def test_closing_an_outbox_sends_what_is_queued() -> None:

@@ -80,7 +80,7 @@ def test_queues_are_shown_as_long_as_they_are() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_page_shows_the_metrics_and_whether_the_worker_stands_in_etcd() -> None:
+async def test_the_page_shows_the_metrics_and_whether_the_worker_has_started() -> None:
     metrics, well = WorkerMetrics(), [True]
     async with (
         serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: well[0]) as url,
@@ -92,5 +92,5 @@ async def test_the_page_shows_the_metrics_and_whether_the_worker_stands_in_etcd(
         assert (await http.get("/health")).json() == {"status": "ok"}
         well[0] = False
         unwell = await http.get("/health")
-        assert (unwell.status_code, unwell.json()) == (503, {"status": "unhealthy"})
+        assert (unwell.status_code, unwell.json()) == (503, {"status": "starting"})
         assert (await http.get("/docs")).status_code == 404

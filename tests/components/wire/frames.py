@@ -7,4 +7,4 @@ def pack_frame(frame: TokenFrame) -> bytes:
     draft = FrameDraft()
     for item in frame.items:
         draft.add(item)
-    return draft.pack(frame.instance_id, frame.epoch, frame.step)
+    return draft.pack(frame.instance_id, frame.epoch, frame.step, frame.number)

@@ -84,15 +84,17 @@ def test_a_bad_error_in_an_item_is_a_malformed_frame(error: object) -> None:
         unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, item]]]))
 
 
-HEAD = [4, "i", "e", 0]
+HEAD = [5, "i", "e", 0, 7]
 NOTHING = [b"", b"", b"", b""]
 ONE = [bytes(8), bytes(8), pack_tokens([1]), bytes(4)]  # token 0, the first of stream 0
 ITEM = [0, 0, b"", None, None, 0, 0, None, None]
 WRONG = {
-    "version": [3, "i", "e", 0, *NOTHING, []],
+    "version": [4, "i", "e", 0, 7, *NOTHING, []],
     "length": [*HEAD, *NOTHING],
-    "instance": [4, 0, "e", 0, *NOTHING, []],
-    "step": [4, "i", "e", "0", *NOTHING, []],
+    "instance": [5, 0, "e", 0, 7, *NOTHING, []],
+    "step": [5, "i", "e", "0", 7, *NOTHING, []],
+    "number": [5, "i", "e", 0, -1, *NOTHING, []],
+    "no number": [5, "i", "e", 0, "7", *NOTHING, []],
     "a column of text": [*HEAD, "", b"", b"", b"", []],
     "part of a number": [*HEAD, b"", bytes(7), b"", b"", []],
     "a column too short": [*HEAD, bytes(8), bytes(8), b"", b"", []],

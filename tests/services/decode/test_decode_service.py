@@ -24,8 +24,8 @@ from components.kv_transfer.checksum import PageChecksums
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import STILL_AFTER_S, Liveness
+from components.messaging.outbox import open_outbox
 from components.messaging.service import Endpoint
-from components.messaging.streams import open_outbox
 from components.routing.breaker import USUAL, BreakerState
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
@@ -102,8 +102,7 @@ class Decode:
         self.registry.book.put("boot", record("boot", "1", role="bootstrap"))
         self.prefills = Liveness(self.registry.book, "prefill")
         self.fleet = Fleet(self.registry.book, self.prefills, "prefill", "round_robin", Random(0))
-        self.registration = Registration("d")
-        self.registration.held("mine", asyncio.Event())
+        self.registration = Registration("d", "mine")
         self.active = ActiveRequests(outbox)
         self.remote = RemotePrefill(
             self.bus,
@@ -592,11 +591,25 @@ async def test_a_first_token_that_the_engine_refuses_is_computed_here(decode: De
     assert decode.engine.did("recompute") == decode.engine.did("release") == [ID]
 
 
-@pytest.mark.parametrize("known", ["silent", "etcd", "room"])
-async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_etcd_drops_it(
-    decode: Decode, known: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill that nobody can reach is gone after milliseconds."""
     monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.005)
+    monkeypatch.setattr("services.decode.remote_prefill.GONE_AFTER_S", 0.02)
+
+
+def let_offers_expire(decode: Decode) -> None:
+    """The time has passed in which prefill may write into what was offered."""
+    for fetch in decode.remote._fetches.values():
+        fetch.deadline_unix_ms = now_ms() - 10_000
+
+
+@pytest.mark.usefixtures("soon_gone")
+@pytest.mark.parametrize("known", ["silent", "gone", "room"])
+async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_it_may_not_write_any_more(
+    decode: Decode, known: str
+) -> None:
+    """Neither etcd nor NATS can tell that a prefill has stopped writing: it may be cut off from both. Its offer ends."""
     await decode.ask()
     await decode.reserve()
     decode.bus.handlers.clear()  # it answers nobody any more
@@ -608,38 +621,50 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_etcd_d
         decode.registry.book.remove("p")
     await turns()
     assert decode.engine.did("recompute") == [ID]
-    if known != "etcd":
-        await asyncio.sleep(0.03)
-        decode.assert_pinned()
-        decode.registry.book.put("p", record("p", "2", role="prefill"))
-        await asyncio.sleep(0.03)
-    await turns()
+    await asyncio.sleep(0.06)
+    decode.assert_pinned()
+    let_offers_expire(decode)
+    await asyncio.sleep(0.06)
     assert decode.engine.did("release") == [ID]
     await decode.finish()
     assert decode.tokens() == [43]
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.usefixtures("soon_gone")
 @pytest.mark.parametrize("quiet", ["answers", "gone"])
-async def test_a_prefill_that_left_etcd_and_still_listens_may_write(
+async def test_a_prefill_that_does_not_answer_and_still_listens_may_write(
     decode: Decode, quiet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Etcd's word was enough: a prefill that was stopped for longer than its lease wrote into another request's pages."""
-    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.005)
     monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_TIMEOUT_S", 0.01)
     decode.prefill.quiets.clear()
     await decode.ask()
     await decode.reserve()
     decode.registry.book.remove("p")
-    await asyncio.sleep(0.05)
+    let_offers_expire(decode)
+    await asyncio.sleep(0.06)
     assert decode.engine.did("recompute") == [ID]
     decode.assert_pinned()
     if quiet == "gone":
         decode.bus.handlers.clear()
     decode.prefill.quiets.set()
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0.06)
     assert decode.engine.did("release") == [ID]
     await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.usefixtures("soon_gone")
+async def test_pages_come_back_whatever_the_asking_for_quiet_raises(decode: Decode) -> None:
+    """An exception that the bus let through ended the task, and pages and aux slot were lost for ever."""
+    decode.prefill.quiet_failures = [RuntimeError("unable to perform operation on <TCPTransport closed=True>")]
+    await decode.ask()
+    await decode.reserve()
+    await decode.cancel()
+    async with asyncio.timeout(5):
+        while not decode.engine.did("release"):
+            await asyncio.sleep(0.001)
     decode.assert_nothing_is_kept()
 
 

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.anyio
 class Instance:
     def __init__(self) -> None:
         self.engine = FakeEngineLoop()
-        registration = Registration("d")
-        registration.held("mine", asyncio.Event())
+        registration = Registration("d", "mine")
         self.service = EmbeddingService(registration, self.engine, "m")
 
     def ask(self, life_ms: int = 60_000, **changes: Any) -> asyncio.Task[Vectors]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from components.errors import QueueFull
+from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.load import REQUEST_TOKENS
 from services.frontend.admission import ANONYMOUS, LOOK_EVERY_S, Admission, Place, key_of
 from services.frontend.metrics import FrontendMetrics
@@ -30,10 +30,11 @@ class Case:
         self.room_now = room
         self.metrics = FrontendMetrics(CollectorRegistry())
         wanted = {"queue_tokens": 10_000, "queue_timeout_s": 5.0, "admit_load": 1.5, "max_inflight": None, **limits}
-        mesh = SimpleNamespace(room=lambda: self.room_now)
+        self.models = ["m"]
+        mesh = SimpleNamespace(room=lambda: self.room_now, models=lambda: self.models)
         self.admission = Admission(mesh, SimpleNamespace(**wanted), self.metrics)
         self.admitted: list[str] = []
-        self.refused: dict[str, QueueFull] = {}
+        self.refused: dict[str, Overloaded] = {}
         self.places: dict[str, Place] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -45,7 +46,7 @@ class Case:
             try:
                 await place.admitted()
                 self.admitted.append(name)
-            except QueueFull as exc:
+            except Overloaded as exc:
                 self.refused[name] = exc
                 place.leave()
             except asyncio.CancelledError:
@@ -135,6 +136,25 @@ def test_whoever_waits_when_all_decode_is_lost_waits_for_its_return() -> None:
         case.room_now = EMPTY
         await asyncio.sleep(LOOK_EVERY_S)
         assert len(case.admitted) == 15
+
+    run(test)
+
+
+def test_requests_are_refused_when_no_decode_instance_comes_back() -> None:
+    """They waited for the whole queue time-out, and were then told to slow down."""
+
+    async def test() -> None:
+        case = Case(FULL, queue_timeout_s=60.0)
+        for i in range(100):
+            case.come(str(i))
+        case.room_now = UNKNOWN
+        await asyncio.sleep(1)
+        assert not case.refused
+        case.models = []  # the time to wait for one is over
+        await asyncio.sleep(2 * LOOK_EVERY_S)
+        assert len(case.refused) == 100
+        assert {type(refusal) for refusal in case.refused.values()} == {NoDecodeInstance}
+        assert case.is_clean()
 
     run(test)
 

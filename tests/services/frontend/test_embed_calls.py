@@ -11,8 +11,8 @@ from components.errors import DecodeLost, MalformedMessage, MeshError, NoDecodeI
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import Liveness
+from components.messaging.inbox import StreamInbox
 from components.messaging.service import Endpoint
-from components.messaging.streams import StreamInbox
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.tokens import unpack_tokens
@@ -21,6 +21,7 @@ from services.frontend.ports import Texts
 from services.frontend.router import MeshClient
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
+from tests.components.messaging.frames import nothing_lost
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +51,7 @@ class Decode:
 
 class Mesh:
     def __init__(self) -> None:
-        self.bus, self.book, self.inbox = FakeBus(), InstanceBook(), StreamInbox("ns.frontend.f.tokens")
+        self.bus, self.book, self.inbox = FakeBus(), InstanceBook(), StreamInbox("ns.frontend.f.tokens", nothing_lost)
         fleet = Fleet(self.book, Liveness(self.book, "decode"), "decode", "round_robin", Random(0))
         self.client = MeshClient(self.bus, self.inbox, fleet, "m")
 
@@ -66,7 +67,7 @@ async def mesh() -> AsyncIterator[Mesh]:
     yield made
     for _ in range(3):
         await asyncio.sleep(0)
-    assert not made.inbox._streams, "a stream was left open"
+    assert not len(made.inbox), "a stream was left open"
     assert not made.client._cancels
 
 

@@ -53,8 +53,7 @@ class Prefill:
         book = self.registry.book
         book.put("boot", record("boot", "1", role="bootstrap"))
         book.put("d", record("d", "1", kv=endpoint("decode-d")))
-        self.registration = Registration("p")
-        self.registration.held("mine", asyncio.Event())
+        self.registration = Registration("p", "mine")
         self.metrics = WorkerMetrics()
         self.service = PrefillService(
             self.bus,
@@ -530,25 +529,6 @@ async def test_a_decode_that_registers_anew_keeps_its_connection_and_loses_its_t
     await turns()
     assert prefill.failures == ["PeerLost"]
     assert not prefill.transfer.forgotten
-
-
-async def test_a_lost_lease_is_answered_for_only_when_no_write_is_in_flight(prefill: Prefill) -> None:
-    """Decode reuses the pages once etcd and NATS know this instance no more, and the new record would say so too early."""
-    prefill.transfer.gate.clear()
-    await prefill.ask()
-    await prefill.offer()
-    prefill.computed()
-    await turns()
-    losing = asyncio.create_task(prefill.registration.lost())
-    await turns()
-    assert not losing.done()
-    with pytest.raises(StaleInstance):
-        await prefill.ask("s")
-    prefill.transfer.gate.set()
-    await losing
-    assert prefill.failures == ["PeerLost"]
-    await turns()
-    prefill.assert_nothing_is_kept()
 
 
 async def test_a_bug_in_one_transfer_ends_that_transfer_and_tells_decode(

@@ -1,0 +1,118 @@
+"""Whether instances whose records have left etcd still live: the one authority that can tell is the instance itself.
+
+A record leaves etcd when its instance ends, but also when the instance cannot reach etcd for longer than its lease, or when
+etcd loses its data. Routers must not drop a healthy worker for that. So each process asks the instance over NATS, and keeps
+it as long as it answers.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Final
+
+from components.aio import background
+from components.discovery.book import InstanceBook
+from components.discovery.registry import Registration
+from components.errors import MeshError, PeerLost
+from components.messaging.bus import Bus
+from components.messaging.service import Endpoint
+from components.wire.instances import InstanceRecord
+from components.wire.presence import AskPresent, Present
+
+ASK_TIMEOUT_S: Final = 2.0
+AGAIN_S: Final = 5.0  # until an instance that is still not in etcd is asked again
+SPREAD_S: Final = 0.1  # for each instance in doubt: when etcd loses everybody, most are back before they are asked
+STEADY_S: Final = 5.0  # since our own connection was made: just after a restart of NATS others may not be back yet
+AT_ONCE: Final = 64  # questions under way
+
+
+def present_endpoint(registration: Registration) -> Endpoint:
+    """The call by which an instance says that it lives. Raises: StaleInstance; PeerLost, when it is leaving."""
+
+    async def present(asked: AskPresent) -> Present:
+        registration.check_epoch(asked.epoch)
+        if registration.leaving:
+            raise PeerLost("this instance is leaving")
+        return Present(instance_id=registration.instance_id)
+
+    return Endpoint("present", AskPresent, present, immediate=True)
+
+
+class PresenceCheck:
+    """Asks the doubted instances of a book, and drops those that are gone; `keep_present` runs it."""
+
+    def __init__(self, bus: Bus, book: InstanceBook, rng: Random) -> None:
+        self._bus = bus
+        self._book = book
+        self._rng = rng
+        self._due: dict[str, float] = {}  # when to ask, monotonic, by key
+        self._asking: set[str] = set()
+        self._wake = asyncio.Event()
+        book.doubt = self._doubted
+
+    def _doubted(self, key: str) -> None:
+        self._due[key] = time.monotonic() + self._rng.uniform(0, SPREAD_S * (len(self._book.doubted) - 1))
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._next_due()
+                now = time.monotonic()
+                ready = [key for key, due in self._due.items() if due <= now]
+                for key in ready[: AT_ONCE - len(self._asking)]:
+                    del self._due[key]
+                    if key in self._book.doubted:  # else etcd has it again
+                        self._asking.add(key)
+                        group.create_task(self._ask(key), name=f"ask {key}")
+
+    async def _next_due(self) -> None:
+        """Wait until somebody is to be asked, and a question may leave."""
+        self._wake.clear()
+        wait_s = min(self._due.values(), default=float("inf")) - time.monotonic()
+        if wait_s <= 0 and len(self._asking) < AT_ONCE:
+            return
+        timeout_s = None if wait_s == float("inf") or wait_s <= 0 else wait_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _ask(self, key: str) -> None:
+        record = self._book.at(key)
+        gone = record is None or await self._is_gone(record)
+        self._asking.discard(key)
+        self._wake.set()
+        if key not in self._book.doubted:
+            return
+        if gone:
+            self._book.drop(key)
+        else:
+            again_s = AGAIN_S + SPREAD_S * len(self._book.doubted)
+            self._due[key] = time.monotonic() + self._rng.uniform(0.5, 1.0) * again_s
+
+    async def _is_gone(self, record: InstanceRecord) -> bool:
+        """Whether NATS, or the instance itself, says so; silence proves nothing."""
+        asking = AskPresent(epoch=record.epoch)
+        try:
+            await self._bus.call(f"{record.subject}.present", asking, Present, timeout_s=ASK_TIMEOUT_S)
+        except PeerLost:
+            return self._bus.steady_s() >= STEADY_S
+        except MeshError:
+            return False
+        return False
+
+
+@asynccontextmanager
+async def keep_present(bus: Bus, book: InstanceBook, rng: Random | None = None) -> AsyncIterator[None]:
+    """While inside, instances that have left etcd stay in `book` as long as they answer over NATS."""
+    check = PresenceCheck(bus, book, rng or Random())
+    async with background(check.run(), "presence"):
+        try:
+            yield
+        finally:
+            book.doubt = None
