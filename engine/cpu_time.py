@@ -6,12 +6,14 @@ without contention and without a quota.
 
 import os
 import threading
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 TASKS: Final = "/proc/self/task"
 PROC: Final = Path("/proc/self")
+STAT: Final = "/proc/stat"
 
 
 def run_delay_s(without: Collection[int] = ()) -> float:
@@ -32,6 +34,26 @@ def run_delay_s(without: Collection[int] = ()) -> float:
     except (OSError, IndexError, ValueError):
         return 0.0
     return waited_ns / 1e9
+
+
+def unused_s() -> float | None:
+    """Seconds of core time that no other process used, summed over the cores of this process's affinity, since the boot.
+
+    They were idle, or this process had them. None: the kernel does not report how long cores were idle.
+    """
+    cores = {b"cpu%d" % core for core in os.sched_getaffinity(0)}
+    idle = 0
+    try:
+        with open(STAT, "rb") as file:  # noqa: PTH123
+            for line in file:
+                name, *ticks = line.split()
+                if not name.startswith(b"cpu"):
+                    break  # the lines of the cores come first
+                if name in cores:
+                    idle += int(ticks[3]) + int(ticks[4])  # idle, and idle while a disk is busy
+    except (OSError, IndexError, ValueError):
+        return None
+    return idle / os.sysconf("SC_CLK_TCK") + time.process_time() if idle else None
 
 
 def other_python_threads() -> set[int]:

@@ -10,46 +10,60 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from engine.cpu_time import CpuQuota, other_python_threads, run_delay_s
+from engine.cpu_time import CpuQuota, other_python_threads, run_delay_s, unused_s
 
 log = logging.getLogger(__name__)
 
-WINDOW_S: Final = 0.05  # of steps, after which the number is reconsidered
+WINDOW_S: Final = 0.05  # of steps, after which the limit is reconsidered
 CONTENDED: Final = (
-    0.5  # cores that the threads waited for; a busy neighbour takes about 1 of two threads, our own services 0.1
+    0.5  # cores that the threads waited for; a neighbour takes about 1 of two threads, our own services 0.1
 )
-FIRST_RETRY_S: Final = 0.25  # until one thread more is tried
-LAST_RETRY_S: Final = 4.0  # the time grows fourfold up to this, while each try fails: the steps of a try are slow
-RETRY_WINDOWS: Final = 10  # and lasts so many windows at least: a window is a step or more, and steps may be long
+ROOM: Final = 0.5  # cores that other processes leave unused beside our threads, so that one thread more has a core
+LOOK_S: Final = 0.2  # over which unused cores are counted: the kernel counts in hundredths of a second
+FIRST_RETRY_S: Final = 0.25  # between a fall of the limit and one thread more, if there is room
+LAST_RETRY_S: Final = 16.0  # the same if there is no room, or if such tries have failed: the steps of a try are slow
+RETRY_WINDOWS: Final = 10  # the same in windows, at least: a window is a step or more, and steps may be long
 TRIED_WINDOWS: Final = 2  # in which one thread more has to prove itself
 LOG_EVERY_S: Final = 30.0
 
 
 class ThreadLimit:
-    """The most threads with which a step is not held up: fewer while they wait for cores, one more from time to time.
+    """The most threads with which a step is not held up.
 
-    Used by the thread that computes the steps alone.
+    The limit falls while the threads of steps wait for cores. It rises by one when other processes leave a core unused. Without
+    that evidence one thread more is tried every `LAST_RETRY_S`: neighbours of a low priority use all cores, but yield them.
+    One thread alone may use an object of this class: the one that computes the steps.
     """
 
     def __init__(
         self,
         threads: int,
         waited_s: Callable[[], float] | None = None,
+        unused_s: Callable[[], float | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`threads`: on a quiet machine. `waited_s` counts the seconds that all of them waited for cores, summed."""
+        """`threads`: on a quiet machine.
+
+        `waited_s` counts the seconds that the threads of steps waited for cores, summed over the threads. `unused_s` counts
+        the seconds of core time that other processes left unused; None: the system does not report them.
+        """
         self.threads = threads
         self._all = threads
-        self._waited_s = waited_s or _waiting(CpuQuota())
+        quota = CpuQuota()
+        self._waited_s = waited_s or (lambda: run_delay_s(other_python_threads()) + quota.throttled_s())
+        self._unused_s = unused_s or (lambda: _unthrottled_s(quota))
         self._clock = clock
         self._retry_s = FIRST_RETRY_S
         self._changed = clock()  # when `threads` last changed
         self._windows = TRIED_WINDOWS + 1  # since one thread more was tried
+        self._hoped = False  # whether there was room for it
         self._logged = float("-inf")
         self._begun: tuple[float, int] | None = None  # when the step under way began, and with how many threads
         self._window_s = 0.0  # of steps, in the present window
         self._waited_before_s = 0.0  # when it began
         self._used = 0  # the most threads of its steps
+        self._look: tuple[float, float | None] | None = None  # when unused cores were last counted, and the count
+        self._has_room = False  # as of then
 
     def begin(self, threads: int) -> None:
         """Note that a step begins with so many threads, which may be fewer than the limit. Again: it is under way."""
@@ -79,15 +93,34 @@ class ThreadLimit:
             if self._used > 1:
                 self._shrink(max(1, self._used - max(1, round(contended))), contended, now)
         elif self._used == self.threads < self._all:
-            has_room = self._windows == 1  # the thread that was just added has a core: try the next one at once
-            if has_room or now - self._changed >= max(self._retry_s, RETRY_WINDOWS * self._window_s):
+            self._look_for_room(now)
+            retry_s = max(self._retry_s if self._has_room else LAST_RETRY_S, RETRY_WINDOWS * self._window_s)
+            proved = (
+                self._has_room and self._windows == 1
+            )  # the thread that was just added has a core: add the next at once
+            if proved or now - self._changed >= retry_s:
                 self.threads += 1
                 self._windows = 0
                 self._changed = now
+                self._hoped = self._has_room
+
+    def _look_for_room(self, now: float) -> None:
+        """Find out whether other processes have left enough unused for one thread more, since the last look."""
+        if self._look is not None and now - self._look[0] < LOOK_S:
+            return
+        unused_s, before = self._unused_s(), self._look
+        self._look = (now, unused_s)
+        if unused_s is None:
+            self._has_room = True  # nothing is known against it
+        elif before is not None and before[1] is not None:
+            self._has_room = (unused_s - before[1]) / (now - before[0]) >= self.threads + ROOM
 
     def _shrink(self, threads: int, contended: float, now: float) -> None:
         tried = self._windows <= TRIED_WINDOWS
-        self._retry_s = min(4 * self._retry_s, LAST_RETRY_S) if tried else FIRST_RETRY_S
+        if not tried:
+            self._retry_s = FIRST_RETRY_S
+        elif self._hoped:
+            self._retry_s = min(4 * self._retry_s, LAST_RETRY_S)
         if not tried and now - self._logged >= LOG_EVERY_S:
             log.info(
                 "steps get fewer threads, for other processes use the cores",
@@ -97,8 +130,10 @@ class ThreadLimit:
         self.threads = min(threads, self.threads)
         self._windows = TRIED_WINDOWS + 1
         self._changed = now
+        self._look, self._has_room = None, False
 
 
-def _waiting(quota: CpuQuota) -> Callable[[], float]:
-    """Seconds that threads of steps waited, for a core or because the cgroup had used up its quota."""
-    return lambda: run_delay_s(other_python_threads()) + quota.throttled_s()
+def _unthrottled_s(quota: CpuQuota) -> float | None:
+    """Unused core time, less what the cgroup's quota kept from this process."""
+    seconds = unused_s()
+    return None if seconds is None else seconds - quota.throttled_s()

@@ -3,12 +3,13 @@
 import math
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from engine import cpu_time
-from engine.cpu_time import CpuQuota, other_python_threads, run_delay_s, usable_cores
+from engine.cpu_time import CpuQuota, other_python_threads, run_delay_s, unused_s, usable_cores
 
 V1_MOUNT = "33 31 0:29 {root} {mount} rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
 V2_MOUNT = "30 23 0:26 {root} {mount} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -87,6 +88,32 @@ def test_waits_are_those_of_all_threads_but_the_ones_left_out(tmp_path: Path, mo
     assert run_delay_s(without={2}) == 0.75
     monkeypatch.setattr(cpu_time, "TASKS", str(tmp_path / "nothing"))
     assert run_delay_s() == 0
+
+
+def test_unused_is_what_was_idle_of_the_own_cores_and_what_this_process_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text(
+        "cpu  9 9 9 9000 900 0 0 0 0 0\ncpu0 9 9 9 200 50 0 0 0 0 0\ncpu1 9 9 9 7000 0 0 0 0 0 0\n"
+        "cpu12 9 9 9 100 0 0 0 0 0 0\nintr 1 2 3\ncpu0 1 1 1 99999 1 0 0 0 0 0\n"
+    )
+    monkeypatch.setattr(cpu_time, "STAT", str(stat))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 12})
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(time, "process_time", lambda: 4.0)
+    assert unused_s() == 3.5 + 4.0
+
+
+@pytest.mark.parametrize("text", [None, "", "cpu  0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n", "cpu0 1\n"])
+def test_unused_is_unknown_where_idle_time_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.setattr(cpu_time, "STAT", str(tmp_path / "stat"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    if text is not None:
+        (tmp_path / "stat").write_text(text)
+    assert unused_s() is None
 
 
 def test_another_thread_of_python_is_told_from_the_callers() -> None:
