@@ -90,9 +90,10 @@ class TorchRunner:
         """0: there are cores for a step now, with prompts or of decodes alone; else after how long to ask again."""
         if self._limit is None:
             return 0
-        threads = self._limit.threads
+        prompts = has_prompts()
+        threads = self._limit.of_step(prompts=prompts)
         if self._cores is not None:
-            threads = self._cores.ask(prompts=has_prompts(), most=threads)
+            threads = self._cores.ask(prompts=prompts, most=threads)
             if not threads:
                 return self._cores.look_s
         torch.set_num_threads(

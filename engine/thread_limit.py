@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from engine.cpu_time import CpuQuota, other_python_threads, run_delay_s, unused_s
+from engine.cpu_time import other_python_threads, run_delay_s, unused_s
 
 log = logging.getLogger(__name__)
 
@@ -38,24 +38,25 @@ class ThreadLimit:
     def __init__(
         self,
         threads: int,
-        waited_s: Callable[[], float] | None = None,
-        unused_s: Callable[[], float | None] | None = None,
+        decode_threads: int | None = None,
+        waited_s: Callable[[], float] = lambda: run_delay_s(other_python_threads()),
+        unused_s: Callable[[], float | None] = unused_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`threads`: on a quiet machine.
+        """`threads`: on a quiet machine; `decode_threads`: at most so many of them for a step of decodes alone.
 
         `waited_s` counts the seconds that the threads of steps waited for cores, summed over the threads. `unused_s` counts
         the seconds of core time that other processes left unused; None: the system does not report them.
         """
         self.threads = threads
         self._all = threads
-        quota = CpuQuota()
-        self._waited_s = waited_s or (lambda: run_delay_s(other_python_threads()) + quota.throttled_s())
-        self._unused_s = unused_s or (lambda: _unthrottled_s(quota))
+        self._decode_threads = decode_threads or threads
+        self._waited_s = waited_s
+        self._unused_s = unused_s
         self._clock = clock
         self._retry_s = FIRST_RETRY_S
         self._changed = clock()  # when `threads` last changed
-        self._windows = TRIED_WINDOWS + 1  # since one thread more was tried
+        self._windows = TRIED_WINDOWS + 1  # with all threads of the limit, since one more was tried
         self._hoped = False  # whether there was room for it
         self._logged = float("-inf")
         self._begun: tuple[float, int] | None = None  # when the step under way began, and with how many threads
@@ -64,6 +65,10 @@ class ThreadLimit:
         self._used = 0  # the most threads of its steps
         self._look: tuple[float, float | None] | None = None  # when unused cores were last counted, and the count
         self._has_room = False  # as of then
+
+    def of_step(self, *, prompts: bool) -> int:
+        """The most threads for a step that begins now, with prompts or of decodes alone."""
+        return self.threads if prompts else min(self.threads, self._decode_threads)
 
     def begin(self, threads: int) -> None:
         """Note that a step begins with so many threads, which may be fewer than the limit. Again: it is under way."""
@@ -88,7 +93,8 @@ class ThreadLimit:
 
     def _judge(self, contended: float, now: float) -> None:
         """Set the limit after a window in which the threads waited for so many cores."""
-        self._windows += 1
+        if self._used == self.threads:
+            self._windows += 1
         if contended >= CONTENDED:
             if self._used > 1:
                 self._shrink(max(1, self._used - max(1, round(contended))), contended, now)
@@ -131,9 +137,3 @@ class ThreadLimit:
         self._windows = TRIED_WINDOWS + 1
         self._changed = now
         self._look, self._has_room = None, False
-
-
-def _unthrottled_s(quota: CpuQuota) -> float | None:
-    """Unused core time, less what the cgroup's quota kept from this process."""
-    seconds = unused_s()
-    return None if seconds is None else seconds - quota.throttled_s()

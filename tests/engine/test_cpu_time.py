@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import cpu_time
-from engine.cpu_time import CpuQuota, other_python_threads, run_delay_s, unused_s, usable_cores
+from engine.cpu_time import CpuQuota, cores_for_a_while, other_python_threads, run_delay_s, unused_s, usable_cores
 
 V1_MOUNT = "33 31 0:29 {root} {mount} rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
 V2_MOUNT = "30 23 0:26 {root} {mount} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -69,14 +69,18 @@ def test_without_a_quota_or_without_cgroups_there_is_no_bound(tmp_path: Path) ->
     assert nothing.throttled_s() == 0
 
 
-@pytest.mark.parametrize(("micros", "cores"), [(50_000, 1), (250_000, 2), (950_000, 8)])
+@pytest.mark.parametrize(
+    ("micros", "cores", "for_a_while"), [(50_000, 1, 1), (200_000, 2, 2), (250_000, 2, 3), (950_000, 8, 8)]
+)
 def test_usable_are_the_cores_of_the_affinity_or_the_whole_ones_of_the_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micros: int, cores: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micros: int, cores: int, for_a_while: int
 ) -> None:
     """A container with a quota of 1.5 of 64 cores computed with 64 threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     mount = group(tmp_path / "unified", cpu__max=f"{micros} 100000\n")
-    assert usable_cores(CpuQuota(proc_of(tmp_path, "0::/\n", V2_MOUNT.format(root="/", mount=mount)))) == cores
+    quota = CpuQuota(proc_of(tmp_path, "0::/\n", V2_MOUNT.format(root="/", mount=mount)))
+    assert usable_cores(quota) == cores
+    assert cores_for_a_while(quota) == for_a_while
 
 
 def test_waits_are_those_of_all_threads_but_the_ones_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

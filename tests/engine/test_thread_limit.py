@@ -16,7 +16,10 @@ class Machine:
         self.waited_s = self.unused_s = 0.0
         self.free = cores
         self.limit = ThreadLimit(
-            cores, lambda: self.waited_s, lambda: self.unused_s if reports else None, lambda: self.now
+            cores,
+            waited_s=lambda: self.waited_s,
+            unused_s=lambda: self.unused_s if reports else None,
+            clock=lambda: self.now,
         )
 
     def step(self, step_s: float = 0.02, threads: int | None = None) -> int:
@@ -142,6 +145,23 @@ def test_a_step_with_one_thread_tells_nothing_about_two() -> None:
     assert machine.limit.threads == 2
 
 
+def test_a_try_that_fails_late_because_another_worker_had_the_core_is_still_a_try(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Steps with fewer threads than the limit counted as its proof: each later fall was then logged as the first one."""
+    machine = Machine(2)
+    machine.limit.threads = 1
+    while machine.limit.threads == 1:
+        machine.step()
+    for _ in range(20):
+        machine.step(threads=1)
+    machine.free = 1
+    with caplog.at_level(logging.INFO):
+        machine.steps(1)
+    assert machine.limit.threads == 1
+    assert not caplog.records
+
+
 def test_waits_below_the_bound_take_no_thread() -> None:
     """The mesh's own frontend needs some of a core."""
     machine = Machine(2)
@@ -149,6 +169,11 @@ def test_waits_below_the_bound_take_no_thread() -> None:
         machine.waited_s += 0.3 * 0.02
         machine.step()
     assert machine.limit.threads == 2
+
+
+def test_decodes_have_fewer_threads_than_prompts_where_a_quota_is_no_whole_number() -> None:
+    limit = ThreadLimit(2, 1)
+    assert (limit.of_step(prompts=True), limit.of_step(prompts=False)) == (2, 1)
 
 
 def test_an_end_without_a_step_changes_nothing() -> None:
