@@ -1,17 +1,23 @@
 """The engine alone: decode steps, prompts and the host's part of a step, each beside its roofline. One JSON line a figure.
 
     python -m bench.engine --model smollm2-135m --compile wait --threads 2
+    python -m bench.engine --neighbours 0 --neighbours 1 --neighbours 2    # decodes and prompts beside busy processes
 
 Eager and compiled steps are measured in turn in one run, because on a shared machine only their ratio says something.
 The roofline of a step is the larger of two times: bytes of weights and KV over the copy bandwidth measured here, and
 FLOPs over the matmul rate measured here.
 """
 
+import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads spin
+
+# isort: split
 import json
 import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +43,10 @@ from engine.scheduler.scheduler import Chunk
 
 COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
 PAGES_MARGIN = 1.1
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"  # a neighbour: it ends with us
+SETTLE_S = 1.0  # after which the engine has found out how many cores its neighbours leave
+BESIDE_S = 4.0  # of decode steps beside neighbours
+BESIDE_STEPS = 400  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +164,16 @@ class Bench:
                 host.append(total[-1] - (self._runner.spent_s - before))
         return total, host
 
+    def decode_for(self, seconds: float, batch: int, context: int) -> list[float]:
+        """Seconds of each decode step of so long, or of as many as there are tokens after the first `context`."""
+        total: list[float] = []
+        with self.decoding(batch, context + BESIDE_STEPS, BESIDE_STEPS):
+            while sum(total) < seconds and len(total) < BESIDE_STEPS:
+                started = time.perf_counter()
+                self._step()
+                total.append(time.perf_counter() - started)
+        return total
+
     def prompt(self, length: int) -> float:
         """Seconds from submitting one prompt to its first token."""
         self.submit(1, length, 1)
@@ -203,6 +223,31 @@ def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: in
     return max((weight_bytes + kv_bytes) / machine.copy_bytes_s, flop / machine.matmul_flop_s)
 
 
+@contextmanager
+def busy_neighbours(count: int) -> Iterator[None]:
+    """Processes that compute all the time, each in a session of its own, to which Linux gives a fair share of the cores."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def measure_beside(bench: Bench, count: int, batches: Sequence[int], context: int, length: int) -> None:
+    """Decodes and prompts beside `count` busy processes."""
+    facts = {"label": bench.label, "neighbours": count}
+    with busy_neighbours(count):
+        for batch in batches:
+            bench.decode_for(SETTLE_S, batch, context)
+            spent = bench.decode_for(BESIDE_S, batch, context)
+            p99 = round(sorted(spent)[int(0.99 * len(spent))] * 1000, 1)
+            rate = round(batch * len(spent) / sum(spent), 1)
+            say("decode beside neighbours", spent, 0.0, **facts, batch=batch, context=context, ms_p99=p99, tok_s=rate)
+        say("prompt beside neighbours", [bench.prompt(length) for _ in range(4)], 0.0, **facts, tokens=length)
+
+
 def say(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
     line = {
         "figure": figure,
@@ -228,9 +273,14 @@ def main(
     context: Annotated[list[int], typer.Option(help="tokens of context of each decode")] = [320, 1024],  # noqa: B006
     prompt: Annotated[list[int], typer.Option(help="prompt lengths")] = [256, 1024],  # noqa: B006
     steps: Annotated[int, typer.Option(help="decode steps a figure")] = 24,
+    neighbours: Annotated[
+        list[int] | None,
+        typer.Option(help="measure only this: decodes and prompts beside so many busy processes; several times"),
+    ] = None,
 ) -> None:
     """Measure this machine, then decode steps and prompts, eager and compiled in turn."""
-    tokens = int(PAGES_MARGIN * max(batch) * (max(context) + 32)) + 2 * max(prompt)
+    generated = BESIDE_STEPS if neighbours else 32
+    tokens = int(PAGES_MARGIN * max(batch) * (max(context) + generated)) + 2 * max(prompt)
     config = EngineConfig(dtype=dtype, threads=threads, num_pages=tokens // 16, compile=compile)  # type: ignore[arg-type]
     if threads is not None:
         torch.set_num_threads(threads)
@@ -243,6 +293,10 @@ def main(
         forward = choose_forward(model, loaded, config, state_dir, silent)
         say("compile or load package", [time.perf_counter() - started], 0.0)
         benches.append(Bench(loaded, config, forward, "compiled"))
+    if neighbours:
+        for count in neighbours:
+            measure_beside(benches[-1], count, batch, context[0], prompt[0])
+        return
     machine = measure_machine(next(loaded.module.parameters()).dtype)
     for size in batch:
         for length in context:

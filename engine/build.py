@@ -1,7 +1,6 @@
 """A model's name to an engine that answers: the parts put together."""
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import EngineConfig
 from engine.core import PACK_TOKENS, EngineCore
 from engine.cores import SharedCores
+from engine.cpu_time import cores_for_a_while, usable_cores
 from engine.kernels.linear import pack_linears
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage
@@ -26,6 +26,7 @@ from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.ports import KvRegion
 from engine.runner import TorchRunner
+from engine.thread_limit import ThreadLimit
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,7 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
 
     Raises: ModelUnavailable or UnsupportedModel, naming the model; BackendUnavailable, naming what is missing.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or min(torch.get_num_threads(), cores_for_a_while()))
     loaded = load_model(model, config, state_dir, progress)
     prepare_attention(config.attention, loaded.device, state_dir)
     pack_linears(loaded.module)
@@ -76,7 +76,7 @@ def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
     """A compiler gets a core: with none it would be at it for as long as there are requests."""
     if config.shared_cores is None:
         return None
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    cores, threads = cores_for_a_while(), torch.get_num_threads()
     spared = forward.is_compiling if isinstance(forward, CompiledWhenReady) else lambda: 0
     try:
         return SharedCores(config.shared_cores, cores, threads, spared)
@@ -107,6 +107,11 @@ def assemble(
     storage = pool.storage
     if cores is not None and isinstance(pool.attention, CpuAttention):
         _adapt_threads(cores)
+    # A quota of 1.5 cores stops two threads for a quarter of the time. A prompt gains from the second thread nevertheless.
+    # A decode step has many barriers, at each of which one thread waits for the other that is stopped.
+    is_fixed = config.threads is not None and cores is None
+    threads = cores.cores if cores is not None else torch.get_num_threads()
+    limit = ThreadLimit(threads, threads if is_fixed else usable_cores())
     return EngineCore(
         runner=TorchRunner(
             loaded.device,
@@ -116,6 +121,7 @@ def assemble(
             loaded.adapters,
             pooling=loaded.pooling,
             cores=cores,
+            limit=limit if loaded.device.type == "cpu" else None,
         ),
         config=config,
         region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device)),

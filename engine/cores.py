@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 SLOTS: Final = 64  # workers on one machine
-ROWS: Final = 3
+ROWS: Final = 4
 SILENT_NS: Final = 2 * 10**9  # after which one that has work is looked at: was it killed?
 RESTED_NS: Final = 10**8
 LOOK_S: Final = 3e-4  # how often one that waits for its cores looks whether they are back
@@ -37,7 +37,8 @@ LONGEST_PAUSE_NS: Final = 10**8
 class SharedCores:
     """One worker's view of the file: int64 [ROWS, SLOTS].
 
-    The rows: when each began its latest step, the cores it uses for it, and those it may use from now on. Times are in ns of
+    The rows: when each began its latest step, the cores it uses for it, those it may use from now on, and the most that it
+    can use, because processes outside the mesh take the others (`ThreadLimit`). Times are in ns of
     the monotonic clock; negative: since when it rests; 0: it never had work. Allowed are 0 cores where the number is fixed for
     the step. A slot is held by a lock on its first byte, which the kernel lets go of when its holder ends, whatever it dies of.
     """
@@ -58,9 +59,16 @@ class SharedCores:
         os.ftruncate(self._file, ROWS * SLOTS * 8)
         self._memory = mmap.mmap(self._file, ROWS * SLOTS * 8)
         self._cells = memoryview(self._memory).cast("q")
-        self._since, self._used, self._allowed = (self._cells[row * SLOTS : (row + 1) * SLOTS] for row in range(ROWS))
+        self._since, self._used, self._allowed, self._most = (
+            self._cells[row * SLOTS : (row + 1) * SLOTS] for row in range(ROWS)
+        )
         self._mine = next((slot for slot in range(SLOTS) if self._lock(slot)), None)  # None: more workers than slots
         self._write(0)  # whatever the last holder left
+
+    @property
+    def cores(self) -> int:
+        """All that a step can get."""
+        return self._cores
 
     def cells(self) -> tuple[memoryview, memoryview] | None:
         """Where a step under way reads how many threads it may use, and writes how many it does: int64 [1] each.
@@ -75,11 +83,14 @@ class SharedCores:
         """From now on steps of this worker follow what `cells` says."""
         self._adapts = True
 
-    def ask(self, *, prompts: bool) -> int:
-        """How many threads a step may use that begins now and ends with `done`; 0: it is not yet time, ask after `look_s`."""
-        mine = self._mine
+    def ask(self, *, prompts: bool, most: int | None = None) -> int:
+        """How many threads a step may use that begins now and ends with `done`; 0: it is not yet time, ask after `look_s`.
+
+        `most`: it can use no more of them, even if they are free.
+        """
+        mine, most = self._mine, self._cores if most is None else most
         if mine is None:
-            return self._least
+            return min(self._least, most)
         if self._used[mine]:
             return self._used[mine]  # it has begun
         now = time.monotonic_ns()
@@ -98,6 +109,8 @@ class SharedCores:
         threads, adapts = share, prompts and self._adapts
         if adapts:
             threads = max(threads, cores - sum(self._used[slot] for slot in others))
+        threads = min(threads, most)
+        self._most[mine] = most
         self._allowed[mine] = threads if adapts else 0
         self._since[mine] = now
         self._used[mine] = threads
@@ -124,7 +137,7 @@ class SharedCores:
     def close(self) -> None:
         """Leave."""
         self._write(0)
-        for view in (self._since, self._used, self._allowed, self._cells):
+        for view in (self._since, self._used, self._allowed, self._most, self._cells):
             view.release()
         self._memory.close()  # it has a descriptor of its own, and the lock lasts until both are closed
         os.close(self._file)
@@ -168,7 +181,7 @@ class SharedCores:
         takers = (slot for slot, allowed in enumerate(self._allowed) if allowed and self._used[slot])
         slot = next((slot for slot in takers if not self._is_late(slot, now)), None)
         if slot is not None and free > 0:
-            self._allowed[slot] = self._used[slot] + free
+            self._allowed[slot] = min(self._used[slot] + free, self._most[slot])
 
     def _is_gone(self, slot: int) -> bool:
         """Whether nobody holds the slot any more; what stood there is wiped."""

@@ -1,4 +1,4 @@
-"""One log line a second while the engine is busy, with SGLang's names, for those who read them there already."""
+"""What an engine logs of its steps: one line a second while it is busy, with SGLang's names, and slow steps."""
 
 import logging
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from engine.ports import StepOutput
+from engine.slow_steps import SlowSteps
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ class BatchLog:
     def __init__(self, page_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._page_size = page_size
         self._clock = clock
+        self._slow = SlowSteps(clock=clock)
         self._since = clock()  # when the figures below were zero
         self._last = self._since
         self._prompt_tokens = 0
@@ -26,6 +28,7 @@ class BatchLog:
     def stepped(self, output: StepOutput) -> None:
         """One step is over."""
         now, stats = self._clock(), output.stats
+        self._slow.stepped(stats)
         if now - self._last > EVERY_S:  # it has idled: what it did before says nothing about now
             self._begin(now - stats.step_s)
         self._last = now

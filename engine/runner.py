@@ -22,6 +22,7 @@ from engine.sampling.row import Row
 from engine.sampling.sampler import Draw
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
+from engine.thread_limit import ThreadLimit
 
 DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # instead of a request that has ended
 
@@ -39,13 +40,16 @@ class TorchRunner:
         *,
         pooling: Pooling | None = None,
         cores: SharedCores | None = None,
+        limit: ThreadLimit | None = None,
     ) -> None:
         """Step a model through `forward`; `attention` keeps its KV in `storage`, [num_pages, ...].
 
+        `limit`: of the threads of a step, where the CPU computes it. Other workers lend each other `cores` below that.
         `pooling`: of a model that makes embeddings, whose `forward` gives hidden states in place of logits.
         """
         self._pooling = pooling
         self._cores = cores
+        self._limit = limit
         self._device = device
         self._forward = forward
         self._attention = attention
@@ -84,20 +88,26 @@ class TorchRunner:
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         """0: there are cores for a step now, with prompts or of decodes alone; else after how long to ask again."""
-        if self._cores is None:
+        if self._limit is None:
             return 0
-        threads = self._cores.ask(prompts=has_prompts())
-        if not threads:
-            return self._cores.look_s
+        prompts = has_prompts()
+        threads = self._limit.of_step(prompts=prompts)
+        if self._cores is not None:
+            threads = self._cores.ask(prompts=prompts, most=threads)
+            if not threads:
+                return self._cores.look_s
         torch.set_num_threads(
             threads
         )  # also where it seems to be so: a step that followed others has told OpenMP alone, not MKL
+        self._limit.begin(threads)
         return 0
 
     def done(self) -> None:
         """The step is over, others may have its cores."""
         if self._cores is not None:
             self._cores.done()
+        if self._limit is not None:
+            self._limit.end()
 
     def rest(self) -> None:
         """Others may have our cores for now."""

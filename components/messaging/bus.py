@@ -24,6 +24,7 @@ from components.errors import (
     MessageTooLarge,
     PeerLost,
 )
+from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
 from components.telemetry.spans import trace_headers
@@ -54,6 +55,7 @@ class Bus:
         self.url = url
         self.refusals = Refusals()  # of what comes in here
         self.connected_at = time.monotonic()  # the last time
+        self.clocks = PeerClocks()
         self._replies = Replies(client)
 
     @property

@@ -12,11 +12,11 @@ from typing import Final
 from pydantic import ValidationError
 
 from components.settings import MeshSettings, misspelled
+from engine.cpu_time import usable_cores
 from services.local.children import ChildSpec
 from services.local.process import CannotStart
 
 TIERS: Final = ("bootstrap", "prefill", "decode", "frontend")  # in the order in which they depend on each other
-PREFILL_SPINS: Final = "30000"  # by default OpenMP's threads go on spinning for milliseconds when a prompt is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Plan:
         thread each, 21 with two.
         """
         workers = self.counts["prefill"] + self.counts["decode"]
-        return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+        return max(1, usable_cores() // max(1, workers))
 
     def model_command(self, settings: MeshSettings) -> list[str]:
         """The command that prepares the model."""
@@ -108,8 +108,6 @@ class Plan:
             for i in range(self.counts[role]):
                 env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": f"{drain_s[role]:g}"} if role in drain_s else {}
                 env |= shared
-                if role == "prefill":
-                    env.setdefault("GOMP_SPINCOUNT", PREFILL_SPINS)
                 if role == "frontend":
                     port = self.port if self.shared else self.port + i
                     env |= {"MESH_FRONTEND_HOST": self.host, "MESH_FRONTEND_PORT": str(port)}

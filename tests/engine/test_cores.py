@@ -135,6 +135,17 @@ def test_cores_that_are_spared_are_neither_taken_nor_lent(tmp_path: Path, monkey
     assert threads(prefill, prompts=True) == 1  # nobody waits for ever
 
 
+def test_no_worker_gets_more_cores_than_its_neighbours_outside_leave_it(tmp_path: Path) -> None:
+    prefill, decode = adapting(tmp_path / "cores"), SharedCores(tmp_path / "cores", 8, 4)
+    allowed, used = (cell for cell in prefill.cells() or ())
+    assert decode.ask(prompts=False, most=3) == 3
+    assert prefill.ask(prompts=True, most=6) == 5
+    decode.done()
+    assert (allowed[0], used[0]) == (6, 5)  # two cores are free still, and of no use to it
+    prefill.done()
+    assert prefill.ask(prompts=True, most=1) == 1
+
+
 def adapting(path: Path, cores: int = 8, least: int = 4) -> SharedCores:
     """One whose steps follow what the file says."""
     worker = SharedCores(path, cores, least)

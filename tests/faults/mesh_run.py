@@ -48,6 +48,7 @@ class Outcome:
     clients: list[Client]
     counts: Counter[str]  # of all workers together, by the counter's name
     virtual_s: float
+    died: dict[str, BaseException]  # workers whose engine died, and of what
     seen: Seen
 
 
@@ -69,6 +70,7 @@ class MeshRun:
         restart_s: float = RESTART_S,
         limit: Limit | None = None,
         remote_prefill: Callable[..., RemotePrefill] = RemotePrefill,
+        skews_s: dict[str, float] | None = None,  # of the wall clocks of a role
     ) -> None:
         """Clients come over `over_s` and live for `life_s`. What they may see is `limit`, or what the table says."""
         self.random = Random(seed)
@@ -84,6 +86,7 @@ class MeshRun:
         self._counts = counts or {"frontend": 1, "decode": 2, "prefill": 2, "bootstrap": 2}
         self._home = home
         self._setup = setup
+        self._skews_s = skews_s or {}
         self._reference = Reference(home)
         self._prompts: list[list[int]] = []
         self._numbers = dict.fromkeys(ROLES, 0)
@@ -120,7 +123,17 @@ class MeshRun:
             await self._end()
         self.problems += dict.fromkeys(fabric.violations)
         counts = Counter({name: int(sum(worker.count(name) for worker in workers)) for name in COUNTERS})
-        return Outcome(self.chaos.fired, self.problems, self.chaos.trace, self._clients, counts, loop.time(), seen)
+        died = {worker.id: worker.died for worker in workers if worker.died is not None}
+        return Outcome(
+            fired=self.chaos.fired,
+            problems=self.problems,
+            trace=self.chaos.trace,
+            clients=self._clients,
+            counts=counts,
+            virtual_s=loop.time(),
+            died=died,
+            seen=seen,
+        )
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         if "the engine is not running" not in str(context.get("exception")):  # its process leaves, whoever still asks
@@ -149,6 +162,7 @@ class MeshRun:
     def _new(self, role: str) -> Node:
         self._numbers[role] += 1
         node = NODES[role](self._cluster, self._numbers[role])
+        node.process.skew_s = self._skews_s.get(role, 0.0)
         self._nodes.append(node)
         node.task.add_done_callback(partial(self._ended, node))
         return node

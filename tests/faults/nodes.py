@@ -16,8 +16,9 @@ from components.aio import background
 from components.discovery.registry import Registration
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
+from components.messaging.fan_out import SOONEST_S, Following
 from components.messaging.fleet import Fleet, watch_fleet
-from components.messaging.heartbeats import SOONEST_S, HeartbeatSender, send_heartbeats
+from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
 from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.outbox import open_outbox
@@ -28,6 +29,7 @@ from components.routing.policies import DEFAULT, Phase, PolicyName
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
+from components.wire.protocol import OLDEST, PROTOCOL
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.inflight import StepFailed
@@ -196,13 +198,18 @@ class Node(ABC):
                 max_context=max_context,
                 kv=kv,
                 kv_events=kv is not None,
+                protocol=PROTOCOL,
+                oldest_protocol=OLDEST,
             )
 
         return make
 
-    def _watch(self, phase: Phase, policy: PolicyName) -> AbstractAsyncContextManager[Fleet]:
+    def _watch(
+        self, phase: Phase, policy: PolicyName, following: Following | None = None
+    ) -> AbstractAsyncContextManager[Fleet]:
         """Draws are the same in each run."""
-        return watch_fleet(self.bus, NAMESPACE, phase, self.registry.book, policy, rng=Random(self.id))
+        book = self.registry.book
+        return watch_fleet(self.bus, NAMESPACE, phase, book, policy, rng=Random(self.id), following=following)
 
     @asynccontextmanager
     async def _advertised(
@@ -348,7 +355,8 @@ class Decode(Worker):
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
-        prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"]))
+        following = Following(self.registry.book, self.id, MODEL)
+        prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"], following))
         outbox = await stack.enter_async_context(
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
         )
@@ -360,6 +368,7 @@ class Decode(Worker):
             self.transfer,
             TRANSFER_TIMEOUT_S,
             checksums=PageChecksums(self.engine.engine.kv_region) if setup.verify_kv else None,
+            recomputes=setup.on_transfer_failure == "recompute",
         )
         self.active = ActiveRequests(outbox)
         self.service = DecodeService(

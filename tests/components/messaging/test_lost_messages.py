@@ -172,7 +172,8 @@ async def test_a_frontend_that_nobody_hears_for_seconds_is_gone_and_one_that_rec
     """Streams of a frontend that was killed were generated to their ends, for ten minutes."""
     monkeypatch.setattr(outbox_module, "PROBE_S", 0.01)
     monkeypatch.setattr(outbox_module, "GONE_AFTER_S", 0.1)
-    bus, gone = FakeBus(), []
+    bus = FakeBus()
+    gone: list[str] = []
     dead, stream = True, OutStream("front", 1)
     async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
         box.on_gone(gone.append)

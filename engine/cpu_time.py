@@ -1,0 +1,133 @@
+"""Processor time as Linux accounts for it: how long threads waited for a core, and what the cgroup's quota allows.
+
+Every function works where the kernel does not tell, for instance on another system: it then returns the value of a machine
+without contention and without a quota.
+"""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final
+
+TASKS: Final = "/proc/self/task"
+PROC: Final = Path("/proc/self")
+STAT: Final = "/proc/stat"
+
+
+def run_delay_s(without: Collection[int] = ()) -> float:
+    """Seconds that the threads of this process were ready to run and had no core, since each began.
+
+    `without`: the kernel's ids of threads that are left out. The sum falls when a thread ends.
+    """
+    waited_ns = 0
+    try:
+        for task in os.listdir(TASKS):  # noqa: PTH208  # it is read often, and a Path takes ten times as long
+            if int(task) in without:
+                continue
+            try:
+                with open(f"{TASKS}/{task}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123
+                    waited_ns += int(file.read().split()[1])
+            except (FileNotFoundError, ProcessLookupError):  # this thread ended meanwhile
+                continue
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return waited_ns / 1e9
+
+
+def unused_s() -> float | None:
+    """Seconds of core time that no other process used, summed over the cores of this process's affinity, since the boot.
+
+    They were idle, or this process had them. None: the kernel does not report how long cores were idle.
+    """
+    cores = {b"cpu%d" % core for core in os.sched_getaffinity(0)}
+    idle = 0
+    try:
+        with open(STAT, "rb") as file:  # noqa: PTH123
+            for line in file:
+                name, *ticks = line.split()
+                if not name.startswith(b"cpu"):
+                    break  # the lines of the cores come first
+                if name in cores:
+                    idle += int(ticks[3]) + int(ticks[4])  # idle, and idle while a disk is busy
+    except (OSError, IndexError, ValueError):
+        return None
+    return idle / os.sysconf("SC_CLK_TCK") + time.process_time() if idle else None
+
+
+def other_python_threads() -> set[int]:
+    """Kernel ids of all Python threads of this process, except the caller's; the other threads compute for the caller."""
+    return {thread.native_id for thread in threading.enumerate() if thread.native_id} - {threading.get_native_id()}
+
+
+class CpuQuota:
+    """The CPU quotas of the cgroups that this process is in, of version 1 or 2."""
+
+    def __init__(self, proc: Path = PROC) -> None:
+        """`proc` is /proc/self; its files tell where the cgroups are."""
+        self._groups = list(_cpu_groups(proc))
+
+    def cores(self) -> float:
+        """Cores that the lowest quota is worth; infinity without a quota."""
+        return min((_cores(group) for group in self._groups), default=float("inf"))
+
+    def throttled_s(self) -> float:
+        """Seconds that quotas held threads back, summed over the cores, since the cgroups were made."""
+        return sum(_throttled_s(group) for group in self._groups)
+
+
+def usable_cores(quota: CpuQuota | None = None) -> int:
+    """Cores on which this process may compute all the time: those of its affinity, or fewer if its cgroup's quota is lower."""
+    return max(1, int(_cores_allowed(quota)))
+
+
+def cores_for_a_while(quota: CpuQuota | None = None) -> int:
+    """The same, with the quota rounded up: a quota of 1.5 allows two cores for three quarters of the time."""
+    return math.ceil(_cores_allowed(quota))
+
+
+def _cores_allowed(quota: CpuQuota | None) -> float:
+    return min(len(os.sched_getaffinity(0)), (quota or CpuQuota()).cores())
+
+
+def _cpu_groups(proc: Path) -> Iterator[Path]:
+    """The directories of this process's cgroups that can have a CPU quota, from the lowest to the root of each mount."""
+    try:
+        memberships = (proc / "cgroup").read_text().splitlines()
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in memberships)}
+    for fields in mounts:
+        root, mount = fields[3], fields[4]
+        kind, _, options = fields[fields.index("-") + 1 :][:3]
+        for controllers, path in paths.items():
+            if (kind == "cgroup2" and not controllers) or (
+                kind == "cgroup" and "cpu" in controllers.split(",") and "cpu" in options.split(",")
+            ):
+                # Without a cgroup namespace a container is told a path of the host, and sees its own group as the root.
+                inside = path.removeprefix(root) if root != "/" else path
+                lowest = Path(mount, inside.lstrip("/"))
+                groups = [lowest, *lowest.parents] if lowest.is_dir() else [Path(mount)]
+                yield from (group for group in groups if group.is_relative_to(mount))
+
+
+def _cores(group: Path) -> float:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else float("inf")
+    except (OSError, ValueError):  # the root has no such file; "max" is no number
+        return float("inf")
+
+
+def _throttled_s(group: Path) -> float:
+    try:
+        facts = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+        return int(facts.get("throttled_usec", 0)) / 1e6 + int(facts.get("throttled_time", 0)) / 1e9
+    except (OSError, ValueError):
+        return 0.0
