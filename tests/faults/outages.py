@@ -5,8 +5,10 @@ from typing import Any, Final
 
 from tests.faults.faults import LAST_FRAME, Do, Fault
 from tests.faults.limits import Limit
+from tests.faults.schedules import ANSWER
 from tests.faults.setup import PLAIN, Setup
 
+GENERATE_ACCEPTED, PREFILL_ACCEPTED, ROOM_OK = ANSWER
 # Streams of half a minute or more, short answers beside them, and pages for all.
 LONG: Final[dict[str, Any]] = {
     "setup": Setup(decode_step_s=0.3, pool_tokens=4096),
@@ -66,9 +68,9 @@ OUTAGES: Final = [
     _lost("a frame of tokens", "frame"),
     _lost("a stream's last frame", LAST_FRAME),
     _lost("the last frame of four streams in a row", LAST_FRAME, 4),
-    _lost("decode's answer to a request", "generate-accepted.v1"),
-    _lost("prefill's answer to a request", "prefill-accepted.v2"),
-    _lost("bootstrap's answer to an offer of pages", "room-ok.v1"),
+    _lost("decode's answer to a request", GENERATE_ACCEPTED),
+    _lost("prefill's answer to a request", PREFILL_ACCEPTED),
+    _lost("bootstrap's answer to an offer of pages", ROOM_OK),
     Outage(
         "a bootstrap hangs, and its lease lives",
         [Fault(Do.HANG, "time 0.5", amount=20.0, role="bootstrap")],
@@ -84,13 +86,13 @@ OUTAGES: Final = [
     Outage(
         "all steps of a decode fail",
         [Fault(Do.STEPS_FAIL, "time 0.5", role="decode")],
-        Limit(1.0, failed=5),
+        Limit(2.5),
         {"num_clients": 100, "over_s": 10.0},
     ),
     Outage(
         "all steps of a prefill fail",
         [Fault(Do.STEPS_FAIL, "time 0.5", role="prefill")],
-        Limit(1.0),
+        Limit(2.5),
         {"num_clients": 100, "over_s": 10.0},
     ),
     Outage(

@@ -11,6 +11,7 @@ from engine.failed_steps import EngineBroken
 from engine.inflight import StepFailed
 from engine.scheduler.scheduler import Chunk
 from tests.faults import nodes
+from tests.faults.limits import ANYTHING
 from tests.faults.mesh_run import Outcome, run_faults
 
 
@@ -28,7 +29,7 @@ def with_failing(monkeypatch: pytest.MonkeyPatch, home: Path, name: str) -> Outc
 
     monkeypatch.setattr(nodes.Worker, "_start_engine", start)
     counts = {"frontend": 1, "decode": 4, "prefill": 4, "bootstrap": 1}
-    return run_faults(home, 3, [], num_clients=100, over_s=4.0, counts=counts)
+    return run_faults(home, 3, [], num_clients=100, over_s=4.0, counts=counts, limit=ANYTHING)
 
 
 def test_a_decode_whose_steps_fail_ends_and_its_requests_are_answered_elsewhere(

@@ -10,10 +10,11 @@ from tests.faults.faults import Do, Fault
 from tests.faults.limits import ANYTHING, LIMITS, Limit, row_of
 from tests.faults.mesh_run import check, run_faults
 from tests.faults.outages import LONG, OUTAGES, Outage
-from tests.faults.schedules import of_messages, of_states, of_writes
+from tests.faults.schedules import REQUEST, of_messages, of_states, of_writes
 from tests.faults.setup import PLAIN
 from tests.faults.table import row, shown
 
+GENERATE: Final = REQUEST[0]
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs" / "outages.md"
 ALONE: Final = [schedule for schedule in (*of_messages(), *of_writes(), *of_states()) if len(schedule) == 1]
 TRIED: Final = {row_of(fault) for (fault,) in ALONE}
@@ -37,9 +38,9 @@ def test_the_page_about_outages_has_the_limits_of_the_code() -> None:
     ("fault", "words"),
     [
         (Fault(Do.KILL, "time 1", role="decode"), "a client got nothing for"),
-        (Fault(Do.REFUSE, "message generate.v3", field="Rejected"), "1 answers failed, the limit is 0"),
+        (Fault(Do.REFUSE, f"message {GENERATE}", field="Rejected"), "1 answers failed, the limit is 0"),
         (
-            Fault(Do.REFUSE, "message generate.v3", field="PeerLost"),
+            Fault(Do.REFUSE, f"message {GENERATE}", field="PeerLost"),
             "1 requests moved from decode instances that were well",
         ),
     ],

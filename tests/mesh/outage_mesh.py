@@ -52,6 +52,7 @@ def outage_mesh(preloaded: Preloaded, home: Path, stream_tokens: int) -> Iterato
         Proxy(etcd.url) as proxy,
         MeshProcesses(etcd.url, nats.url, NAMESPACE, home, "mock", ENV, preloaded) as processes,
     ):
+        processes.modules["frontend"] = "tests.mesh.verbose_frontend"
         processes.start("bootstrap", "prefill", "prefill")
         decodes = [processes.start_one("decode", MESH_ETCD_URL=proxy.url), processes.start_one("decode")]
         frontends = processes.start("frontend", "frontend")
