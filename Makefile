@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test soak fuzz clients check setup clean
+.PHONY: help up test soak outages fuzz clients check setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -36,6 +36,9 @@ endif
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
 	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)
+
+outages: $(SETUP)  ## twenty minutes in which etcd is away, in parts or as a whole: clients may not notice
+	@$(BIN)/python -m pytest -m outages -s tests/mesh/test_outages_long.py $(ARGS)
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
 	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)

@@ -143,8 +143,24 @@ class PageLeak(InvariantBroken):
     """free + cached + held pages no longer equal the pool."""
 
 
+class PeerBroken(InvariantBroken):
+    """Another process reports an InvariantBroken: a defect of its own or of its device, or a request that breaks it.
+
+    It counts for that instance's breaker. The request is sent to at most one other instance.
+    """
+
+
 def _subclasses(cls: type[MeshError]) -> list[type[MeshError]]:
     return [cls, *(deep for child in cls.__subclasses__() for deep in _subclasses(child))]
 
 
 BY_NAME: dict[str, type[MeshError]] = {cls.__name__: cls for cls in _subclasses(MeshError)}
+
+
+def reported(name: str, unknown: type[MeshError] = PeerBroken) -> type[MeshError]:
+    """The class to raise for an error that another process reports as `name`; `unknown` if this process has no such class.
+
+    A defect of another process is not one of ours: InvariantBroken becomes PeerBroken.
+    """
+    cls = BY_NAME.get(name, unknown)
+    return PeerBroken if issubclass(cls, InvariantBroken) else cls

@@ -21,6 +21,7 @@ from components.errors import BackendUnavailable
 from components.settings import MeshSettings
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
+from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ def record_maker(
             metrics=metrics,
             kv_events=kv_events,
             embedding=embedding,
+            protocol=PROTOCOL,
+            oldest_protocol=OLDEST,
         )
 
     return make

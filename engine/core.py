@@ -25,6 +25,7 @@ from components.routing.block_hash import PromptBlocks, seed_hash
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from engine.config import EngineConfig
+from engine.failed_steps import FailedSteps
 from engine.inflight import Flight, Runner, StepFailed
 from engine.limits import Limits
 from engine.model.pooling import Pooling
@@ -83,6 +84,7 @@ class EngineCore:
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
         self._flight: Flight | None = None  # the step that was launched and has not landed
         self._behind: Flight | None = None  # the one launched behind it, whose tokens are not drawn yet
+        self._failed_steps = FailedSteps()
         self._arrivals = count()
         self._step = 0
         self._prompt_tokens = 0  # computed in the steps that landed in this one
@@ -254,6 +256,7 @@ class EngineCore:
             if pauses:
                 yield from self._pauses(output)
             self._land(output)
+        self._failed_steps.check()
         output.cache_events = self._memory.prefix.take_events()
         output.stats = self._stats(output, perf_counter() - started)
         return output
@@ -304,6 +307,7 @@ class EngineCore:
         except StepFailed as error:
             self._fail(error, flight.chunks, output)
             return
+        self._failed_steps.landed()
         for chunk, token_id in zip(flight.chunks, sampled, strict=True):
             request, start = chunk.request, chunk.start
             if start < request.prompt_len:
@@ -317,6 +321,7 @@ class EngineCore:
         """A step that fails takes its own requests with it, those that were not over already."""
         log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
         self._land(output)  # what failed may have been the launch of the step after it
+        self._failed_steps.failed((chunk.request for chunk in chunks), error.message)
         for chunk in chunks:
             self._requests.landed(chunk)
         ids = dict.fromkeys(chunk.request.id for chunk in chunks if not chunk.dropped)  # once, with all branches

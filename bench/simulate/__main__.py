@@ -19,6 +19,8 @@ mock engine's cost model; `--fit` takes its constants from lines of `bench.engin
 - A decode worker chooses prefill workers by a book of its own; past 16 of them, some share one (`--prefill-routers`). A prompt
   stays on decode where little is left to compute, or no prefill worker lives, but not because every prefill queue is long. The
   index of blocks is one for all routers.
+- With `--follow share` each decode worker has a book of its own and follows its share of the prefill workers. Heartbeats then
+  come as often as the budget of the largest kind allows; a KV event is known when its batch may leave at the latest.
 - A planned fleet starts with --prefill and --decode workers; one that is ordered serves after --start-s, and counts from its
   order on. The planner sees each worker's state as of the moment, where heartbeats tell it.
 - Heartbeats come as seldom as those of a thousand workers, unless --heartbeat-s says otherwise.
@@ -46,6 +48,8 @@ from bench.simulate.routers import MakePolicy, News
 from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, swinging, trace
 from bench.simulate.worker import Engine
+from components.messaging.fan_out import heartbeat_rest_s, kv_events_rest_s, num_followed
+from components.messaging.heartbeats import EVERY_S, silent_after_s
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
 from components.routing.policies import POLICIES, Phase, check_policy, make_policy
@@ -74,6 +78,13 @@ class Workload(StrEnum):
     CONVERSATIONS = "conversations"
 
 
+class Follow(StrEnum):
+    """Which prefill workers each decode worker follows."""
+
+    ALL = "all"
+    SHARE = "share"
+
+
 def policy_maker(names: str, phase: Phase) -> MakePolicy:
     """A policy as settings name them, for both phases, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
     prefill, _, decode = names.partition("/")
@@ -100,6 +111,16 @@ def _sized(setup: Setup, text: str) -> Setup:
     if not (prefill.isdecimal() and decode.isdecimal()):
         raise typer.BadParameter(f"--fixed {text} is not PREFILL/DECODE")
     return replace(setup, prefill=int(prefill), decode=int(decode))
+
+
+def shared(setup: Setup) -> Setup:
+    """`setup` with decode workers that each follow their share of the prefill workers, at the rates of such a fleet."""
+    prefill, decode = setup.prefill, setup.decode
+    to_decodes, to_frontends = decode * num_followed(prefill, decode), decode * setup.decode_routers
+    heartbeat_s = max(heartbeat_rest_s(prefill, to_decodes), heartbeat_rest_s(decode, to_frontends), EVERY_S)
+    event_s = setup.news.event_s + max(kv_events_rest_s(to_decodes), kv_events_rest_s(to_frontends))
+    news = News(heartbeat_s, event_s, silent_after_s(heartbeat_s))
+    return replace(setup, news=news, prefill_routers=max(decode, 1), follow_all=False)
 
 
 def plan_of(text: str, targets: Targets, start_s: float) -> Plan:
@@ -145,6 +166,13 @@ def main(
     frontends: Annotated[int, typer.Option(help="each with a load book of its own", min=1)] = 1,
     prefill_routers: Annotated[
         int | None, typer.Option(help="load books that choose prefill workers (default: --decode, at most 16)", min=1)
+    ] = None,
+    follow: Annotated[
+        list[Follow] | None,
+        typer.Option(
+            help="prefill workers that a decode worker follows: all of them, or its share; its rates then set "
+            "--heartbeat-s and --news-ms; may be repeated (all)"
+        ),
     ] = None,
     incident: Annotated[list[str] | None, typer.Option(help=f"may be given several times: {happening.SYNTAX}")] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="TTFT that a good request keeps")] = 2000.0,
@@ -204,7 +232,10 @@ def main(
 
     names = policy or list(POLICIES)
     makers = [(policy_maker(name, "decode"), policy_maker(name, "prefill")) for name in names]
-    fleets: list[tuple[str, Setup, Plan | None]] = [("", setup, None)]
+    fleets: list[tuple[str, Setup, Plan | None]] = [
+        (f" {one.value}" if follow else "", setup if one is Follow.ALL else shared(setup), None)
+        for one in follow or [Follow.ALL]
+    ]
     fleets += [(f" {text}", _sized(setup, text), None) for text in fixed or ()]
     if planner is not None:
         targets = Targets(ttft_s=setup.slo.ttft_s, itl_s=setup.slo.tpot_s, goal=goal)
@@ -217,7 +248,8 @@ def main(
             beside = PlannedFleet(fleet, plan) if plan else None
             run = fleet.run()
             runs.append((name + label, run))
-            facts = {"planned": planner, "changes": len(beside.changes)} if beside else {}
+            facts: dict[str, Any] = {"planned": planner, "changes": len(beside.changes)} if beside else {}
+            facts["follow"] = Follow.ALL if sized.follow_all else Follow.SHARE
             figures = run.figures(policy=name, prefill=sized.prefill, decode=sized.decode, **facts)
             print(_table_row(name + label, figures), flush=True)
             if json_file is not None:

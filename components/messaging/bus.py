@@ -24,6 +24,7 @@ from components.errors import (
     MessageTooLarge,
     PeerLost,
 )
+from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
 from components.telemetry.spans import trace_headers
@@ -54,6 +55,7 @@ class Bus:
         self.url = url
         self.refusals = Refusals()  # of what comes in here
         self.connected_at = time.monotonic()  # the last time
+        self.clocks = PeerClocks()
         self._replies = Replies(client)
 
     @property
@@ -297,9 +299,10 @@ async def _watch(client: Client, url: str) -> None:
             cause = client.last_error or nats.errors.ConnectionClosedError()
             raise BackendUnavailable(unreachable(url, cause))
         reconnecting = client._reconnection_task
-        if client.is_connecting and (reconnecting is None or reconnecting.done()):
+        if not client.is_connected and (reconnecting is None or reconnecting.done()):
             # uvloop raises RuntimeError for a socket that is reset within a handshake, and nats-py's task dies of it.
             log.warning("reconnecting to NATS broke off, trying again", extra={"url": url})
+            client._status = Client.CONNECTING
             await client._process_op_err(nats.errors.StaleConnectionError())
 
 

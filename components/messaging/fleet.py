@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
+from components.messaging.fan_out import FleetSizes, Following
 from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.kv_metrics import KvMirrorMetrics
 from components.messaging.kv_subscriber import follow_kv_events
@@ -39,6 +40,7 @@ class Fleet:
         or_nobody = phase == "prefill"  # decode computes prompts itself
         self.router = Router(make_policy(policy, phase, rng), rng, time.monotonic, self.index, or_nobody=or_nobody)
         self._phase = phase
+        self._sizes = FleetSizes(book) if phase == "decode" else None
         for record in book.of_role(phase):
             self._changed(None, record)
         book.subscribe(self._changed)
@@ -52,6 +54,8 @@ class Fleet:
         if now is not None and now.role == self._phase:
             page_size = None if now.kv is None else now.kv.layout.page_size
             self.router.joined(now.instance_id, now.epoch, page_size, tells_cache=now.kv_events)
+        if self._sizes is not None:
+            self.router.cache_worth = self._sizes.cache_worth
 
 
 @asynccontextmanager
@@ -65,17 +69,19 @@ async def watch_fleet(
     rng: Random | None = None,
     kv_index_blocks: int = MAX_BLOCKS,
     metrics: CollectorRegistry | None = None,
+    following: Following | None = None,
 ) -> AsyncIterator[Fleet]:
     """The fleet of a role, kept while inside; what its instances have cached only where the policy looks at it.
 
-    `metrics` then shows how much that is.
+    `metrics` then shows how much that is. The fleet has the instances of `following`, or all in `book` if it is None.
     """
+    watched, chosen = (book, book) if following is None else (following.watched, following.chosen)
     async with AsyncExitStack() as stack:
-        alive = await stack.enter_async_context(watch_heartbeats(bus, namespace, phase, book))
-        fleet = Fleet(book, alive, phase, policy, rng, kv_index_blocks=kv_index_blocks)
+        alive = await stack.enter_async_context(watch_heartbeats(bus, namespace, phase, watched, following))
+        fleet = Fleet(chosen, alive, phase, policy, rng, kv_index_blocks=kv_index_blocks)
         if fleet.index is not None:
-            following = follow_kv_events(bus, namespace, phase, book, fleet.index, rng=fleet.rng)
-            mirror = await stack.enter_async_context(following)
+            mirroring = follow_kv_events(bus, namespace, phase, chosen, fleet.index, rng=fleet.rng, following=following)
+            mirror = await stack.enter_async_context(mirroring)
             if metrics is not None:
                 metrics.register(KvMirrorMetrics(fleet.index, mirror))
         yield fleet

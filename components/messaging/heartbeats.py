@@ -3,33 +3,36 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
 from nats.aio.msg import Msg
 
 from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
+from components.messaging.fan_out import LONGEST_S, Following
+from components.messaging.following import subscribed
 from components.messaging.refusals import STRANGER
 from components.routing.local_prefill import PromptLoad
 from components.wire.codec import unpack
-from components.wire.heartbeat import Heartbeat
+from components.wire.heartbeat import USUAL_NEXT_S, AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord, Role
+from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = 0.5  # from one heartbeat to the next, at most
-SOONEST_S: Final = 0.05  # and at least, however short steps are; of many instances they come less often:
-HEARD_PER_S: Final = 2_000  # heartbeats of one role that are not too many for who hears them
-TOLD_PER_S: Final = 20_000  # and, each counted for everyone who hears it, for NATS
-HEARD_BY: Final[Mapping[Role, Sequence[Role]]] = {"decode": ("frontend",), "prefill": ("frontend", "decode")}
-SILENT_AFTER_S: Final = 2.0
+EVERY_S: Final = USUAL_NEXT_S  # from one heartbeat to the next, at most; in a large fleet `next_s` of the heartbeat
+LATE_S: Final = 1.0  # that a heartbeat may take longer than announced
+SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two heartbeats are missing: with `next_s` as usual
 HUNG_AFTER_S: Final = 20.0  # the longest step we believe in: a chunk of a prompt on a busy CPU takes seconds
-STILL_AFTER_S: Final = 1.5  # without a heartbeat or a step: no new work for it, while there is somebody else
+STILL_AFTER_S: Final = (
+    EVERY_S + LATE_S
+)  # without a heartbeat or a step: no new work for it, while there is somebody else
 LONG_STEPS: Final = 2.0  # times its usual step, where that is longer
 LONGEST_STEP_S: Final = 5.0  # that we get used to
 LATEST: Final = 0.5  # weight in what is usual of the latest step, if it took that long: a hang now and then is no habit
@@ -62,6 +65,7 @@ class Liveness:
         self._pulses: dict[str, _Pulse] = {}
         self._on_lost: list[OnLost] = []
         self._on_heard: list[OnHeard] = []
+        self._next_s = EVERY_S  # as the latest heartbeat of any instance says
         self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # until something changes
         for record in book.of_role(role):
             self._changed(None, record)
@@ -78,7 +82,7 @@ class Liveness:
     def usable(
         self, model: str | None = None, adapter: str = "", *, or_nobody: bool = False
     ) -> Sequence[InstanceRecord]:
-        """Live instances that take new work (of `model`, with that adapter), by instance id.
+        """Live instances that take new work (of `model`, with that adapter) and speak our protocol, by instance id.
 
         Those that are silent or whose engine stands still, for a moment so far, are among them only when all are so; never
         with `or_nobody`, for who can do without.
@@ -94,6 +98,7 @@ class Liveness:
             for p in self._pulses.values()
             if not p.is_lost
             and not p.is_draining
+            and p.record.is_understood
             and model in (None, p.record.model)
             and (not adapter or adapter in p.record.adapters)
         ]
@@ -137,6 +142,7 @@ class Liveness:
             self._usable.clear()
         pulse.heard = now
         pulse.last = heartbeat
+        self._next_s = heartbeat.next_s
         if pulse.is_lost and now - pulse.advanced < HUNG_AFTER_S:
             pulse.is_lost = False
             self._usable.clear()
@@ -150,7 +156,7 @@ class Liveness:
         """Find the silent and the hung."""
         now = self._clock()
         for pulse in list(self._pulses.values()):
-            if now - pulse.heard > SILENT_AFTER_S:
+            if now - pulse.heard > silent_after_s(self._next_s_of(pulse)):
                 self._lose(pulse, f"silent for {now - pulse.heard:.1f} s")
             elif now - pulse.advanced > HUNG_AFTER_S:
                 self._lose(pulse, f"its engine stands still for {now - pulse.advanced:.0f} s")
@@ -158,11 +164,16 @@ class Liveness:
 
     def _look(self, pulse: _Pulse, now: float) -> None:
         """Whether it moves."""
-        patience_s = max(STILL_AFTER_S, LONG_STEPS * pulse.usual_s)
-        is_still = now - pulse.heard > STILL_AFTER_S or now - pulse.advanced > patience_s
+        still_after_s = STILL_AFTER_S + _beyond_usual_s(self._next_s_of(pulse))
+        patience_s = max(still_after_s, LONG_STEPS * pulse.usual_s)
+        is_still = now - pulse.heard > still_after_s or now - pulse.advanced > patience_s
         if is_still != pulse.is_still:
             pulse.is_still = is_still
             self._usable.clear()
+
+    def _next_s_of(self, pulse: _Pulse) -> float:
+        """When its next heartbeat comes; one that has sent none is taken to send them as often as the others."""
+        return self._next_s if pulse.last is None else pulse.last.next_s
 
     def forgive(self) -> None:
         """This process itself was held up: everyone gets a fresh start, for the silence may have been ours."""
@@ -180,6 +191,7 @@ class Liveness:
         if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
             self._lose(pulse, "left etcd" if now is None else "registered anew")
         if now is not None:
+            warn_of_protocol(was, now)
             at = self._clock()
             self._pulses[now.instance_id] = _Pulse(now, at, at)
 
@@ -194,9 +206,29 @@ class Liveness:
             callback(pulse.record, why)
 
 
+def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:
+    """Say, once for each process, that an instance which has registered is not used: it speaks another protocol."""
+    if now.is_understood or (was is not None and not was.is_understood):
+        return
+    facts = {"role": now.role, "instance": now.instance_id, "protocol": now.protocol, "from": now.oldest_protocol}
+    log.warning("instance not used: it speaks another protocol", extra={**facts, "ours": PROTOCOL, "ours_from": OLDEST})
+
+
+def silent_after_s(next_s: float) -> float:
+    """Seconds without a heartbeat after which an instance is lost, whose last one announced another in `next_s`."""
+    return SILENT_AFTER_S + 2 * _beyond_usual_s(next_s)
+
+
+def _beyond_usual_s(next_s: float) -> float:
+    """Bounded, so that one bad heartbeat cannot keep an instance alive for good."""
+    return min(max(EVERY_S, next_s), LONGEST_S) - EVERY_S
+
+
 @asynccontextmanager
-async def watch_heartbeats(bus: Bus, namespace: str, role: Role, book: InstanceBook) -> AsyncIterator[Liveness]:
-    """The liveness of a role's instances, kept while inside."""
+async def watch_heartbeats(
+    bus: Bus, namespace: str, role: Role, book: InstanceBook, following: Following | None = None
+) -> AsyncIterator[Liveness]:
+    """The liveness of the instances of a role in `book`, kept while inside. With `following`, `book` is its `watched`."""
     liveness = Liveness(book, role)
 
     async def receive(message: Msg) -> None:
@@ -215,7 +247,10 @@ async def watch_heartbeats(bus: Bus, namespace: str, role: Role, book: InstanceB
                 liveness.forgive()
             liveness.check()
 
-    async with bus.subscription(f"{namespace}.{role}.*.heartbeat", receive), background(watch(), f"watch-{role}"):
+    async with (
+        subscribed(bus, f"{namespace}.{role}.*.heartbeat", receive, book, following),
+        background(watch(), f"watch-{role}"),
+    ):
         yield liveness
 
 
@@ -245,23 +280,18 @@ def heartbeat_of(
     )
 
 
-def rest_between(role: Role, book: InstanceBook) -> float:
-    """Seconds from a heartbeat to the next of an instance of `role` that steps, so that all of them are not too many."""
-    instances = len(book.of_role(role))
-    heard_by = sum(len(book.of_role(listener)) for listener in HEARD_BY[role])
-    return min(max(SOONEST_S, instances / HEARD_PER_S, instances * heard_by / TOLD_PER_S), EVERY_S)
-
-
 class HeartbeatSender:
-    """Publishes what a worker says of itself: soon after a step, and twice a second in any case; `send_heartbeats` runs it."""
+    """Publishes a worker's heartbeats: soon after a step, and in any case each `EVERY_S`, or `rest_s` if that is longer."""
 
     def __init__(self, bus: Bus, subject: str, make: Callable[[], Heartbeat], rest_s: Callable[[], float]) -> None:
-        """`rest_s`: from one to the next at least, unless it is urgent."""
+        """`rest_s`: seconds from one heartbeat to the next at least, unless it is urgent; it may change."""
         self._bus = bus
         self._subject = f"{subject}.heartbeat"
         self._make = make
         self._rest_s = rest_s
         self._step = 0
+        self._made_of_step = -1
+        self._moved_s = time.monotonic()  # when the step counter was seen to move, or the engine to be idle
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
 
@@ -281,12 +311,27 @@ class HeartbeatSender:
         while True:
             self._news.clear()
             self._urgent.clear()
-            heartbeat = self._make()
-            with suppress(MeshError):  # the bus reports its own outages
-                await self._bus.publish(self._subject, heartbeat)
             rest_s = self._rest_s()
+            with suppress(MeshError):  # the bus reports its own outages
+                await self._bus.publish(self._subject, self._heartbeat(rest_s))
             if not await _set_within(rest_s, self._urgent):
                 await _set_within(EVERY_S - rest_s, self._news)
+
+    async def answer(self, message: Msg) -> None:
+        """Answer an `AskHeartbeat`."""
+        try:
+            unpack(message.data, AskHeartbeat)
+            await self._bus.publish(message.reply, self._heartbeat(self._rest_s()))
+        except MalformedMessage as exc:
+            self._bus.refusals.count("ask_heartbeat", exc)
+        except MeshError as exc:
+            log.debug("heartbeat not sent", extra={"cause": exc.message})
+
+    def _heartbeat(self, rest_s: float) -> Heartbeat:
+        heartbeat, now_s = self._make(), time.monotonic()
+        if heartbeat.step != self._made_of_step or not heartbeat.busy:
+            self._made_of_step, self._moved_s = heartbeat.step, now_s
+        return structs.replace(heartbeat, next_s=max(EVERY_S, rest_s), still_s=now_s - self._moved_s)
 
 
 async def _set_within(seconds: float, event: asyncio.Event) -> bool:
@@ -301,7 +346,14 @@ async def _set_within(seconds: float, event: asyncio.Event) -> bool:
 async def send_heartbeats(
     bus: Bus, subject: str, make: Callable[[], Heartbeat], rest_s: Callable[[], float]
 ) -> AsyncIterator[HeartbeatSender]:
-    """Publish `make()` on `<subject>.heartbeat` while inside. See `HeartbeatSender`, and `rest_between` for `rest_s`."""
+    """Publish `make()` on `<subject>.heartbeat` while inside, and answer those who ask all workers of its role.
+
+    `rest_s`: see `HeartbeatSender`, and `FleetSizes.heartbeat_rest_s`.
+    """
     sender = HeartbeatSender(bus, subject, make, rest_s)
-    async with background(sender.run(), "heartbeat"):
+    of_role, _, _ = subject.rpartition(".")
+    async with (
+        bus.subscription(f"{of_role}.ask_heartbeat", sender.answer),
+        background(sender.run(), "heartbeat"),
+    ):
         yield sender

@@ -12,11 +12,19 @@ from typing import Final
 from nats.aio.msg import Msg
 
 from components.aio import Failure, background
-from components.errors import FramesLost, InvariantBroken, MalformedMessage, MeshError
+from components.errors import DecodeLost, FramesLost, InvariantBroken, MalformedMessage, MeshError
 from components.messaging.arrivals import LOOK_S, Arrivals
 from components.messaging.bus import Bus
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
-from components.wire.generate import FramesResent, ResendFrames, StreamItem, TokenFrame, num_numbers, unpack_frame
+from components.wire.generate import (
+    FramesResent,
+    OtherFrameVersion,
+    ResendFrames,
+    StreamItem,
+    TokenFrame,
+    num_numbers,
+    unpack_frame,
+)
 from components.wire.refused import raised
 
 log = logging.getLogger(__name__)
@@ -179,6 +187,11 @@ class StreamInbox:
         """A frame arrived."""
         try:
             frame = unpack_frame(message.data)
+        except OtherFrameVersion as exc:  # its streams would wait for ever
+            self._refusals.count("tokens", exc)
+            log.warning("frame refused", extra={"cause": exc.message})
+            self.fail_instance(exc.instance_id, DecodeLost(exc.message))
+            return
         except MalformedMessage as exc:
             self._refusals.count("tokens", exc)
             log.warning("frame refused", extra={"cause": exc.message})

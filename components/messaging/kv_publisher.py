@@ -24,7 +24,7 @@ from components.wire.kv_events import (
     pack_hashes,
 )
 
-EVERY_S: Final = 0.05  # a batch at most so often: a thousand workers are 20,000 messages a second to every router
+EVERY_S: Final = 0.05  # from one batch to the next at least; in a large fleet they come less often
 MAX_WAITING_BLOCKS: Final = 65_536  # 1 MB that NATS does not take; more is dropped
 SIGN_AFTER_S: Final = 0.5  # of silence: an empty batch, for the last one may have been lost
 SIGN_AT_LEAST_S: Final = 60.0  # the pauses between these double
@@ -112,13 +112,24 @@ class _Dump:
 class KvEventPublisher:
     """One worker's events on their way to routers; `publish_kv_events` runs it."""
 
-    def __init__(self, bus: Bus, subject: str, instance_id: str, epoch: Callable[[], str], *, on: bool = True) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subject: str,
+        instance_id: str,
+        epoch: Callable[[], str],
+        *,
+        on: bool = True,
+        rest_s: Callable[[], float] = lambda: EVERY_S,
+    ) -> None:
+        """`rest_s`: seconds from one batch to the next at least; it may change."""
         self.log = EventLog()
         self._bus = bus
         self._subject = f"{subject}.kv_events"
         self._instance_id = instance_id
         self._epoch = epoch
         self._on = on
+        self._rest_s = rest_s
         self._sealed: deque[KvEventBatch] = deque()
         self._dumps: dict[str, _Dump] = {}
         self._wake = asyncio.Event()
@@ -155,7 +166,7 @@ class KvEventPublisher:
                 self._wake.clear()
                 self._seal()
             await self._send()
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(self._rest_s())
 
     def _seal(self) -> None:
         if self._epoch():
@@ -212,13 +223,19 @@ def _part(dump: _Dump, dump_id: str, first: int) -> KvDumpPart:
 
 @asynccontextmanager
 async def publish_kv_events(
-    bus: Bus, subject: str, instance_id: str, epoch: Callable[[], str], *, on: bool = True
+    bus: Bus,
+    subject: str,
+    instance_id: str,
+    epoch: Callable[[], str],
+    *,
+    on: bool = True,
+    rest_s: Callable[[], float] = lambda: EVERY_S,
 ) -> AsyncIterator[KvEventPublisher]:
     """A publisher whose batches leave while inside; `epoch` is "" while the worker is not registered.
 
-    Off, it says nothing and answers no call.
+    Off, it publishes nothing and answers no call. `rest_s`: see `KvEventPublisher`, and `FleetSizes.kv_events_rest_s`.
     """
-    publisher = KvEventPublisher(bus, subject, instance_id, epoch, on=on)
+    publisher = KvEventPublisher(bus, subject, instance_id, epoch, on=on, rest_s=rest_s)
     if not on:
         yield publisher
         return

@@ -15,6 +15,8 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
+from components.messaging.fan_out import Following
+from components.messaging.following import subscribed
 from components.messaging.refusals import GAP, STRANGER
 from components.routing.kv_following import BlockIndex, Follower
 from components.wire.instances import InstanceRecord, Role
@@ -220,12 +222,22 @@ class KvMirror:
 
 @asynccontextmanager
 async def follow_kv_events(
-    bus: Bus, namespace: str, role: Role, book: InstanceBook, index: BlockIndex, *, rng: Random | None = None
+    bus: Bus,
+    namespace: str,
+    role: Role,
+    book: InstanceBook,
+    index: BlockIndex,
+    *,
+    rng: Random | None = None,
+    following: Following | None = None,
 ) -> AsyncIterator[KvMirror]:
-    """While inside, `index` holds what the instances of a role have cached, as far as they tell."""
+    """While inside, `index` holds what the instances of a role in `book` have cached, as far as they publish it.
+
+    With `following`, `book` is its `chosen`.
+    """
     mirror = KvMirror(bus, role, book, index, rng or Random())
     async with (
-        bus.subscription(f"{namespace}.{role}.*.kv_events", mirror.receive),
+        subscribed(bus, f"{namespace}.{role}.*.kv_events", mirror.receive, book, following),
         background(mirror.run(), f"kv-dumps-{role}"),
         background(mirror.look(), f"kv-look-{role}"),
     ):

@@ -17,11 +17,13 @@ from nats.micro.service import EndpointStats
 from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind, StatusCode
 
-from components.errors import InvariantBroken, MeshError
+from components.errors import InvariantBroken, MeshError, PeerLost
 from components.messaging.bus import Bus, nats_errors
+from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.spans import trace_context, tracer
-from components.wire.codec import Struct, pack, unpack
+from components.wire.codec import Struct, UnknownMessage, pack, unpack
+from components.wire.dated import Dated
 from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
@@ -77,9 +79,10 @@ class SentAnswers:
 class CallServer:
     """Runs each call in a task of its own, so that a slow one holds up nobody, unless none can be slow."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals, clocks: PeerClocks) -> None:
         self._url = url  # of NATS, for whoever reads of its failures
         self._refusals = refusals
+        self._clocks = clocks
         self._tasks: set[asyncio.Task[None]] = set()
         self._answers = SentAnswers()
         self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
@@ -121,7 +124,8 @@ class CallServer:
             self._errors[endpoint.name] += 1
             self._refusals.count(endpoint.name, exc)
             log.info("call refused", extra={"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message})
-            answer = refusal(exc)
+            # Every release takes PeerLost as a reason to ask another instance, which may know this kind of message.
+            answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
         except Exception as exc:  # the edge of one request
             self._errors[endpoint.name] += 1
             log.exception("call failed", extra={"call": endpoint.name})
@@ -142,6 +146,8 @@ class CallServer:
 
     async def _handled(self, endpoint: Endpoint, request: Request) -> Struct:
         message = unpack(request.data, endpoint.request)
+        if isinstance(message, Dated):
+            message = self._clocks.converted(message)
         if endpoint.span is None:
             return await endpoint.handler(message)
         with tracer.start_as_current_span(endpoint.span, kind=SpanKind.SERVER) as span:
@@ -166,7 +172,7 @@ async def serve_calls(
         endpoints: what it answers.
         metadata: shown by `$SRV.INFO`.
     """
-    server = CallServer(endpoints, bus.url, bus.refusals)
+    server = CallServer(endpoints, bus.url, bus.refusals, bus.clocks)
     service = await micro.add_service(
         bus.client,
         name=f"kvmesh-{role}",

@@ -62,6 +62,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.InvariantBroken: Row(500, _SERVER, "internal_error", _OURS),
     e.IllegalTransition: Row(500, _SERVER, "internal_error", _OURS),
     e.PageLeak: Row(500, _SERVER, "internal_error", _OURS),
+    e.PeerBroken: Row(500, _SERVER, "internal_error", _OURS),
 }
 
 WHY_NO_KV: Final[dict[str, str]] = {  # by the class in `KvUnavailable`'s field `cause`

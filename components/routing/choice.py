@@ -5,6 +5,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
+class Identified(Protocol):
+    """What has the id of an instance: its record, or its member in the load book."""
+
+    @property
+    def instance_id(self) -> str:
+        """As it stands in etcd."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request that wants an instance."""
@@ -13,6 +21,7 @@ class Ask:
     session: str = ""  # what affinity goes by: requests with the same one belong together
     prefix: bytes = b""  # hash of the prompt's first tokens, for policies that hash
     explain: bool = False  # whether the answer is to tell the costs that were compared, if any: that takes time
+    cache_worth: float = 1.0  # factor on what a policy that weighs caches against load saves by a cached token
     dry: bool = False  # a question without a request: the policy is to remember nothing of it
 
 

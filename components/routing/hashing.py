@@ -11,7 +11,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Final, Literal
 
-from components.routing.choice import Ask, Choice, Member
+from components.routing.choice import Ask, Choice, Identified, Member
 from components.routing.load import Load, lowest
 
 LOAD_FACTOR: Final = 1.25  # nobody takes a key while it carries more than this multiple of the mean, and the slack
@@ -27,14 +27,14 @@ class Rendezvous:
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
 
-    def scores(self, key: bytes, members: Sequence[Member]) -> list[int]:
+    def scores(self, key: bytes, members: Sequence[Identified]) -> list[int]:
         """64 bits for each of `members`; the same for the same key and id in every process."""
         hashed = _hash(key)
         names = self._of(members)
         mixed = [((name ^ hashed) * _MIX) & _MASK for name in names]
         return [((one ^ (one >> 32)) * _MIX_AGAIN) & _MASK for one in mixed]
 
-    def _of(self, members: Sequence[Member]) -> list[int]:
+    def _of(self, members: Sequence[Identified]) -> list[int]:
         known = self._names
         try:
             return [known[m.instance_id] for m in members]

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Final, Protocol
+from typing import Final
 
-from components.errors import DeadlineExceeded, MeshError, PeerLost, StaleInstance
+from components.errors import DeadlineExceeded, MalformedMessage, MeshError, PeerBroken, PeerLost, StaleInstance
 from components.routing.approximate_index import ApproximateIndex
-from components.routing.choice import Ask, Choice, Member, Policy
+from components.routing.choice import Ask, Choice, Identified, Member, Policy
 from components.routing.health import Health
 from components.routing.kv_index import KvIndex
 from components.routing.load_book import LoadBook, Sent
@@ -23,14 +23,8 @@ from components.wire.routes import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → chained hashes of a prompt's full pages
 SHOWN: Final = 8  # candidates that a span tells of
-
-
-class Identified(Protocol):
-    """What has the id of an instance: its record, or its member in the load book."""
-
-    @property
-    def instance_id(self) -> str:
-        """As it stands in etcd."""
+# What speaks against an instance: loss, silence, a late answer, a defect there, no understanding.
+AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +101,9 @@ class Route:
         self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
-        """It did not: silence, loss and late answers speak against the instance, once for all branches; a refusal does not."""
-        if isinstance(error, PeerLost | DeadlineExceeded) and not isinstance(error, StaleInstance) and not self._failed:
+        """Count a failure for the instance's breaker, once for all branches, if it is one of `AGAINST`. A refusal is not."""
+        counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance)
+        if counts and not self._failed:
             self._failed = True
             self._router.health.failed(self.instance_id, self._router.now_s)
 
@@ -143,6 +138,7 @@ class Router:
         self.book = LoadBook()
         self.health = Health(rng)
         self.policy = policy
+        self.cache_worth = 1.0  # see `Ask`; its owner changes it with the size of the fleet
         self._clock = clock
         self._index = index
         self._guess = ApproximateIndex(clock=clock)  # for those that do not tell
@@ -195,6 +191,8 @@ class Router:
         """
         members = self.health.candidates(self._members_of(usable), self.now_s, or_nobody=self._or_nobody)
         cached = self._cached(blocks) if self._index is not None and (len(members) > 1 or ask.explain) else {}
+        if self.cache_worth != ask.cache_worth:
+            ask = replace(ask, cache_worth=self.cache_worth)
         choice = self.policy.choose(ask, members, cached, self.now_s)
         if choice is None:
             return None

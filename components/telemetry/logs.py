@@ -1,7 +1,8 @@
 """Logs: `getLogger(__name__)`, a constant message, facts in `extra`. Console lines for people, JSON lines for machines.
 
 With the JSON format each line is an object with `ts`, `level`, `logger`, `event` and the facts. Two events are a contract with
-whoever supervises the process: `ready`, once, when it serves; `progress` with `task`, `done` and `total`.
+whoever supervises the process: `ready`, once, when it serves; `progress` with `task`, `done` and `total`. Equal lines in quick
+succession are counted (`repeated_lines.py`).
 """
 
 import logging
@@ -13,9 +14,9 @@ from typing import Final, Literal
 
 import structlog
 
-PROGRESS_S: Final = 0.5
+from components.telemetry.repeated_lines import CountingHandler, status
 
-status = logging.getLogger("kvmesh.status")  # the contract: heard at every level
+PROGRESS_S: Final = 0.5
 
 # Without local variables: they hold prompts.
 _TRACEBACKS: Final = structlog.processors.ExceptionRenderer(
@@ -40,7 +41,7 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
         foreign_pre_chain=shared,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = CountingHandler(sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers = [handler]

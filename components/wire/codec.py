@@ -18,6 +18,10 @@ MAX_ITEMS: Final = 1 << 20
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what reading anybody's bytes may raise
 
 
+class UnknownMessage(MalformedMessage):
+    """A message of a kind that this process does not know: its sender speaks another protocol."""
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Struct(msgspec.Struct, frozen=True, omit_defaults=True):
     """What messages are, and what stands in them: a frozen value whose fields are checked when it is read.
@@ -69,7 +73,7 @@ def unpack(data: bytes, *expected: type[S]) -> S:
         raise MalformedMessage(f"not a [tag, fields] pair: {exc}") from exc
     cls = _by_tag.get(tag)
     if cls is None:
-        raise MalformedMessage(f"unknown message tag {tag[:64]!r}; is a peer newer than this process?")
+        raise UnknownMessage(f"unknown message tag {tag[:64]!r}; is a peer newer than this process?")
     if cls not in expected:
         wanted = ", ".join(_tags[e] for e in expected)
         raise MalformedMessage(f"message {tag!r} where {wanted} belongs")

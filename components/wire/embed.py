@@ -6,19 +6,19 @@
 from typing import Final
 
 from components.wire.codec import Struct, message
+from components.wire.dated import Dated
 
 MAX_TEXTS: Final = 64  # of one message: their vectors come in one, too
 
 
 @message("embed.v1")
-class EmbedRequest(Struct):
+class EmbedRequest(Dated):
     """frontend → decode."""
 
     request_id: str  # ours and random, another one for each message
     epoch: str  # of the decode instance addressed
     model: str
     texts: list[bytes]  # int32[T] each: the token ids
-    deadline_unix_ms: int
     cache_salt: str = ""
     priority: int = 0  # lower goes first
 

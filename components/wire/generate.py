@@ -16,6 +16,7 @@ import msgspec
 
 from components.errors import MalformedMessage, MeshError
 from components.wire.codec import Struct, message, unpack_plain
+from components.wire.dated import Dated
 from components.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused, refusal
 from components.wire.sampling import Sampling
@@ -27,8 +28,8 @@ MAX_STREAM_ID: Final = 2**63 - 1  # as a column of a frame holds it
 PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings tokens alone has behind them
 
 
-@message("generate.v3")
-class GenerateRequest(Struct):
+@message("generate.v4")  # new with each FRAME_VERSION: who sends it reads the frames that answer it
+class GenerateRequest(Dated):
     """frontend → decode. A stream that moves to another instance is sent again with the tokens it already has."""
 
     request_id: str  # ours and random; the client's own id is a label, never a key
@@ -37,7 +38,6 @@ class GenerateRequest(Struct):
     stream_id: int  # unique within the frontend; of n branches the first one's, the others' follow it
     reply_to: str  # NATS subject of the frontend's frames
     token_ids: bytes  # int32[T]: the prompt, and after a move the tokens already generated
-    deadline_unix_ms: int  # wall clock: a monotonic time means nothing in another process
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0  # lower goes first
@@ -113,6 +113,16 @@ class TokenFrame:
 def num_numbers(token_ids: Sequence[int]) -> int:
     """How many of its stream's numbers an item takes, which count from 0: one a token, one without any."""
     return len(token_ids) or 1
+
+
+class OtherFrameVersion(MalformedMessage):
+    """A token frame that this process cannot read, from the instance `instance_id`, which stands there in every version."""
+
+    def __init__(self, version: int, instance_id: str) -> None:
+        super().__init__(
+            f"token frames of version {version} from decode {instance_id}, this process reads {FRAME_VERSION}"
+        )
+        self.instance_id = instance_id
 
 
 class FrameDraft:
@@ -191,9 +201,12 @@ def _little_endian(column: "array[int]") -> bytes:
 
 
 def unpack_frame(data: bytes) -> TokenFrame:
-    """The frame in `data`. Raises: MalformedMessage."""
+    """The frame in `data`. Raises: OtherFrameVersion, MalformedMessage."""
     value = unpack_plain(data)
-    if not (isinstance(value, list) and len(value) == 10 and value[0] == FRAME_VERSION):
+    is_frame = isinstance(value, list) and len(value) > 1 and type(value[0]) is int and isinstance(value[1], str)
+    if is_frame and value[0] != FRAME_VERSION:
+        raise OtherFrameVersion(value[0], value[1])
+    if not (is_frame and len(value) == 10):
         raise MalformedMessage(f"not a token frame of version {FRAME_VERSION}")
     _, instance_id, epoch, step, number, streams, seqs, lengths, tokens, others = value
     named = isinstance(instance_id, str) and isinstance(epoch, str)

@@ -1,9 +1,15 @@
-"""Every worker says after its steps, and twice a second in any case, that it lives, what it carries and how far it has counted.
+"""Heartbeats: every worker reports that it lives, its load and its step counter.
 
-On `<subject>.heartbeat`. A lease tells of a lost process after its TTL; a heartbeat, or none, of a silent or hung one in 2 s.
+A worker publishes one on `<subject>.heartbeat` after its steps, and at least twice a second; in a large fleet less often
+(`components/messaging/fan_out.py`). It answers `AskHeartbeat` with one, too. A lease shows a lost process after its TTL,
+missing heartbeats show a silent or hung one in 2 s.
 """
 
+from typing import Final
+
 from components.wire.codec import Struct, message
+
+USUAL_NEXT_S: Final = 0.5
 
 
 @message("heartbeat.v1")
@@ -27,3 +33,10 @@ class Heartbeat(Struct):
     prompt_tokens_per_s: float = 0.0  # computed lately; 0: none yet
     accepted: int = 0  # requests accepted since it started; the answer to each says its number
     num_requests: int = 0  # of those, not over, each of n branches for itself: the engine may not have seen the last
+    next_s: float = USUAL_NEXT_S  # until its next heartbeat, at most
+    still_s: float = 0.0  # since its step counter moved or it was idle; measured by the worker
+
+
+@message("heartbeat-ask.v1")
+class AskHeartbeat(Struct):
+    """anyone → all workers of a role, on `<namespace>.<role>.ask_heartbeat`; each answers with its Heartbeat."""

@@ -12,6 +12,7 @@ from components.errors import MalformedMessage
 from components.kv_transfer.layout import KvLayout
 from components.wire.codec import MALFORMED, Struct
 from components.wire.embedding_model import EmbeddingModel
+from components.wire.protocol import UNNAMED, understood
 
 Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
@@ -49,6 +50,13 @@ class InstanceRecord(Struct):
     metrics: str | None = None  # URL of a frontend's own metrics page: several may share the other one
     kv_events: bool = False  # whether it tells which blocks it has cached
     embedding: EmbeddingModel | None = None  # None: the model generates
+    protocol: int = UNNAMED  # what it speaks; see `components/wire/protocol.py`
+    oldest_protocol: int = UNNAMED  # what others must speak at least
+
+    @property
+    def is_understood(self) -> bool:
+        """Whether it and this process can work together."""
+        return understood(self.protocol, self.oldest_protocol)
 
 
 def dump_record(record: InstanceRecord) -> bytes:

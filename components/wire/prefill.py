@@ -2,12 +2,16 @@
 
 from components.kv_transfer.layout import KvLayout
 from components.wire.codec import Struct, message
+from components.wire.dated import Dated
 from components.wire.sampling import Sampling
 
 
 @message("prefill.v5")
-class PrefillRequest(Struct):
-    """decode → prefill, on `<prefill subject>.prefill`; answered by PrefillAccepted or Refused."""
+class PrefillRequest(Dated):
+    """decode → prefill, on `<prefill subject>.prefill`; answered by PrefillAccepted or Refused.
+
+    Its deadline is for everything: computing, pairing and sending.
+    """
 
     request_id: str
     epoch: str  # of the prefill instance addressed
@@ -16,7 +20,6 @@ class PrefillRequest(Struct):
     room: str  # where decode's pages will be offered
     stamp: int  # uint63, random: the aux slot carries it when everything has landed
     token_ids: bytes  # int32[T], the whole prompt
-    deadline_unix_ms: int  # for everything
     sampling: Sampling  # as decode got it: the first token is drawn here
     cache_salt: str = ""
     priority: int = 0  # lower goes first

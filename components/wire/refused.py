@@ -4,7 +4,7 @@ import math
 
 from msgspec import field
 
-from components.errors import BY_NAME, InvariantBroken, MeshError, Overloaded
+from components.errors import BY_NAME, MeshError, Overloaded, PeerBroken, reported
 from components.wire.codec import Struct, message
 
 
@@ -24,10 +24,10 @@ def refusal(error: MeshError) -> Refused:
 
 
 def raised(refused: Refused) -> MeshError:
-    """The error that the other side raised; a class this process does not know becomes InvariantBroken."""
-    cls = BY_NAME.get(refused.error)
-    if cls is None:
-        return InvariantBroken(f"{refused.error}: {refused.message}")
+    """The error that the other side raised. InvariantBroken, or a class this process does not have, becomes PeerBroken."""
+    if refused.error not in BY_NAME:
+        return PeerBroken(f"{refused.error}: {refused.message}")
+    cls = reported(refused.error)
     fields = dict(refused.fields)
     if issubclass(cls, Overloaded):
         return cls(refused.message, retry_after_s=_seconds(fields.pop("retry_after_s", None)), **fields)

@@ -6,11 +6,15 @@ the KV. All that follows goes to that replica (`<bootstrap subject>.<verb>`): a 
 
 from components.kv_transfer.layout import KvLayout
 from components.wire.codec import Struct, message
+from components.wire.dated import Dated
 
 
 @message("room-open.v2")
-class OpenRoom(Struct):
-    """decode → bootstrap `.open`: the destination. Handed to prefill as PagesOffered; answered by RoomOk."""
+class OpenRoom(Dated):
+    """decode → bootstrap `.open`: the destination. Handed to prefill as PagesOffered; answered by RoomOk.
+
+    Its deadline is for the last byte.
+    """
 
     room: str  # random: no two are alike
     request_id: str
@@ -21,12 +25,11 @@ class OpenRoom(Struct):
     pages: list[int]  # of the whole prompt, in order; decode's, of its page size, which prefill's may differ from
     num_cached_pages: int  # leading ones of these that decode already holds: nothing is sent for them
     aux_slot: int
-    deadline_unix_ms: int  # for the last byte
     layout: KvLayout | None = None  # of decode's pages
 
 
 @message("room-pages.v2")
-class PagesOffered(Struct):
+class PagesOffered(Dated):
     """bootstrap → prefill, on `<prefill subject>.pages`; nobody waits for an answer."""
 
     request_id: str
@@ -37,7 +40,6 @@ class PagesOffered(Struct):
     pages: list[int]
     num_cached_pages: int
     aux_slot: int
-    deadline_unix_ms: int
 
 
 @message("kv-coming.v1")

@@ -29,6 +29,7 @@ async def main(settings: BootstrapSettings) -> None:
         keep_present(bus, registry.book),
     ):
         metrics.register(bus.refusals)
+        metrics.register(bus.clocks)
         service = BootstrapService(bus, settings.namespace, registration, registry, metrics)
         async with (
             background(service.clean(settings.room_cleanup_s), "clean-rooms"),

@@ -45,7 +45,7 @@ class BootstrapService:
         """A new room, and decode's pages handed to prefill. Raises: MalformedMessage, IncompatibleLayout."""
         prefill = self._registry.book.find(request.prefill_id, request.prefill_epoch)
         layout = None if prefill is None or prefill.kv is None else prefill.kv.layout
-        offered = self._rooms.open(request, layout)
+        offered = self._rooms.open(request, layout, sent_unix_ms=now_ms())
         try:
             await self._bus.publish(self._subject(offered), offered.message)
         except MeshError:

@@ -55,7 +55,7 @@ class RoomBook:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def open(self, request: OpenRoom, prefill: KvLayout | None = None) -> Note:
+    def open(self, request: OpenRoom, prefill: KvLayout | None = None, *, sent_unix_ms: int = 0) -> Note:
         """A room for this pair, and decode's pages on their way to prefill.
 
         `prefill` is the layout of prefill's pages, where it is known. Raises: MalformedMessage, IncompatibleLayout.
@@ -78,6 +78,8 @@ class RoomBook:
             request_id=request.request_id,
             room=request.room,
             bootstrap_id=self._replica_id,
+            sender=self._replica_id,
+            sent_unix_ms=sent_unix_ms,
             decode_id=request.decode_id,
             decode_epoch=request.decode_epoch,
             pages=request.pages,

@@ -9,8 +9,9 @@ from components.errors import Rejected
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
+from components.messaging.fan_out import FleetSizes, Following
 from components.messaging.fleet import watch_fleet
-from components.messaging.heartbeats import rest_between, send_heartbeats
+from components.messaging.heartbeats import send_heartbeats
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.outbox import open_outbox
 from components.messaging.presence import keep_present, present_endpoint
@@ -69,7 +70,14 @@ async def main(settings: DecodeSettings) -> None:
             max_request_pages(engine.engine),
         ) as transfer,
         keep_profiles(f"decode {me}", EngineProfiler(engine, {"role": "decode", "instance": me})) as profiles,
-        publish_kv_events(bus, subject, me, lambda: registration.epoch, on=settings.engine.kv_events) as kv_events,
+        publish_kv_events(
+            bus,
+            subject,
+            me,
+            lambda: registration.epoch,
+            on=settings.engine.kv_events,
+            rest_s=partial(FleetSizes(registry.book).kv_events_rest_s, "decode"),
+        ) as kv_events,
         serve_health(settings, metrics.registry, bus, registry, registration) as page,
         keep_present(bus, registry.book),
         watch_fleet(
@@ -80,6 +88,7 @@ async def main(settings: DecodeSettings) -> None:
             settings.prefill_policy,
             kv_index_blocks=settings.kv_index_blocks,
             metrics=metrics.registry,
+            following=Following(registry.book, me, model),
         ) as prefills,
         open_outbox(
             bus, me, lambda: registration.epoch, lambda: engine.stats.step, settings.frame_interval_ms / 1e3
@@ -94,6 +103,7 @@ async def main(settings: DecodeSettings) -> None:
             settings.transfer_timeout_s,
             bootstrap_timeout_s=settings.bootstrap_timeout_s,
             checksums=checksums,
+            recomputes=settings.on_transfer_failure == "recompute",
         )
         service = DecodeService(
             registration,
@@ -121,6 +131,7 @@ async def main(settings: DecodeSettings) -> None:
             embedding=engine.engine.embedding,
         )
         metrics.registry.register(bus.refusals)
+        metrics.registry.register(bus.clocks)
         metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
         engine.on_output(lambda output: kv_events.take(output.cache_events))
         endpoints = [
@@ -131,7 +142,9 @@ async def main(settings: DecodeSettings) -> None:
         ]
         async with (
             serve_calls(bus, "decode", subject, endpoints, {"instance_id": me, "model": model}),
-            send_heartbeats(bus, subject, service.heartbeat, partial(rest_between, "decode", registry.book)) as heart,
+            send_heartbeats(
+                bus, subject, service.heartbeat, partial(FleetSizes(registry.book).heartbeat_rest_s, "decode")
+            ) as heart,
             registry.advertise(registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))

@@ -15,6 +15,7 @@ from components.errors import (
     KvUnavailable,
     MeshError,
     Overloaded,
+    PeerBroken,
     PeerLost,
     PrefillLost,
     Rejected,
@@ -284,7 +285,7 @@ class DecodeService:
             outputs = await run(lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs))
         except MeshError as exc:
             in_time = now_ms() < active.request.deadline_unix_ms  # else it came with too little time left
-            if in_time and (fetch.waits_for_prefill or isinstance(exc, PrefillLost)):
+            if in_time and (fetch.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
             self._settle_later(fetch)
             self._go_on_without_kv(active, exc)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from random import Random
 from random import getrandbits as randbits
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind
 
 from components.aio import ended
 from components.discovery.registry import Registration, Registry
-from components.errors import BY_NAME, DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost
+from components.errors import DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost, reported
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer, check_same_backend
 from components.kv_transfer.checksum import PageChecksums, Sent
@@ -24,6 +24,7 @@ from components.kv_transfer.page_reader import check_readable
 from components.kv_transfer.receiver import Receiver, ReceiveState
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.heartbeats import warn_of_protocol
 from components.routing.router import Route
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
@@ -32,6 +33,7 @@ from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Qu
 from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.tokens import num_tokens
 from engine.ports import Reserved
+from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ CALL_TIMEOUT_S = 10.0
 QUIESCE_TIMEOUT_S = 5.0
 QUIESCE_AGAIN_S = 0.5
 GONE_AFTER_S = 5.0  # nobody has listened under prefill's name for so long: it is not just reconnecting
-FENCE_MARGIN_S = 2.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
+FENCE_MARGIN_S = 4.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class RemotePrefill:
         *,
         bootstrap_timeout_s: float | None = None,  # until our pages are offered; None: as long
         checksums: PageChecksums | None = None,  # when what lands is to be verified
+        recomputes: bool = True,  # whether a prompt is computed here when its KV does not come
     ) -> None:
         self._bus = bus
         self._registration = registration
@@ -100,7 +103,8 @@ class RemotePrefill:
         self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
         self._checksums = checksums
         self._fetches: dict[str, Fetch] = {}
-        self._turn = count()
+        registry.book.subscribe(_bootstrap_changed)
+        self._bootstraps = BootstrapChoice(Random(registration.instance_id), or_nobody=recomputes)
 
     @property
     def has_room(self) -> bool:
@@ -139,7 +143,7 @@ class RemotePrefill:
         """Prefill or the bootstrap service know that a transfer will not complete."""
         fetch = self._fetches.get(failed.request_id)
         if fetch is not None and fetch.room == failed.room:
-            kind = BY_NAME.get(failed.error, PrefillLost)
+            kind = reported(failed.error, PrefillLost)
             fetch.receiver.failure.tell(kind(f"prefill {fetch.prefill.instance_id}: {failed.cause}"))
 
     def kv_coming(self, coming: KvComing) -> None:
@@ -211,6 +215,8 @@ class RemotePrefill:
             stamp=fetch.stamp,
             token_ids=request.token_ids,
             deadline_unix_ms=min(request.deadline_unix_ms, now_ms() + int(life_s * 1000)),
+            sender=self._registration.instance_id,
+            sent_unix_ms=now_ms(),
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             priority=request.priority,
@@ -238,25 +244,22 @@ class RemotePrefill:
             num_cached_pages=reserved.num_cached_pages,
             aux_slot=fetch.receiver.slot,
             deadline_unix_ms=deadline_unix_ms,
+            sender=self._registration.instance_id,
+            sent_unix_ms=now_ms(),
             layout=self._transfer.endpoint.layout,
         )
-        replicas = self._registry.book.of_role("bootstrap")
+        replicas = [r for r in self._registry.book.of_role("bootstrap") if r.is_understood]
         if not replicas:
             raise NoBootstrapInstance("no bootstrap instance is registered")
         fetch.deadline_unix_ms = deadline_unix_ms
         fetch.receiver.offer(fetch.room)  # exposed from the moment the offer may leave
         fetch.offered()
-        turn = next(self._turn)
+
+        async def ask(replica: InstanceRecord) -> None:
+            await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
+
         with tracer.start_as_current_span("decode.open_room", kind=SpanKind.CLIENT):
-            for step in range(len(replicas)):
-                subject = f"{replicas[(turn + step) % len(replicas)].subject}.open"
-                try:
-                    await self._bus.call(subject, opening, RoomOk, timeout_s=CALL_TIMEOUT_S)
-                except (PeerLost, DeadlineExceeded) as exc:  # should it have told prefill, the next one tells the same
-                    last = exc
-                else:
-                    return
-        raise NoBootstrapInstance(f"no bootstrap instance opened a room: {last.message}")
+            await self._bootstraps.open(replicas, ask)
 
     async def _call_off(self, fetch: Fetch) -> None:
         """No page was offered, so nothing can be written; but prefill may compute, and hold its pages till the deadline."""
@@ -297,6 +300,11 @@ class RemotePrefill:
             else:
                 return
             await asyncio.sleep(QUIESCE_AGAIN_S)
+
+
+def _bootstrap_changed(was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+    if now is not None and now.role == "bootstrap":
+        warn_of_protocol(was, now)
 
 
 def _answered(fetch: Fetch, _: asyncio.Task[None]) -> None:

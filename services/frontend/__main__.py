@@ -14,10 +14,11 @@ from components.http_server import Tls, serve_http
 from components.http_writer import HeldWrites
 from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
-from components.messaging.heartbeats import watch_heartbeats
 from components.messaging.inbox import open_inbox
 from components.messaging.presence import keep_present, present_endpoint
+from components.messaging.roll_call import RollCall
 from components.messaging.service import serve_calls
+from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.structured.checker import open_checker
@@ -87,7 +88,6 @@ async def main(settings: FrontendSettings) -> None:
             kv_index_blocks=settings.kv_index_blocks,
             metrics=metrics,
         ) as decodes,
-        watch_heartbeats(bus, settings.namespace, "prefill", registry.book) as prefills,  # for /workers alone
         open_inbox(bus, f"{subject}.tokens", writes) as inbox,
     ):
         folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
@@ -109,13 +109,19 @@ async def main(settings: FrontendSettings) -> None:
         tls = Tls(*map(str, files)) if all(files) else None
         late_s = settings.client_timeout_s
         patience = Patience(head_s=late_s, body_s=late_s, unread_s=late_s)
+        prefills = RollCall(bus, settings.namespace, "prefill", registry.book)
+
+        async def workers() -> WorkerList:
+            """Prefill instances are asked: a frontend does not follow their heartbeats."""
+            return workers_of(registry.book, {"decode": decodes.alive, "prefill": await prefills.answers()})
+
         operations = Operations(
             mesh,
             [
                 lambda: None if registration.leased_until else "this frontend has not registered in etcd yet",
                 lambda: None if bus.is_connected else "NATS cannot be reached",
             ],
-            lambda: workers_of(registry.book, {"decode": decodes.alive, "prefill": prefills}),
+            workers,
         )
         async with (
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,

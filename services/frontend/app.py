@@ -225,7 +225,7 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
 
     async def workers() -> WorkerList:
         """Everyone in etcd, and what they said of their load last."""
-        return operations.workers()
+        return await operations.workers()
 
     async def metrics() -> Response:
         """Prometheus text format."""

@@ -14,9 +14,11 @@ from components.errors import (
     BackendUnavailable,
     DeadlineExceeded,
     FramesLost,
+    MalformedMessage,
     MeshError,
     NoDecodeInstance,
     Overloaded,
+    PeerBroken,
     PeerLost,
 )
 from components.messaging.deadline import remaining_s
@@ -35,10 +37,13 @@ log = logging.getLogger(__name__)
 WAIT_FOR_DECODE_S: Final = 30.0  # for a request that was lost with its instance, which may be restarting
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
+BROKEN_MOVES: Final = 3  # one of `BREAKING` uses up so many: a request that breaks instances breaks two of them at most
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is asked again; doubles
 MOST_BACK_OFF_S: Final = 1.0
+# The instance, or this request of ours, is broken, or they do not understand each other.
+BREAKING: Final = (PeerBroken, MalformedMessage)
 # With these a request tries another instance.
-MOVING: Final = (PeerLost, Overloaded, BackendUnavailable, DeadlineExceeded)
+MOVING: Final = (PeerLost, *BREAKING, Overloaded, BackendUnavailable, DeadlineExceeded)
 NOBODYS_FAULT: Final = (FramesLost, BackendUnavailable)  # NATS's, but not the instance's, which may be asked again
 
 
@@ -102,7 +107,7 @@ class DecodeChoice:
 
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
         """Raises: `why`, when the request has moved too often; DeadlineExceeded."""
-        attempts.moves += 1
+        attempts.moves += BROKEN_MOVES if isinstance(why, BREAKING) else 1
         if not isinstance(why, NOBODYS_FAULT):
             route.failed(why)
             attempts.failed.append(route.instance_id)

@@ -7,7 +7,7 @@ from typing import Final
 
 from components.errors import MalformedMessage
 from components.messaging.bus import Bus
-from components.messaging.deadline import remaining_s
+from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.inbox import InStream, StreamInbox
 from components.wire.codec import Struct
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
@@ -85,6 +85,8 @@ class EmbedCalls:
             model=self._model,
             texts=[pack_tokens(tokens) for tokens in texts.token_ids],
             deadline_unix_ms=texts.deadline_unix_ms,
+            sender=self._inbox.subject,
+            sent_unix_ms=now_ms(),
             cache_salt=texts.cache_salt,
             priority=texts.priority,
         )

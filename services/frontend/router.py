@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from components.errors import DecodeLost, MeshError
 from components.messaging.bus import Bus
-from components.messaging.deadline import remaining_s
+from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.inbox import InStream, StreamInbox
 from components.routing.router import Route
@@ -182,6 +182,8 @@ class MeshClient:
             reply_to=self._inbox.subject,
             token_ids=pack_tokens(prompt.token_ids),
             deadline_unix_ms=prompt.deadline_unix_ms,
+            sender=self._inbox.subject,
+            sent_unix_ms=now_ms(),
             sampling=prompt.sampling,
             cache_salt=prompt.cache_salt,
             priority=prompt.priority,

@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from components.discovery.registry import join_registry
-from components.errors import MalformedMessage
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
-from components.wire.codec import unpack
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 
-LISTEN_S = 1.2  # two heartbeats
+LISTEN_S = 1.2  # for answers to $SRV.STATS
 BESIDE = ("kvmesh-planner", "kvmesh-local")  # answer on NATS and serve no requests, so they are not in etcd
-ROLES: tuple[Role, ...] = ("frontend", "bootstrap", "decode", "prefill")
+WORKERS: tuple[Role, ...] = ("decode", "prefill")
+ROLES: tuple[Role, ...] = ("frontend", "bootstrap", *WORKERS)
 
 
 async def show_workers(settings: MeshSettings, console: Console) -> None:
@@ -39,27 +39,14 @@ async def _show(settings: MeshSettings, console: Console) -> None:
         connect_bus(settings.nats_url, "inspect") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
     ):
-        beats, services = await asyncio.gather(_heartbeats(bus, settings.namespace), _services(bus, settings.namespace))
+        calls = [RollCall(bus, settings.namespace, role, registry.book).answers() for role in WORKERS]
+        answers, services = await asyncio.gather(asyncio.gather(*calls), _services(bus, settings.namespace))
+        beats = {name: beat for of_role in answers for name, beat in of_role.beats.items()}
         records = [r for role in ROLES for r in registry.book.of_role(role)]
         console.print(_table(records, beats, services))
         strangers = services.keys() - {r.instance_id for r in records}
         for instance_id in sorted(strangers):
             console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id]['name']} {instance_id}")
-
-
-async def _heartbeats(bus: Bus, namespace: str) -> dict[str, Heartbeat]:
-    beats: dict[str, Heartbeat] = {}
-
-    async def receive(message: Msg) -> None:
-        try:
-            beat = unpack(message.data, Heartbeat)
-        except MalformedMessage:
-            return
-        beats[beat.instance_id] = beat
-
-    async with bus.subscription(f"{namespace}.*.*.heartbeat", receive):
-        await asyncio.sleep(LISTEN_S)
-    return beats
 
 
 async def _services(bus: Bus, namespace: str) -> dict[str, dict[str, Any]]:

@@ -6,14 +6,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from nats.aio.msg import Msg
-
 from components.discovery.book import InstanceBook
-from components.errors import MalformedMessage, MeshError
+from components.errors import MeshError
 from components.messaging.bus import Bus
-from components.messaging.heartbeats import SILENT_AFTER_S, Liveness, watch_heartbeats
+from components.messaging.heartbeats import Liveness, silent_after_s, watch_heartbeats
 from components.planning.samples import PLANNED, FrontendSample, Observation, Planned, WorkerSample
-from components.wire.codec import unpack
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from services.planner.http import get
@@ -62,14 +59,10 @@ class Observer:
         self._liveness = liveness
         self._clock = clock
         self._pulses: dict[str, _Heard] = {}
+        for of_role in liveness.values():
+            of_role.on_heard(self._hear)
 
-    async def hear(self, message: Msg) -> None:
-        """A heartbeat came."""
-        try:
-            beat = unpack(message.data, Heartbeat)
-        except MalformedMessage as exc:
-            log.warning("heartbeat refused", extra={"cause": exc.message})
-            return
+    def _hear(self, beat: Heartbeat) -> None:
         now_s = self._clock()
         if (known := self._pulses.get(beat.instance_id)) is None:
             self._pulses[beat.instance_id] = _Heard(beat, now_s)
@@ -101,7 +94,11 @@ class Observer:
 
     async def _worker(self, record: InstanceRecord, alive: set[str], unknown: list[str]) -> WorkerSample | None:
         pulse, url = self._pulses.get(record.instance_id), page_of(record)
-        silent = pulse is None or pulse.last.epoch != record.epoch or self._clock() - pulse.heard_s > SILENT_AFTER_S
+        silent = (
+            pulse is None
+            or pulse.last.epoch != record.epoch
+            or self._clock() - pulse.heard_s > silent_after_s(pulse.last.next_s)
+        )
         if pulse is None or silent or url is None or record.instance_id not in alive:
             unknown.append(record.instance_id)
             return None
@@ -143,9 +140,4 @@ async def open_observer(bus: Bus, namespace: str, book: InstanceBook) -> AsyncIt
         watch_heartbeats(bus, namespace, "prefill", book) as prefills,
         watch_heartbeats(bus, namespace, "decode", book) as decodes,
     ):
-        observer = Observer(book, {"prefill": prefills, "decode": decodes})
-        async with (
-            bus.subscription(f"{namespace}.prefill.*.heartbeat", observer.hear),
-            bus.subscription(f"{namespace}.decode.*.heartbeat", observer.hear),
-        ):
-            yield observer
+        yield Observer(book, {"prefill": prefills, "decode": decodes})

@@ -6,7 +6,8 @@ from components.aio import first, raises
 from components.discovery.registry import Registration, join_registry
 from components.kv_transfer.choose import kv_opener, own_address
 from components.messaging.bus import connect_bus
-from components.messaging.heartbeats import rest_between, send_heartbeats
+from components.messaging.fan_out import FleetSizes
+from components.messaging.heartbeats import send_heartbeats
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import keep_profiles
@@ -52,7 +53,14 @@ async def main(settings: PrefillSettings) -> None:
             max_request_pages(engine.engine),
         ) as transfer,
         keep_profiles(f"prefill {me}", EngineProfiler(engine, {"role": "prefill", "instance": me})) as profiles,
-        publish_kv_events(bus, subject, me, lambda: registration.epoch, on=settings.engine.kv_events) as kv_events,
+        publish_kv_events(
+            bus,
+            subject,
+            me,
+            lambda: registration.epoch,
+            on=settings.engine.kv_events,
+            rest_s=partial(FleetSizes(registry.book).kv_events_rest_s, "prefill"),
+        ) as kv_events,
         serve_health(settings, metrics.registry, bus, registry, registration) as page,
         keep_present(bus, registry.book),
     ):
@@ -78,6 +86,7 @@ async def main(settings: PrefillSettings) -> None:
             kv_events=settings.engine.kv_events,
         )
         metrics.registry.register(bus.refusals)
+        metrics.registry.register(bus.clocks)
         metrics.show_kv_events(lambda: kv_events.log.number, lambda: kv_events.log.dropped)
         engine.on_output(lambda output: kv_events.take(output.cache_events))
         endpoints = [
@@ -88,7 +97,9 @@ async def main(settings: PrefillSettings) -> None:
         ]
         async with (
             serve_calls(bus, "prefill", subject, endpoints, {"instance_id": me, "model": model}),
-            send_heartbeats(bus, subject, service.heartbeat, partial(rest_between, "prefill", registry.book)) as heart,
+            send_heartbeats(
+                bus, subject, service.heartbeat, partial(FleetSizes(registry.book).heartbeat_rest_s, "prefill")
+            ) as heart,
             registry.advertise(registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))

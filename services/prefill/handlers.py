@@ -13,13 +13,13 @@ from opentelemetry import trace
 
 from components.discovery.registry import Registration, Registry
 from components.errors import (
-    BY_NAME,
     Cancelled,
     MeshError,
     Overloaded,
     PeerLost,
     Rejected,
     TransferFailed,
+    reported,
 )
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums
@@ -172,6 +172,8 @@ class PrefillService:
         if not 0 <= offer.aux_slot < record.kv.aux_slots:
             raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
         job.offered(offer, record.kv)
+        if job.offer is not None and job.offer.bootstrap_id != offer.bootstrap_id:  # two replicas opened the room
+            self._rooms.close_later(offer)
 
     async def quiesce(self, request: Quiesce) -> Quiet:
         """Stop a transfer; the answer means that nothing of it is in flight and nothing will be posted."""
@@ -186,7 +188,7 @@ class PrefillService:
         """The bootstrap service knows that this transfer will not complete."""
         job = self._jobs.get(failed.request_id)
         if job is not None and job.request.room == failed.room:
-            job.failure.tell(BY_NAME.get(failed.error, TransferFailed)(failed.cause))
+            job.failure.tell(reported(failed.error, TransferFailed)(failed.cause))
         return RoomOk(room=failed.room)
 
     def heartbeat(self) -> Heartbeat:

@@ -21,6 +21,7 @@ from bench.simulate.routers import MakePolicy, News
 from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
 from bench.simulate.worker import Engine
+from components.messaging.fan_out import num_followed
 from components.routing.kv_aware import KvAware, KvWeights
 from components.routing.policies import Phase, PolicyName, make_policy
 from engine.mock.config import MockConfig
@@ -315,6 +316,36 @@ def test_a_run_ends_when_nobody_is_left_and_says_who_was_not_served(incident: Ki
     late = [Incident(5.0, incident), Incident(60.0, "add")]
     _, measured = simulated(Setup(1, engine=ENGINE), steady(100, 0.1), "round_robin", late)
     assert (measured.unserved, len(measured.e2e_s)) == (0, 100), "somebody was to come"
+
+
+def partial(setup: Setup, seed: int, incidents: Sequence[Incident] = ()) -> tuple[Fleet, Measured]:
+    """Conversations over a fleet whose decode workers need not follow every prefill worker."""
+    traffic = conversations(seed, 3000, 150.0, 5.0, 4.0, Lengths(prefix=256, question=512, answer=32, block=64))
+    fleet = Fleet(setup, traffic, policy("least_load"), policy("kv_aware", "prefill"), incidents)
+    return fleet, fleet.run()
+
+
+def test_a_share_of_the_prefill_workers_serves_as_well_as_all_of_them() -> None:
+    """Within 3 % in what is cached and in TTFT, where conversations come back to the workers that have their caches."""
+    every = Setup(96, 96, ENGINE, decode_routers=4, prefill_routers=16, seed=3)
+    share = replace(every, prefill_routers=96, follow_all=False)
+    of_all, of_share = partial(every, 3)[1].figures(), partial(share, 3)[1].figures()
+    assert of_share["cache_hit"] >= 0.97 * of_all["cache_hit"]
+    for figure in ("ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99"):
+        assert of_share[figure] <= 1.03 * of_all[figure], figure
+
+
+def test_a_router_chooses_among_those_that_it_follows_and_replaces_who_is_lost() -> None:
+    setup = Setup(96, 96, ENGINE, prefill_routers=96, follow_all=False)
+    fleet, measured = partial(setup, 1, [Incident(5.0, "crash", "prefill", at) for at in range(8)])
+    assert len(measured.e2e_s) == 3000
+    alive = {worker.name for worker in fleet.prefills.workers if worker.alive}
+    count = num_followed(88, 96)
+    assert count < 88
+    for router in fleet.prefills.routers._routers:
+        names = {member.instance_id for member in router.book.members}
+        assert len(names) == count
+        assert names <= alive
 
 
 def test_an_incident_of_a_worker_that_is_not_there_is_refused() -> None:

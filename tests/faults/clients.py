@@ -32,6 +32,9 @@ class Client:
     frontend: Frontend | None = field(default=None, init=False)
     task: "asyncio.Task[None] | None" = field(default=None, init=False)
     has_left: bool = field(default=False, init=False)  # of itself, or its frontend died
+    has_stalled: bool = field(default=False, init=False)  # it did not read for a while
+    heard_s: float = field(default=0.0, init=False)  # when something came for it, or when it asked
+    silence_s: float = field(default=0.0, init=False)  # the longest time in which nothing came
     error: Any = field(default=None, init=False)  # what it was told
     tokens: list[int] = field(default_factory=list, init=False)
     finish: str | None = field(default=None, init=False)
@@ -56,6 +59,7 @@ class Client:
 
     async def run(self, frontend: Frontend) -> None:
         """Read the stream to its end, under the same limit as the HTTP side's."""
+        self.heard_s = asyncio.get_running_loop().time()
         deadline = now_ms() + int(self.life_s * 1000)
         prompt = Prompt(f"r{self.number}", self.model, self.prompts[0], self.sampling, "", deadline)
         try:
@@ -64,11 +68,20 @@ class Client:
                 frontend.mesh.generate(prompt) as (deltas,),
             ):
                 async for delta in deltas:
+                    self.heard()
                     assert self.finish is None, "tokens after the last one"
                     self.tokens += delta.token_ids
                     self.finish = delta.finish
         except MeshError as exc:
             self.error = exc
+        finally:
+            self.heard()
+
+    def heard(self) -> None:
+        """Something came, or nothing will come any more."""
+        now_s = asyncio.get_running_loop().time()
+        self.silence_s = max(self.silence_s, now_s - self.heard_s)
+        self.heard_s = now_s
 
     def leave(self) -> None:
         """Ask no more."""

@@ -18,11 +18,13 @@ from components.errors import BY_NAME
 from components.messaging.deadline import now_ms
 from components.wire import codec
 from components.wire.codec import pack, unpack, unpack_plain
+from components.wire.generate import unpack_frame
 from components.wire.refused import refusal
 from tests.faults.memory_nats import Copy, Sent
 from tests.faults.memory_transfer import WriteFault
 from tests.faults.virtual_loop import Process
 
+LAST_FRAME: Final = "last-frame"  # one with the end of a stream
 DECODE: Final = logging.getLogger("services.decode")  # of all its modules
 
 
@@ -49,6 +51,9 @@ class Do(StrEnum):
     NATS_AWAY = auto()  # for `amount` seconds
     ETCD_AWAY = auto()  # for `amount` seconds
     CLIENT_GONE = auto()  # client number `which` of those that are there
+    HANG = auto()  # it does nothing for `amount` seconds, and its lease lives on
+    STEPS_FAIL = auto()  # of its engine, all from now on; the process ends when it notices, and another instance starts
+    CUT_OFF = auto()  # it alone does not reach etcd for `amount` seconds
     CLIENT_STALLS = auto()  # it reads nothing for `amount` seconds
 
 
@@ -60,7 +65,8 @@ OF_WRITES: Final = (Do.WRITE_FAILS, Do.WRITE_LATE, Do.WRITE_SILENT, Do.WRITE_STA
 class Fault:
     """One fault. `at` names what it waits for, the `nth` time that it is seen:
 
-    `message <tag>`, `write pages`, `write aux`, `<lifecycle> <state>` such as `receive transferring`, or `time <seconds>`.
+    `message <tag>`, `message frame`, `message last-frame`, `write pages`, `write aux`, `<lifecycle> <state>` such as
+    `receive transferring`, or `time <seconds>`.
     """
 
     do: Do
@@ -81,15 +87,19 @@ class Fault:
 
 
 class Chaos:
-    """Carries a schedule out. `act` does what is done to processes, servers and clients."""
+    """Carries a schedule out. `act` does what is done to processes, servers and clients; `asked` sees requests to decode."""
 
-    def __init__(self, schedule: list[Fault], act: Callable[[Fault], bool]) -> None:
+    def __init__(
+        self, schedule: list[Fault], act: Callable[[Fault], bool], asked: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
         self.fired: list[Fault] = []
         self.trace: list[str] = []
         self.recovering = False  # nothing goes wrong any more
         self.is_over = False  # nor is anything of note
         self._schedule = schedule
         self._act = act
+        self._asked = asked
+        self._sees_ends = any(fault.at == f"message {LAST_FRAME}" for fault in schedule)
         self._seen: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -107,7 +117,12 @@ class Chaos:
         """See `memory_nats.Meddler`."""
         if sent.kind not in ("heartbeat.v1", "frame"):
             self.note(f"{sent.sender.name} → {sent.subject}: {sent.kind}")
-        for fault in self._due(f"message {sent.kind}", OF_MESSAGES):
+        if sent.kind.startswith("generate.v"):
+            self._asked(unpack_plain(sent.data)[1]["request_id"], sent.subject.split(".")[-2])
+        due = self._due(f"message {sent.kind}", OF_MESSAGES)
+        if self._sees_ends and sent.kind == "frame" and any(item.finish for item in unpack_frame(sent.data).items):
+            due += self._due(f"message {LAST_FRAME}", OF_MESSAGES)
+        for fault in due:
             self._fire(fault)
             return _meddled(fault, sent)
         return None

@@ -45,6 +45,7 @@ class HttpClient(Client):
 
     async def run(self, frontend: Frontend) -> None:
         """Send the request; the server writes as the application tells it."""
+        self.heard_s = asyncio.get_running_loop().time()
         self._parts = self._body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, self._parts)))]
         path = "/v1/completions"
@@ -62,13 +63,17 @@ class HttpClient(Client):
             "client": ("client", self.number),
             "server": ("frontend", 80),
         }
-        await frontend.app(scope, self._receive, self._send)
+        try:
+            await frontend.app(scope, self._receive, self._send)
+        finally:
+            self.heard()
 
     def leave(self) -> None:
         self.has_left = True
         self._gone.set()
 
     def stall(self, seconds: float) -> bool:
+        self.has_stalled = True
         self._stalls_until_s = asyncio.get_running_loop().time() + seconds
         return True
 
@@ -127,6 +132,7 @@ class HttpClient(Client):
             await asyncio.sleep(min(left_s, 0.1))
         if self.has_left:  # as uvicorn does it
             return
+        self.heard()
         if self._is_over:
             self._protocol.append(f"after the end: {message}")
         elif message["type"] == "http.response.start":

@@ -24,6 +24,7 @@ class Lease:
     """It runs out unless it is refreshed."""
 
     expires_s: float
+    kept_until_s: float = 0.0  # by a thread of a process whose event loop hangs
     is_lost: bool = False
     keys: set[str] = field(default_factory=set)
 
@@ -38,11 +39,30 @@ class MemoryEtcd:
         self._leases: list[Lease] = []
         self._records: dict[str, tuple[Lease, bytes]] = {}
         self._mirrors: list[MemoryRegistry] = []
+        self._cut_off_until_s: dict[Process, float] = {}
         self._context = contextvars.Context()
 
     @property
     def is_away(self) -> bool:
         return _now_s() < self.away_until_s
+
+    def cut_off(self, process: Process, seconds: float) -> None:
+        """It alone does not reach this server for so long; then its mirror reads all records again."""
+        self._cut_off_until_s[process] = _now_s() + seconds
+        mirror = next(mirror for mirror in self._mirrors if mirror.process is process)
+        asyncio.get_running_loop().call_later(seconds, mirror.range_again, context=process.context())
+
+    def is_away_for(self, process: Process) -> bool:
+        """Whether that process does not reach it."""
+        return self.is_away or self.is_cut_off(process)
+
+    def is_cut_off(self, process: Process) -> bool:
+        """Whether that process alone does not reach it."""
+        return _now_s() < self._cut_off_until_s.get(process, 0.0)
+
+    def records(self) -> dict[str, InstanceRecord]:
+        """All of them, as a range gives them."""
+        return {key: load_record(record) for key, (_, record) in self._records.items()}
 
     def grant(self) -> Lease:
         lease = Lease(_now_s() + self.ttl_s)
@@ -79,13 +99,12 @@ class MemoryEtcd:
 
     def join(self, mirror: "MemoryRegistry") -> None:
         self._mirrors.append(mirror)
-        for key, (_, record) in self._records.items():
-            mirror.book.put(key, load_record(record))
+        mirror.book.replace_all(self.records())
 
     def _watch(self, lease: Lease) -> None:
         if lease.is_lost:
             return
-        until_s = max(lease.expires_s, self.away_until_s + self.ttl_s if self.is_away else 0.0)
+        until_s = max(lease.expires_s, lease.kept_until_s, self.away_until_s + self.ttl_s if self.is_away else 0.0)
         if _now_s() >= until_s:
             self.lose(lease)
         else:
@@ -97,17 +116,21 @@ class MemoryRegistry:
 
     def __init__(self, etcd: MemoryEtcd, process: Process) -> None:
         self.book = InstanceBook()
+        self.process = process
         self._etcd = etcd
-        self._process = process
         self._arrival_s = 0.0
         etcd.join(self)
 
     def told(self, key: str, record: bytes | None) -> None:
         """A change of etcd's."""
-        if self._process.is_dead:
+        if self.process.is_dead or self._etcd.is_cut_off(self.process):
             return
         self._arrival_s = max(self._arrival_s + NEXT_S, _now_s() + WATCH_S * (1 + self._etcd.random.random()))
-        asyncio.get_running_loop().call_at(self._arrival_s, self._changed, key, record, context=self._process.context())
+        asyncio.get_running_loop().call_at(self._arrival_s, self._changed, key, record, context=self.process.context())
+
+    def range_again(self) -> None:
+        """The difference is told as changes."""
+        self.book.replace_all(self._etcd.records())
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
@@ -121,7 +144,7 @@ class MemoryRegistry:
         etcd = self._etcd
         record = make_record(registration.epoch)
         while True:
-            while etcd.is_away:
+            while etcd.is_away_for(self.process):
                 await asyncio.sleep(LOOK_AGAIN_S)
             lease = etcd.grant()
             etcd.put(f"instances/{record.role}/{record.instance_id}", record, lease)
@@ -135,8 +158,9 @@ class MemoryRegistry:
 
     async def _refresh_until_lost(self, lease: Lease) -> None:
         while True:
-            await asyncio.sleep(LOOK_AGAIN_S if self._etcd.is_away else self._etcd.ttl_s / 3)
-            if not self._etcd.is_away and not self._etcd.refresh(lease):
+            is_away = self._etcd.is_away_for(self.process)
+            await asyncio.sleep(LOOK_AGAIN_S if is_away else self._etcd.ttl_s / 3)
+            if not self._etcd.is_away_for(self.process) and not self._etcd.refresh(lease):
                 return
 
     def _changed(self, key: str, record: bytes | None) -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -20,6 +21,7 @@ from services.frontend import exchange
 from tests.faults.clients import Client
 from tests.faults.faults import Chaos, Do, Fault
 from tests.faults.http_client import HttpClient
+from tests.faults.limits import Limit, Seen, beyond, limit_of
 from tests.faults.memory_etcd import MemoryEtcd
 from tests.faults.memory_nats import MemoryNats
 from tests.faults.memory_transfer import Fabric
@@ -30,6 +32,7 @@ from tests.faults.virtual_loop import Running, VirtualLoop, run_virtually
 
 QUIET_WITHIN_S: Final = 90.0
 RESTART_S: Final = 1.0
+BACK_S: Final = 3.0  # until everyone has noticed that an instance is back
 GRACE_S: Final = 1.0  # after a deadline, for the client to hear of it
 FAREWELL_S: Final = 5.0  # by HTTP: for its last words to one that does not read
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
@@ -45,6 +48,8 @@ class Outcome:
     clients: list[Client]
     counts: Counter[str]  # of all workers together, by the counter's name
     virtual_s: float
+    died: dict[str, BaseException]  # workers whose engine died, and of what
+    seen: Seen
 
 
 class MeshRun:
@@ -60,14 +65,28 @@ class MeshRun:
         counts: dict[str, int] | None = None,
         num_clients: int = 6,
         over_s: float = 0.3,
+        life_s: float = CLIENT_LIFE_S,
+        max_tokens: Sequence[int] = (1, 2, 8, 20),
+        restart_s: float = RESTART_S,
+        limit: Limit | None = None,
         remote_prefill: Callable[..., RemotePrefill] = RemotePrefill,
+        skews_s: dict[str, float] | None = None,  # of the wall clocks of a role
     ) -> None:
+        """Clients come over `over_s` and live for `life_s`. What they may see is `limit`, or what the table says."""
         self.random = Random(seed)
         self.problems: list[str] = []
-        self.chaos = Chaos(schedule, self._act)
+        self.chaos = Chaos(schedule, self._act, self._asked)
+        self._limit = limit or limit_of(schedule)
+        self._life_s = life_s
+        self._max_tokens = max_tokens
+        self._restart_s = restart_s
+        self._asked_of: dict[str, str] = {}  # the decode instance that a request was last sent to, by the request's id
+        self._ill_until_s: dict[str, float] = {}  # instances that a fault has hit
+        self._moves = 0  # of requests, away from instances that are well
         self._counts = counts or {"frontend": 1, "decode": 2, "prefill": 2, "bootstrap": 2}
         self._home = home
         self._setup = setup
+        self._skews_s = skews_s or {}
         self._reference = Reference(home)
         self._prompts: list[list[int]] = []
         self._numbers = dict.fromkeys(ROLES, 0)
@@ -92,6 +111,8 @@ class MeshRun:
             self.chaos.start()
             await self._serve(self._clients)
             self.chaos.recovering = True
+            seen = self._seen()
+            self.problems += beyond(seen, self._limit, self._setup)
             await self._quiet("after the faults")
             await self._serve_again()
             await self._quiet("after the requests that followed")
@@ -102,7 +123,17 @@ class MeshRun:
             await self._end()
         self.problems += dict.fromkeys(fabric.violations)
         counts = Counter({name: int(sum(worker.count(name) for worker in workers)) for name in COUNTERS})
-        return Outcome(self.chaos.fired, self.problems, self.chaos.trace, self._clients, counts, loop.time())
+        died = {worker.id: worker.died for worker in workers if worker.died is not None}
+        return Outcome(
+            fired=self.chaos.fired,
+            problems=self.problems,
+            trace=self.chaos.trace,
+            clients=self._clients,
+            counts=counts,
+            virtual_s=loop.time(),
+            died=died,
+            seen=seen,
+        )
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         if "the engine is not running" not in str(context.get("exception")):  # its process leaves, whoever still asks
@@ -131,7 +162,9 @@ class MeshRun:
     def _new(self, role: str) -> Node:
         self._numbers[role] += 1
         node = NODES[role](self._cluster, self._numbers[role])
+        node.process.skew_s = self._skews_s.get(role, 0.0)
         self._nodes.append(node)
+        node.task.add_done_callback(partial(self._ended, node))
         return node
 
     def _live(self, role: str) -> list[Node]:
@@ -142,7 +175,12 @@ class MeshRun:
         ]
 
     def _restart(self, role: str) -> None:
-        asyncio.get_running_loop().call_later(RESTART_S, self._join, role)
+        asyncio.get_running_loop().call_later(self._restart_s, self._join, role)
+
+    def _ended(self, node: Node, _task: "asyncio.Task[None]") -> None:
+        """A process whose engine has died starts again, as its supervisor has it."""
+        if isinstance(node, Worker) and node.died is not None:
+            self._restart(node.role)
 
     def _join(self, role: str) -> None:
         node = self._new(role)
@@ -171,15 +209,22 @@ class MeshRun:
 
     def _act_on(self, node: Node, fault: Fault) -> bool:
         loop = asyncio.get_running_loop()
+        if fault.do in (Do.KILL, Do.DRAIN, Do.STEPS_FAIL):
+            self._ill_until_s[node.id] = inf
+        elif fault.do in (Do.STOP, Do.HANG):
+            self._ill_until_s[node.id] = loop.time() + fault.amount + BACK_S
         match fault.do:
             case Do.KILL:
                 node.process.state = Running.DEAD
                 for client in self._clients:
                     client.has_left |= client.frontend is node
                 self._restart(node.role)
-            case Do.STOP:
-                if not node.process.runs:
+            case Do.STOP | Do.HANG:
+                lease = self._cluster.etcd.lease_of(node.id)
+                if not node.process.runs or lease is None:
                     return False
+                if fault.do is Do.HANG:
+                    lease.kept_until_s = loop.time() + fault.amount + BACK_S
                 node.process.state = Running.STOPPED
                 loop.call_later(fault.amount, node.process.go_on)
             case Do.LEASE:
@@ -187,6 +232,11 @@ class MeshRun:
                 if lease is None:
                     return False
                 self._cluster.etcd.lose(lease)
+            case Do.CUT_OFF:
+                self._cluster.etcd.cut_off(node.process, fault.amount)
+            case Do.STEPS_FAIL:
+                assert isinstance(node, Worker)
+                node.fail_steps()
             case Do.DRAIN:
                 node.leave.set()
                 self._restart(node.role)
@@ -204,19 +254,30 @@ class MeshRun:
         client.leave()
         return True
 
+    def _asked(self, request_id: str, instance_id: str) -> None:
+        """A request goes to this decode instance; if it was sent to another one before, it has moved."""
+        before = self._asked_of.get(request_id, instance_id)
+        self._asked_of[request_id] = instance_id
+        is_well = asyncio.get_running_loop().time() > self._ill_until_s.get(before, -1.0)
+        if before != instance_id and is_well and not self.chaos.recovering:
+            self._moves += 1
+            self.chaos.note(f"{request_id} moves from {before}, which is well, to {instance_id}")
+
     # clients
 
     def _client(self, number: int, at_s: float) -> Client:
         draw = self.random
         prompt = self._prompt()
         temperature = draw.choice((0.0, 1.0))
-        sampling = Sampling(max_tokens=draw.choice((1, 2, 8, 20)), temperature=temperature, seed=draw.getrandbits(32))
+        sampling = Sampling(
+            max_tokens=draw.choice(self._max_tokens), temperature=temperature, seed=draw.getrandbits(32)
+        )
         adapter = ADAPTER if self._setup.adapters != "none" and draw.random() < 0.4 else ""
         if not self._setup.http:
-            return Client(number, [prompt], sampling, at_s, CLIENT_LIFE_S, adapter)
+            return Client(number, [prompt], sampling, at_s, self._life_s, adapter)
         prompts = [prompt, self._prompt()] if draw.random() < 0.2 else [prompt]
         streams = draw.random() < 0.7
-        return HttpClient(number, prompts, sampling, at_s, CLIENT_LIFE_S, adapter, streams=streams)
+        return HttpClient(number, prompts, sampling, at_s, self._life_s, adapter, streams=streams)
 
     def _prompt(self) -> list[int]:
         draw = self.random
@@ -239,7 +300,7 @@ class MeshRun:
             client.frontend = front
             client.task = front.process.spawn(client.run(front), f"client {client.number}")
         tasks = [c.task for c in clients if c.task is not None and c.frontend is not None]
-        life_s = CLIENT_LIFE_S + GRACE_S + FAREWELL_S * self._setup.http
+        life_s = self._life_s + GRACE_S + FAREWELL_S * self._setup.http
         stops_s = sum(f.amount for f in self.chaos.fired if f.do is Do.STOP and f.role == "frontend")
         until_s = asyncio.get_running_loop().time() + life_s + stops_s
         while asyncio.get_running_loop().time() < until_s and self._waiting(clients):
@@ -254,7 +315,9 @@ class MeshRun:
 
     def _check(self, clients: list[Client]) -> None:
         """Exactly the right tokens, or some of them and exactly one error."""
-        broken = any(f.do in (Do.GARBLE, Do.ALTER) or f.field == "InvariantBroken" for f in self.chaos.fired)
+        broken = any(
+            f.do in (Do.GARBLE, Do.ALTER, Do.STEPS_FAIL) or f.field == "InvariantBroken" for f in self.chaos.fired
+        )
         for client, answers in self._reference.answers(clients).items():
             problems = client.problems(answers, broken=broken)
             if client.lacks_kv and (self._setup.on_transfer_failure == "recompute" or client.has_begun):
@@ -281,6 +344,16 @@ class MeshRun:
         nodes = [node for nodes in live for node in nodes]
         servers = not self._cluster.nats.is_away and not self._cluster.etcd.is_away
         return servers and all(live) and all(n.process.runs and n.ready.is_set() for n in nodes)
+
+    def _seen(self) -> Seen:
+        """Judge the clients that neither left nor stopped to read.
+
+        A request whose transfer failed does not count as failed where the setup asks for such failures.
+        """
+        patient = [c for c in self._clients if not c.has_left and not c.has_stalled]
+        may_fail = self._setup.on_transfer_failure == "fail"
+        failed = [c for c in patient if c.error is not None and not (may_fail and c.lacks_kv)]
+        return Seen(max((c.silence_s for c in patient), default=0.0), len(failed), self._moves)
 
     # what must hold
 

@@ -16,8 +16,9 @@ from components.aio import background
 from components.discovery.registry import Registration
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
+from components.messaging.fan_out import SOONEST_S, Following
 from components.messaging.fleet import Fleet, watch_fleet
-from components.messaging.heartbeats import SOONEST_S, HeartbeatSender, send_heartbeats
+from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
 from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.outbox import open_outbox
@@ -28,8 +29,10 @@ from components.routing.policies import DEFAULT, Phase, PolicyName
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
+from components.wire.protocol import OLDEST, PROTOCOL
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.inflight import StepFailed
 from engine.inline_loop import InlineLoop
 from engine.mock.build import build_engine
 from engine.mock.config import MockConfig
@@ -47,7 +50,7 @@ from services.prefill.handlers import PrefillService
 from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
-from tests.faults.setup import STEP_S, Setup
+from tests.faults.setup import Setup
 from tests.faults.virtual_loop import Process
 
 NAMESPACE: Final = "mesh"
@@ -57,7 +60,6 @@ LEASE_TTL_S: Final = 6.0
 DRAIN_TIMEOUT_S: Final = 5.0
 ROOM_CLEANUP_S: Final = 1.0
 CLIENT_LIFE_S: Final = 25.0
-POOL_TOKENS: Final = 320  # a few requests fill it, so that pages are soon another's
 COUNTERS: Final = ("kv_transfer_failures_total", "kv_transfers_corrupt_total", "prompt_recomputes_total")
 
 
@@ -65,7 +67,7 @@ def make_engine(
     home: Path,
     page_size: int,
     adapters: dict[str, str],
-    pool_tokens: int = POOL_TOKENS,
+    pool_tokens: int,
     *,
     pipeline: bool = False,
     step_s: float = 0.0,
@@ -159,12 +161,16 @@ class Node(ABC):
             await stack.enter_async_context(self.bus.answers())
             await self._serve(stack)
             self.ready.set()
-            await self.leave.wait()
+            await self._until_over()
             await self._drain()
 
     @abstractmethod
     async def _serve(self, stack: AsyncExitStack) -> None:
         """Open what this process has, for as long as `stack` is."""
+
+    async def _until_over(self) -> None:
+        """Wait until this process is told to leave."""
+        await self.leave.wait()
 
     async def _drain(self) -> None:
         """Before it leaves; most have nothing to wait for."""
@@ -192,13 +198,18 @@ class Node(ABC):
                 max_context=max_context,
                 kv=kv,
                 kv_events=kv is not None,
+                protocol=PROTOCOL,
+                oldest_protocol=OLDEST,
             )
 
         return make
 
-    def _watch(self, phase: Phase, policy: PolicyName) -> AbstractAsyncContextManager[Fleet]:
+    def _watch(
+        self, phase: Phase, policy: PolicyName, following: Following | None = None
+    ) -> AbstractAsyncContextManager[Fleet]:
         """Draws are the same in each run."""
-        return watch_fleet(self.bus, NAMESPACE, phase, self.registry.book, policy, rng=Random(self.id))
+        book = self.registry.book
+        return watch_fleet(self.bus, NAMESPACE, phase, book, policy, rng=Random(self.id), following=following)
 
     @asynccontextmanager
     async def _advertised(
@@ -252,6 +263,7 @@ class Worker(Node):
     transfer: MemoryTransfer
     heart: HeartbeatSender
     service: Any
+    died: BaseException | None = None  # what its engine died of
 
     async def _start_engine(self, stack: AsyncExitStack) -> None:
         self.metrics = WorkerMetrics()
@@ -280,9 +292,18 @@ class Worker(Node):
             self.cluster.home,
             setup.page_size(self.role),
             self.adapters,
+            setup.pool_tokens,
             pipeline=setup.pipeline,
-            step_s=setup.prefill_step_s if self.role == "prefill" else STEP_S,
+            step_s=setup.prefill_step_s if self.role == "prefill" else setup.decode_step_s,
         )
+
+    def fail_steps(self) -> None:
+        """All steps fail from now on, as on a device without memory."""
+
+        def launch(_chunks: object) -> None:
+            raise StepFailed("injected")
+
+        self.engine.core._runner.launch = launch  # type: ignore[method-assign, assignment]
 
     def count(self, name: str) -> float:
         """What one of its counters says."""
@@ -293,8 +314,26 @@ class Worker(Node):
         exposed = (RequestState.RESERVED, RequestState.HELD)
         return next((r for r in self.engine.core._requests if page in r.pages and r.state in exposed), None)
 
+    async def _until_over(self) -> None:
+        """A process whose engine dies leaves too, and drains nothing."""
+
+        async def watch() -> None:
+            self.died = await self.engine.failed()
+            self.leave.set()
+
+        async with background(watch(), "engine-failed"):
+            await self.leave.wait()
+
+    async def _main(self) -> None:
+        await super()._main()
+        if self.died is not None:  # nothing was waited for: as at the end of `asyncio.run`
+            for task in self.process.live_tasks():
+                if task is not asyncio.current_task():
+                    task.cancel()
+
     async def _drain(self) -> None:
-        await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
+        if self.died is None:
+            await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
 
     def _kept(self) -> list[str]:
         core = self.engine.core
@@ -316,7 +355,8 @@ class Decode(Worker):
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
-        prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"]))
+        following = Following(self.registry.book, self.id, MODEL)
+        prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"], following))
         outbox = await stack.enter_async_context(
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
         )
@@ -328,6 +368,7 @@ class Decode(Worker):
             self.transfer,
             TRANSFER_TIMEOUT_S,
             checksums=PageChecksums(self.engine.engine.kv_region) if setup.verify_kv else None,
+            recomputes=setup.on_transfer_failure == "recompute",
         )
         self.active = ActiveRequests(outbox)
         self.service = DecodeService(

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from tests.faults.faults import OF_MESSAGES, OF_WRITES, Do, Fault
 from tests.faults.mesh_run import ROLES
+from tests.faults.setup import varied
 
-REQUEST: Final = ("generate.v3", "prefill.v5", "room-open.v2")
+REQUEST: Final = ("generate.v4", "prefill.v5", "room-open.v2")
 ANSWER: Final = ("generate-accepted.v1", "prefill-accepted.v2", "room-ok.v1")
 TOLD: Final = ("room-pages.v2", "room-close.v2", "frame", "kv-events", "kv-dump-fetch.v1", "kv-dump-part.v1")
 AFTER_FAILURE: Final = ("room-failed.v1", "quiesce.v1", "quiet.v1")  # only after a transfer has failed
@@ -16,7 +17,7 @@ AFTER_CLIENT: Final = ("cancel.v1", "quiesce.v1", "quiet.v1")  # only after a cl
 MESSAGES: Final = (*REQUEST, *ANSWER, *TOLD)
 ERRORS: Final = ("Overloaded", "PeerLost", "DeadlineExceeded", "InvariantBroken", "Rejected")
 FIELDS: Final = {
-    "generate.v3": ("epoch", "model", "deadline_unix_ms"),
+    "generate.v4": ("epoch", "model", "deadline_unix_ms"),
     "prefill.v5": ("epoch", "decode_epoch", "decode_id", "deadline_unix_ms", "room", "stamp"),
     "room-open.v2": ("room", "request_id", "prefill_epoch", "decode_epoch", "deadline_unix_ms", "pages", "aux_slot"),
     "room-pages.v2": ("request_id", "room", "bootstrap_id", "decode_epoch", "pages", "aux_slot"),
@@ -24,7 +25,7 @@ FIELDS: Final = {
     "heartbeat.v1": ("epoch",),
 }
 STATES: Final = (  # the first of each lifecycle by what leads to it: nothing moves there
-    "message generate.v3",  # decode accepted
+    "message generate.v4",  # decode accepted
     "decode prealloc",
     "decode transfer",
     "decode running",
@@ -58,6 +59,14 @@ STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has r
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
 A_PREFILL_IS_KILLED: Final = Fault(Do.KILL, "write pages", role="prefill")
 A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0.0005)
+
+QUEUES: Final[dict[str, Any]] = {
+    "num_clients": 12,
+    "over_s": 0.01,
+    "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1},
+}
+
+LASTS: Final[dict[str, Any]] = {"num_clients": 24, "over_s": 16.0}  # rooms fail seconds after their prefill was killed
 
 Schedule = list[Fault]
 
@@ -136,10 +145,26 @@ def _at_state(at: str) -> Iterator[Fault]:
     yield Fault(Do.CLIENT_GONE, at)
 
 
+def conditions(schedule: Schedule) -> tuple[int, dict[str, Any]]:
+    """The seed and the arguments of `check` with which a schedule is tried."""
+    seed = sum(map(ord, named(schedule)))
+    changes = {"setup": varied(seed, schedule)}
+    if any(fault.at == "prefill waiting" for fault in schedule):
+        changes |= QUEUES
+    if any(fault.at == "room failed" for fault in schedule):
+        changes |= LASTS
+    return seed, changes
+
+
+def named(schedule: Schedule) -> str:
+    """What a test of it is called."""
+    return " then ".join(str(fault) for fault in schedule)
+
+
 def mixture(seed: int) -> Schedule:
     """Three to six faults at random moments, the first of them at one that comes in every run."""
     draw = Random(seed)
-    certain = [replace(fault, nth=draw.randint(1, 4)) for fault in _of_message("generate.v3")]
+    certain = [replace(fault, nth=draw.randint(1, 4)) for fault in _of_message("generate.v4")]
     return [draw.choice(certain), *(_anything(draw) for _ in range(draw.randint(2, 5)))]
 
 

@@ -10,6 +10,7 @@ from tests.faults.faults import Do, Fault
 
 ADAPTER: Final = "tuned"
 WEIGHTS, OTHER_WEIGHTS = "0123456789abcdef", "fedcba9876543210"
+POOL_TOKENS: Final = 320  # a few requests fill it, so that pages are soon another's
 STEP_S: Final = 0.003
 SLOW_STEP_S: Final = 0.15  # queues of prompts last longer than computing one elsewhere
 EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL = (16, 16), (16, 32), (32, 16)
@@ -28,6 +29,8 @@ class Setup:
     http: bool = False  # clients speak it
     local_prefill_on_queue: bool = True
     prefill_step_s: float = STEP_S
+    decode_step_s: float = STEP_S
+    pool_tokens: int = POOL_TOKENS  # of each worker
     pipeline: bool = False  # steps are planned ahead, as on a GPU
     seals: bool = True  # decode sees in the aux slot that all has landed, as with NIXL; else it is told
 

@@ -11,42 +11,36 @@ from services.decode.streams import DecodeState
 from services.prefill.jobs import PrefillState
 from tests.faults.faults import Do, Fault
 from tests.faults.mesh_run import Outcome, check
-from tests.faults.schedules import Schedule, mixture, of_messages, of_states, of_writes
-from tests.faults.setup import any_setup, varied
+from tests.faults.schedules import Schedule, conditions, mixture, named, of_messages, of_states, of_writes
+from tests.faults.setup import any_setup
 
 SAME_MOMENT = {"receive transferring", "send done"}  # as decode transfer, as prefill done
 FAULTS = 900  # at least so many are injected here
 MIXTURES = 45
-QUEUES = {"num_clients": 12, "over_s": 0.01, "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1}}
-
-
-def _named(schedule: Schedule) -> str:
-    return " then ".join(str(fault) for fault in schedule)
 
 
 def _all_fire(home: Path, schedule: Schedule) -> Outcome:
-    seed = sum(map(ord, _named(schedule)))
-    queues = any(fault.at == "prefill waiting" for fault in schedule)
-    outcome = check(home, seed, schedule, setup=varied(seed, schedule), **(QUEUES if queues else {}))
-    assert set(outcome.fired) == set(schedule), f"seed {seed}: not all of {_named(schedule)}"
+    seed, changes = conditions(schedule)
+    outcome = check(home, seed, schedule, **changes)
+    assert set(outcome.fired) == set(schedule), f"seed {seed}: not all of {named(schedule)}"
     return outcome
 
 
-@pytest.mark.parametrize("schedule", [*of_messages()], ids=_named)
+@pytest.mark.parametrize("schedule", [*of_messages()], ids=named)
 def test_a_message_goes_wrong(home: Path, schedule: list[Fault]) -> None:
     outcome = _all_fire(home, schedule)
     if schedule[-1].do is Do.DUPLICATE:
         assert not any(client.error for client in outcome.clients), "whoever hears a thing twice does it once"
 
 
-@pytest.mark.parametrize("schedule", [*of_writes()], ids=_named)
+@pytest.mark.parametrize("schedule", [*of_writes()], ids=named)
 def test_a_write_goes_wrong(home: Path, schedule: list[Fault]) -> None:
     outcome = _all_fire(home, schedule)
     if schedule[0].do is Do.WRITE_CORRUPT:
         assert outcome.counts["kv_transfers_corrupt_total"] == 1
 
 
-@pytest.mark.parametrize("schedule", [*of_states()], ids=_named)
+@pytest.mark.parametrize("schedule", [*of_states()], ids=named)
 def test_somebody_fails_in_a_state(home: Path, schedule: list[Fault]) -> None:
     _all_fire(home, schedule)
 

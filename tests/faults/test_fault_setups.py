@@ -6,6 +6,7 @@ from typing import Any, Final
 import pytest
 
 from tests.faults.faults import Do, Fault
+from tests.faults.limits import limit_of
 from tests.faults.mesh_run import Outcome, check, run_faults
 from tests.faults.setup import ADAPTER, SLOW_STEP_S, Adapters, Setup
 
@@ -16,6 +17,7 @@ CORRUPTED: Final = {
 A_TRANSFER_FAILS: Final = [Fault(Do.WRITE_FAILS, "write pages", 2)]
 ONE_PREFILL: Final[dict[str, Any]] = {"counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1}}
 QUEUES: Final[dict[str, Any]] = {**ONE_PREFILL, "num_clients": 24, "over_s": 2.0}
+QUEUED_S: Final = 7.0  # of the longest silence there, in which a prompt only waits for its turn
 
 
 def _heard(outcome: Outcome, words: str) -> int:
@@ -119,11 +121,13 @@ def test_streams_with_an_adapter_wait_for_an_instance_that_has_it(home: Path) ->
     ids=str,
 )
 def test_long_queues_at_prefill_send_prompts_to_decode(home: Path, schedule: list[Fault]) -> None:
-    outcome = check(home, 5, schedule, setup=Setup(prefill_step_s=SLOW_STEP_S), **QUEUES)
+    limit = limit_of(schedule)
+    load = {**QUEUES, "limit": limit._replace(silence_s=limit.silence_s + QUEUED_S)}
+    outcome = check(home, 5, schedule, setup=Setup(prefill_step_s=SLOW_STEP_S), **load)
     assert set(outcome.fired) == set(schedule)
     if not schedule:
         patient = Setup(prefill_step_s=SLOW_STEP_S, local_prefill_on_queue=False)
-        assert _computed_here(outcome) > _computed_here(check(home, 5, [], setup=patient, **QUEUES)) + 3
+        assert _computed_here(outcome) > _computed_here(check(home, 5, [], setup=patient, **load)) + 3
 
 
 def _computed_here(outcome: Outcome) -> int:

@@ -15,7 +15,17 @@ from typing import Any, Final, TypeVar
 from unittest import mock
 from weakref import WeakSet
 
-from components.messaging import bus, deadline, fleet, heartbeats, kv_publisher, kv_subscriber, outbox, presence
+from components.messaging import (
+    bus,
+    clocks,
+    deadline,
+    fleet,
+    heartbeats,
+    kv_publisher,
+    kv_subscriber,
+    outbox,
+    presence,
+)
 from engine import core
 from engine.mock import runner
 from services.decode import remote_prefill
@@ -41,6 +51,7 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = Running.RUNS
+        self.skew_s = 0.0  # of its wall clock
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.continued: list[Callable[[], None]] = []  # called once, when it continues
         self._held: list[asyncio.Handle] = []
@@ -178,7 +189,8 @@ class VirtualTime:
         return self._loop.time()
 
     def time(self) -> float:
-        return WALL_S + self._loop.time()
+        process = current_process()
+        return WALL_S + self._loop.time() + (0.0 if process is None else process.skew_s)
 
     def time_ns(self) -> int:
         return int(self.time() * 1e9)
@@ -204,6 +216,7 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
 
     with (
         mock.patch.object(deadline, "time", clock),
+        mock.patch.object(clocks, "time", clock),
         mock.patch.object(heartbeats, "time", clock),
         mock.patch.object(heartbeats, "Liveness", Liveness),
         mock.patch.object(fleet, "time", clock),

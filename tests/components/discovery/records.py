@@ -5,6 +5,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from components.wire.instances import InstanceRecord
+from components.wire.protocol import OLDEST, PROTOCOL
 
 
 def record(instance_id: str = "one", epoch: str = "e1", **facts: Any) -> InstanceRecord:
@@ -17,5 +18,7 @@ def record(instance_id: str = "one", epoch: str = "e1", **facts: Any) -> Instanc
         pid=1,
         started_unix_ms=0,
         subject=f"ns.{role}.{instance_id}",
+        protocol=PROTOCOL,
+        oldest_protocol=OLDEST,
     )
     return replace(plain, **facts)

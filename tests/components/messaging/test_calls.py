@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -23,7 +24,9 @@ from components.errors import (
 )
 from components.messaging.bus import HEADERS_BYTES, Bus, connect_bus
 from components.messaging.service import Endpoint, serve_calls
+from components.wire.codec import unpack
 from components.wire.generate import CancelStreams, GenerateRequest, StreamsCancelled
+from components.wire.refused import Refused, raised
 from components.wire.rooms import KvComing, RoomOk
 from components.wire.sampling import Sampling
 from services.local.process import kill
@@ -143,6 +146,17 @@ async def test_a_malformed_request_is_answered_and_the_service_lives(bus: Bus, n
         with pytest.raises(MalformedMessage, match="where kv-coming"):
             await bus.call(f"{subject}.close", RoomOk(room="r"), RoomOk, timeout_s=5)
         assert (await ask(bus, subject)).room == "r"
+
+
+async def test_a_kind_of_message_that_nobody_here_knows_is_a_reason_to_ask_another_instance(
+    bus: Bus, namespace: str
+) -> None:
+    """It was MalformedMessage, and a client's 500, though instances of its frontend's release were there."""
+    async with served(bus, namespace, ok) as subject:
+        answer = await bus.client.request(f"{subject}.close", msgpack.packb(["room-close.v9", {}]), timeout=5)
+    error = raised(unpack(answer.data, Refused))
+    assert type(error) is PeerLost
+    assert "unknown message tag 'room-close.v9'" in error.message
 
 
 async def test_an_answer_of_another_conversation_is_malformed(bus: Bus, namespace: str) -> None:

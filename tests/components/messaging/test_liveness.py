@@ -7,23 +7,22 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import DeadlineExceeded, MeshError
 from components.messaging.bus import connect_bus
+from components.messaging.fan_out import LONGEST_S, SOONEST_S
 from components.messaging.heartbeats import (
     EVERY_S,
-    HEARD_PER_S,
     HUNG_AFTER_S,
+    LATE_S,
     SILENT_AFTER_S,
-    SOONEST_S,
-    TOLD_PER_S,
     HeartbeatSender,
     Liveness,
     heartbeat_of,
-    rest_between,
     send_heartbeats,
     watch_heartbeats,
 )
 from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat
-from components.wire.instances import InstanceRecord, Role
+from components.wire.instances import InstanceRecord
+from components.wire.protocol import PROTOCOL, UNNAMED
 from engine.ports import StepStats
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
@@ -63,6 +62,20 @@ def test_an_instance_is_usable_from_its_registration_on() -> None:
     assert [r.instance_id for r in watched.liveness.usable("m")] == ["a", "b"]
     assert watched.liveness.usable("other") == []
     assert watched.liveness.last_heartbeat("a") is None
+
+
+def test_an_instance_of_another_protocol_is_not_used_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    watched.book.put("c", record("c", "1", model="m", protocol=UNNAMED, oldest_protocol=UNNAMED))
+    watched.book.put("d", record("d", "1", model="m", protocol=PROTOCOL + 1, oldest_protocol=PROTOCOL))
+    watched.book.put("e", record("e", "1", model="m", protocol=PROTOCOL + 1, oldest_protocol=PROTOCOL + 1))
+    for name in "cde":
+        watched.beat(name)
+    watched.book.put("c", record("c", "2", model="m", protocol=UNNAMED, oldest_protocol=UNNAMED))
+    assert watched.usable == ["a", "b", "d"]
+    assert [r.__dict__["instance"] for r in caplog.records if "another protocol" in r.message] == ["c", "e"]
+    watched.book.put("c", record("c", "3", model="m"))
+    assert watched.usable == ["a", "b", "c", "d"]
 
 
 def test_of_an_adapter_those_instances_are_usable_that_have_it() -> None:
@@ -255,24 +268,33 @@ async def beats_of(rest_s: float, step_s: float, *, early: bool = False) -> int:
         (0.05, 0.2, False, 50),
         (0.2, 0.01, False, 50),
         (0.05, 0.01, True, 20),
+        (1.4, 0.01, False, 8),
+        (1.4, 9.9, False, 8),
     ],
 )
 def test_a_worker_tells_of_each_step_but_not_too_often(rest_s: float, step_s: float, early: bool, beats: int) -> None:
     assert run_virtually(lambda: beats_of(rest_s, step_s, early=early)) == pytest.approx(beats, abs=beats / 10)
 
 
-def test_heartbeats_of_many_or_to_many_come_less_often() -> None:
-    def rest_s(role: Role, **roles: int) -> float:
-        book = InstanceBook()
-        for name, count in roles.items():
-            for i in range(count):
-                book.put(f"{name}-{i}", record(f"{name}-{i}", role=name))
-        return rest_between(role, book)
+def test_a_heartbeat_announces_the_next_one_and_how_long_the_engine_stands_still() -> None:
+    async def test() -> None:
+        beats: list[Heartbeat] = []
 
-    assert rest_s("prefill", frontend=1, prefill=4, decode=4) == rest_s("decode", frontend=1, decode=100) == SOONEST_S
-    assert rest_s("decode", frontend=1, decode=400) == pytest.approx(400 / HEARD_PER_S)
-    assert rest_s("prefill", frontend=2, prefill=50, decode=98) == pytest.approx(50 * 100 / TOLD_PER_S)
-    assert rest_s("decode", frontend=4, decode=1000) == rest_s("prefill", prefill=500, decode=500) == EVERY_S
+        class Kept:
+            async def publish(self, subject: str, message: Heartbeat) -> None:
+                beats.append(message)
+
+        busy = heartbeat_of("one", "1", StepStats(step=3, num_running=1), IDLE, draining=False)
+        now = [busy]
+        heart = HeartbeatSender(Kept(), "ns.decode.one", lambda: now[0], lambda: 1.4)
+        async with background(heart.run(), "heartbeat"):
+            await asyncio.sleep(3.0)
+            now[0] = msgspec.structs.replace(busy, step=4)
+            await asyncio.sleep(1.4)
+        assert [beat.next_s for beat in beats] == [1.4] * 4
+        assert [round(beat.still_s, 1) for beat in beats] == [0.0, 1.4, 2.8, 0.0]
+
+    run_virtually(test)
 
 
 def test_what_must_not_wait_is_told_at_once() -> None:
@@ -343,6 +365,30 @@ def test_who_is_silent_for_a_moment_gets_nothing_new() -> None:
     watched.after(0.0)
     assert watched.usable == ["b"]
     assert not watched.lost
+
+
+def test_an_instance_of_a_large_fleet_is_silent_when_two_announced_heartbeats_are_missing() -> None:
+    watched = Watched()
+    watched.liveness.heard(Heartbeat(instance_id="a", epoch="1", step=1, busy=False, next_s=2.0))
+    watched.after(2.9)
+    assert watched.usable == ["a", "b"], "one that has sent none yet is taken to send as often as the others"
+    watched.after(0.2)
+    assert not watched.lost
+    assert watched.liveness.usable(or_nobody=True) == []
+    watched.after(1.8)
+    assert not watched.lost
+    watched.after(0.2)
+    assert {name for name, _, _ in watched.lost} == {"a", "b"}
+
+
+@pytest.mark.parametrize("next_s", [1e9, float("inf"), float("nan"), -1.0, 0.0])
+def test_no_heartbeat_keeps_its_instance_alive_for_good(next_s: float) -> None:
+    watched = Watched()
+    watched.liveness.heard(Heartbeat(instance_id="a", epoch="1", step=1, busy=False, next_s=next_s))
+    watched.after(SILENT_AFTER_S - 0.1)
+    assert not watched.lost
+    watched.after(2 * LONGEST_S + LATE_S)
+    assert {name for name, _, _ in watched.lost} == {"a", "b"}
 
 
 def test_where_all_stand_still_all_are_usable() -> None:

@@ -3,13 +3,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 import pytest
 
 from components.errors import BackendUnavailable, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
 from components.messaging.bus import connect_bus
 from components.messaging.inbox import InStream, StreamInbox, open_inbox
 from components.messaging.outbox import OutStream, StreamOutbox, open_outbox
-from components.wire.generate import FramesResent, ResendFrames, StreamItem, unpack_frame
+from components.wire.generate import FRAME_VERSION, FramesResent, ResendFrames, StreamItem, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import Message, Numbered, nothing_lost
@@ -53,6 +54,19 @@ async def test_a_reader_waits_for_the_next_item() -> None:
     assert not reading.done()
     await ends.deliver(ends.sender.tokens([7]))
     assert await reading == [7]
+
+
+async def test_a_frame_of_another_version_ends_the_streams_of_its_instance() -> None:
+    """It was dropped in silence: heartbeats went on, and the reader waited to its deadline."""
+    ends = Ends()
+    other = ends.inbox.open("other", "e")
+    old = msgpack.unpackb(Numbered(ends.inbox).frame(ends.sender.tokens([1])).data)
+    await ends.inbox.receive(Message(msgpack.packb([FRAME_VERSION + 1, *old[1:]])))
+    with pytest.raises(DecodeLost, match=f"version {FRAME_VERSION + 1} from decode d, this process reads"):
+        await ends.reader.next()
+    sent = OutStream(ends.inbox.subject, other.stream_id)
+    await ends.deliver(sent.tokens([7]), instance_id="other")
+    assert [item.token_ids for item in await other.next()] == [[7]]
 
 
 async def test_a_gap_ends_the_stream_after_what_came_before_it() -> None:

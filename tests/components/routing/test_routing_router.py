@@ -5,7 +5,15 @@ from random import Random
 
 import pytest
 
-from components.errors import DecodeLost, MeshError, Overloaded, StaleInstance
+from components.errors import (
+    DecodeLost,
+    InvariantBroken,
+    MalformedMessage,
+    MeshError,
+    Overloaded,
+    PeerBroken,
+    StaleInstance,
+)
 from components.routing.block_hash import PromptBlocks, block_hashes, seed_hash
 from components.routing.breaker import USUAL, BreakerState
 from components.routing.choice import Ask, Member
@@ -121,6 +129,9 @@ def test_a_number_that_a_heartbeat_tells_of_is_not_counted_twice() -> None:
     ("error", "state"),
     [
         (DecodeLost("silent"), BreakerState.OPEN),
+        (PeerBroken("its steps fail"), BreakerState.OPEN),
+        (MalformedMessage("unknown message tag"), BreakerState.OPEN),
+        (InvariantBroken("a defect of this process"), BreakerState.CLOSED),
         (Overloaded("full"), BreakerState.CLOSED),
         (StaleInstance("it is another one now"), BreakerState.CLOSED),
     ],

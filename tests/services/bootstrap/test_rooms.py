@@ -39,7 +39,7 @@ def told(notes: list[Note]) -> list[tuple[str, str, str]]:
 
 
 def test_the_pages_of_a_room_go_to_prefill() -> None:
-    note = RoomBook("boot").open(opening())
+    note = RoomBook("boot").open(opening(), sent_unix_ms=50)
     assert (note.role, note.instance_id) == ("prefill", "p")
     assert note.message == PagesOffered(
         request_id="r",
@@ -51,6 +51,8 @@ def test_the_pages_of_a_room_go_to_prefill() -> None:
         num_cached_pages=1,
         aux_slot=7,
         deadline_unix_ms=100,
+        sender="boot",
+        sent_unix_ms=50,
     )
 
 

@@ -31,6 +31,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
 from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
+from components.wire.protocol import UNNAMED
 from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
@@ -538,6 +539,16 @@ async def test_a_bootstrap_that_is_gone_is_computed_around(decode: Decode) -> No
     assert [q.request_id for q in decode.prefill.called_off] == [ID], "prefill would hold its pages till the deadline"
 
 
+async def test_a_bootstrap_of_another_protocol_is_not_asked(decode: Decode, caplog: pytest.LogCaptureFixture) -> None:
+    old = record("boot", "2", role="bootstrap", protocol=UNNAMED, oldest_protocol=UNNAMED)
+    decode.registry.book.put("boot", old)
+    await decode.ask()
+    await decode.reserve()
+    assert not decode.prefill.offered
+    assert decode.engine.did("recompute") == [ID]
+    assert "instance not used: it speaks another protocol" in caplog.text
+
+
 async def test_a_refused_offer_pins_the_pages_until_prefill_is_quiet(decode: Decode) -> None:
     decode.prefill.offer_refusal = Rejected("no")
     decode.prefill.quiets.clear()
@@ -951,6 +962,16 @@ async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstr
         await turns()
     assert decode.fleet.router.health.state("p") is state
     assert len(decode.prefill.asked) == (USUAL.failures if blamed else 5), "a broken one is worse than nobody here"
+
+
+async def test_a_prefill_whose_steps_fail_is_blamed_though_our_own_pages_are_what_is_waited_for(decode: Decode) -> None:
+    """It was asked for ever: a failed step was no failure of the instance."""
+    for number in range(1, USUAL.failures + 1):
+        await decode.ask(stream_id=number)
+        failed = RoomFailed(request_id=f"r.{number}", room=ROOM, error="InvariantBroken", cause="out of memory")
+        await decode.service.room_failed(failed)
+        await turns()
+    assert decode.fleet.router.health.state("p") is BreakerState.OPEN
 
 
 async def test_a_prefill_that_stands_still_gets_no_new_prompts_though_there_is_no_other(decode: Decode) -> None:

@@ -13,9 +13,12 @@ from components.errors import (
     DeadlineExceeded,
     DecodeLost,
     FramesLost,
+    InvariantBroken,
+    MalformedMessage,
     MeshError,
     NoDecodeInstance,
     Overloaded,
+    PeerBroken,
     PeerLost,
     PromptTooLong,
 )
@@ -32,7 +35,7 @@ from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVES
-from services.frontend.ports import Prompt, TokenDelta
+from services.frontend.ports import Offer, Prompt, TokenDelta
 from services.frontend.router import MeshClient
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
@@ -98,9 +101,9 @@ class Mesh:
         self.client = MeshClient(self.bus, self.inbox, fleet, "m")
         self.tasks: list[asyncio.Future[None]] = []
 
-    async def ask(self, life_ms: int = 60_000, **changes: Any) -> list[TokenDelta]:
+    async def ask(self, life_ms: int = 60_000, offer: Offer | None = None, **changes: Any) -> list[TokenDelta]:
         prompt = replace(PROMPT, deadline_unix_ms=now_ms() + life_ms, **changes)
-        async with asyncio.timeout(10), self.client.generate(prompt) as (deltas,):
+        async with asyncio.timeout(10), self.client.generate(prompt, offer) as (deltas,):
             return [delta async for delta in deltas]
 
     def cancelled(self) -> list[tuple[str, list[int]]]:
@@ -199,13 +202,56 @@ async def test_every_way_of_losing_an_instance_moves_its_stream(mesh: Mesh, lost
     assert len(second.requests) == 1
 
 
-@pytest.mark.parametrize("error", [Overloaded("leaving"), PeerLost("leaving")])
+@pytest.mark.parametrize(
+    "error",
+    [Overloaded("leaving"), PeerLost("leaving"), MalformedMessage("unknown message tag 'generate.v9'")],
+)
 async def test_an_instance_that_refuses_is_passed_over(mesh: Mesh, error: MeshError) -> None:
     first = Decode(mesh, "a", answers)
     first.refusal = error
     Decode(mesh, "b", answers)
     assert tokens(await mesh.ask()) == WHOLE
     assert len(first.requests) == 1
+
+
+def breaks_after(count: int) -> Script:
+    def script(decode: Decode, stream: OutStream, request: GenerateRequest) -> None:
+        start = len(unpack_tokens(request.token_ids))
+        decode.send(*(stream.tokens([100 + start + i]) for i in range(count)), stream.error(InvariantBroken("OOM")))
+
+    return script
+
+
+async def test_what_a_step_that_failed_took_with_it_is_made_elsewhere(mesh: Mesh) -> None:
+    """It was a 500, though the other instances were well."""
+    Decode(mesh, "a", breaks_after(2))
+    second = Decode(mesh, "b", answers)
+    assert tokens(await mesh.ask()) == WHOLE
+    assert [unpack_tokens(request.token_ids) for request in second.requests] == [[1, 2, 3, *WHOLE[:2]]]
+
+
+async def test_a_request_that_breaks_instances_breaks_two_at_most(mesh: Mesh) -> None:
+    decodes = [Decode(mesh, name, breaks_after(0)) for name in "abcd"]
+    with pytest.raises(PeerBroken, match="OOM"):
+        await mesh.ask()
+    assert sum(len(decode.requests) for decode in decodes) == 2
+
+
+async def test_a_defect_of_this_process_is_not_tried_again(mesh: Mesh) -> None:
+    """What a listener has written by then would be written twice."""
+
+    def offer(_: TokenDelta) -> bool:
+        raise ZeroDivisionError
+
+    def script(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
+        decode.send(stream.tokens([103]))
+        asyncio.get_running_loop().call_later(0.02, decode.send, stream.tokens([104]))
+
+    Decode(mesh, "a", script)
+    other = Decode(mesh, "b", answers)
+    with pytest.raises(InvariantBroken, match="listener"):
+        await mesh.ask(offer=offer)
+    assert not other.requests
 
 
 async def test_an_instance_that_nobody_hears_on_nats_is_passed_over(mesh: Mesh) -> None:

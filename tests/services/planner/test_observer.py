@@ -1,7 +1,6 @@
 """What is seen of a mesh: workers that are heard and whose page can be read; everybody else is unknown by name."""
 
 import socket
-from dataclasses import dataclass
 
 import pytest
 
@@ -9,18 +8,12 @@ from components.discovery.book import InstanceBook
 from components.messaging.heartbeats import Liveness
 from components.planning.samples import PLANNED
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
-from components.wire.codec import pack
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from engine.ports import StepStats
 from services.planner.observer import Observer
 
 pytestmark = pytest.mark.anyio
-
-
-@dataclass
-class Message:
-    data: bytes
 
 
 class Mesh:
@@ -48,11 +41,10 @@ class Mesh:
         )
         self.book.put(name, record)
 
-    async def beat(self, name: str, **facts: object) -> None:
+    def beat(self, name: str, **facts: object) -> None:
         beat = Heartbeat(instance_id=name, epoch="e", step=1, busy=False, total_pages=10, free_pages=4, **facts)
         for liveness in self.liveness.values():
             liveness.heard(beat)
-        await self.observer.hear(Message(pack(beat)))
 
 
 async def test_a_worker_is_its_page_and_its_heartbeats_and_waits_are_a_mean() -> None:
@@ -60,11 +52,11 @@ async def test_a_worker_is_its_page_and_its_heartbeats_and_waits_are_a_mean() ->
     metrics.record(StepStats(prompt_tokens=100, step_s=0.2))
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
         mesh.register("p", "prefill", url)
-        await mesh.beat("p", num_waiting=4, accepted=7, queued_tokens=500, cached_pages=1)
+        mesh.beat("p", num_waiting=4, accepted=7, queued_tokens=500, cached_pages=1)
         mesh.now_s += 1.0
-        await mesh.beat("p", num_waiting=0, accepted=9, queued_tokens=300, cached_pages=1)
+        mesh.beat("p", num_waiting=0, accepted=9, queued_tokens=300, cached_pages=1)
         mesh.now_s += 0.5
-        await mesh.beat("p", num_waiting=0, accepted=9, queued_tokens=300, cached_pages=1)
+        mesh.beat("p", num_waiting=0, accepted=9, queued_tokens=300, cached_pages=1)
         mesh.now_s += 0.5
         seen = await mesh.observer.observe({"prefill": 1, "decode": 0})
         [worker] = seen.workers["prefill"]
@@ -72,11 +64,11 @@ async def test_a_worker_is_its_page_and_its_heartbeats_and_waits_are_a_mean() ->
         assert (worker.accepted, worker.queued_tokens, worker.waiting) == (9, 300, 2.0)
         assert (worker.used_pages, worker.total_pages) == (5, 10)
         assert (seen.unknown, seen.wanted) == ([], {"prefill": 1, "decode": 0})
-        await mesh.beat("p", num_waiting=6)
+        mesh.beat("p", num_waiting=6)
         mesh.now_s += 0.5
         again = await mesh.observer.observe({})
         assert again.workers["prefill"][0].waiting == 6.0, "since the last look"
-        await mesh.beat("p", draining=True)
+        mesh.beat("p", draining=True)
         leaving = await mesh.observer.observe({})
         assert (leaving.serving("prefill"), leaving.draining("prefill"), leaving.unknown) == (0, 1, [])
 
@@ -90,10 +82,10 @@ async def test_who_is_silent_or_cannot_be_read_is_unknown() -> None:
         mesh.register("no-page", "prefill", "http://127.0.0.1:1")
         mesh.register("f", "frontend", "http://127.0.0.1:1")
         for name in ("heard", "silent", "no-page"):
-            await mesh.beat(name)
+            mesh.beat(name)
         mesh.now_s += 2.5
-        await mesh.beat("heard")
-        await mesh.beat("no-page")
+        mesh.beat("heard")
+        mesh.beat("no-page")
         seen = await mesh.observer.observe({})
     assert [worker.instance_id for worker in seen.workers["decode"]] == ["heard"]
     assert sorted(seen.unknown) == ["f", "never-heard", "no-page", "silent"]

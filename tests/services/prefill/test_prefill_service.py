@@ -158,6 +158,24 @@ async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forg
     prefill.assert_nothing_is_kept()
 
 
+async def test_a_room_that_two_replicas_opened_is_closed_at_the_second_at_once(prefill: Prefill) -> None:
+    """Decode asks another replica when the first one is slow. The second offer's room stayed open until its deadline."""
+    prefill.registry.book.put("boot2", record("boot2", "1", role="bootstrap"))
+    await prefill.ask()
+    await prefill.offer()
+    await prefill.offer(bootstrap_id="boot2", deadline_unix_ms=0)
+    prefill.service._rooms.close()
+    await turns()
+    closing = [subject for subject, message in prefill.bus.sent if isinstance(message, CloseRooms)]
+    assert closing == ["ns.bootstrap.boot2.close"]
+    prefill.computed()
+    await turns()
+    prefill.service._rooms.close()
+    await turns()
+    closing = [subject for subject, message in prefill.bus.sent if isinstance(message, CloseRooms)]
+    assert closing[1:] == ["ns.bootstrap.boot.close"]
+
+
 async def test_rooms_that_are_over_are_closed_together(prefill: Prefill) -> None:
     for number in range(3):
         await prefill.ask(f"r{number}", room=f"room-{number}")

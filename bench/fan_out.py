@@ -1,0 +1,282 @@
+"""Deliveries of heartbeats and KV events through one NATS server, counted there: python -m bench.fan_out --prefill 200
+
+Every instance has a NATS connection of its own and runs the code that services run: `send_heartbeats`, `publish_kv_events`,
+`watch_fleet`. Workers have no engine: each counts steps and changes its cache, so all always have something to send.
+Registration in etcd is left out, all records are there from the start. A planner follows the heartbeats of both roles.
+
+The command prints a JSON line: messages sent and delivered a second, as the server's `varz` counts them (`in_msgs`, `out_msgs`)
+and as computed, and how many instances counted as lost though none was. A worker sends after its rest with the next step, so
+somewhat less is sent than computed.
+"""
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.synchronize import Event, Semaphore
+from pathlib import Path
+from random import Random
+from typing import Annotated, Final
+from urllib.request import urlopen
+
+import typer
+import uvloop
+
+from components.aio import background
+from components.discovery.book import InstanceBook
+from components.messaging.bus import connect_bus
+from components.messaging.fan_out import FleetSizes, Following
+from components.messaging.fleet import watch_fleet
+from components.messaging.heartbeats import HeartbeatSender, OnLost, heartbeat_of, send_heartbeats, watch_heartbeats
+from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
+from components.messaging.service import serve_calls
+from components.process import subject_of
+from components.routing.local_prefill import PromptLoad
+from components.routing.policies import DEFAULT
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord, Role
+from engine.ports import StepStats
+from services.local.servers import NATS, running
+
+NAMESPACE: Final = "fan-out"
+MODEL: Final = "mock"
+STEPS_PER_S: Final = 8_000  # of all workers together, so that two cores carry them
+SOONEST_STEP_S: Final = 0.02
+CACHED: Final = 64  # blocks of a worker; each step one more comes and the oldest goes
+WARM_UP_S: Final = 8.0  # from the last connection on: dumps are fetched, subscriptions stand
+START_TIMEOUT_S: Final = 180.0
+
+
+def record(role: Role, number: int) -> InstanceRecord:
+    """The record of the `number`th instance of a role."""
+    instance_id = f"{role}-{Random(f'{role}{number}').randbytes(4).hex()}"
+    return InstanceRecord(
+        instance_id=instance_id,
+        epoch="1",
+        role=role,
+        host="bench",
+        pid=1,
+        started_unix_ms=0,
+        subject=subject_of(NAMESPACE, role, instance_id),
+        model=None if role == "frontend" else MODEL,
+        kv_events=role != "frontend",
+    )
+
+
+def fleet_of(prefill: int, decode: int, frontends: int) -> list[InstanceRecord]:
+    """All records."""
+    counts: dict[Role, int] = {"prefill": prefill, "decode": decode, "frontend": frontends}
+    return [record(role, number) for role, count in counts.items() for number in range(count)]
+
+
+def book_of(records: list[InstanceRecord]) -> InstanceBook:
+    """All of them registered."""
+    book = InstanceBook()
+    for one in records:
+        book.put(one.instance_id, one)
+    return book
+
+
+class Steps:
+    """The steps of a worker without an engine."""
+
+    def __init__(self, about: InstanceRecord, each_s: float) -> None:
+        self._about = about
+        self._each_s = each_s
+        self._step = 0
+        self._draw = Random(about.instance_id)
+        self._blocks: list[bytes] = []
+
+    def heartbeat(self) -> Heartbeat:
+        """As a busy worker makes it."""
+        stats = StepStats(step=self._step, num_running=9, free_pages=100, held_pages=900, total_pages=1000)
+        about = self._about
+        return heartbeat_of(
+            about.instance_id, about.epoch, stats, PromptLoad(500, 9e3), draining=False, accepted=self._step
+        )
+
+    async def run(self, heart: HeartbeatSender, events: KvEventPublisher) -> None:
+        """Step for ever."""
+        await asyncio.sleep(self._draw.uniform(0, self._each_s))
+        while True:
+            self._step += 1
+            heart.stepped(self._step)
+            self._blocks.append(self._draw.randbytes(16))
+            changes = [(self._blocks[-1], True)]
+            if len(self._blocks) > CACHED:
+                changes.append((self._blocks.pop(0), False))
+            events.take(changes)
+            await asyncio.sleep(self._each_s)
+
+
+@asynccontextmanager
+async def worker(
+    url: str, about: InstanceRecord, book: InstanceBook, sizes: FleetSizes, on_lost: OnLost
+) -> AsyncIterator[None]:
+    """A prefill or decode instance while inside."""
+    num_workers = sizes.count("prefill") + sizes.count("decode")
+    steps, role = Steps(about, max(SOONEST_STEP_S, num_workers / STEPS_PER_S)), about.role
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        bus = await enter(connect_bus(url, about.instance_id))
+        rest_s = partial(sizes.kv_events_rest_s, role)
+        events = await enter(
+            publish_kv_events(bus, about.subject, about.instance_id, lambda: about.epoch, rest_s=rest_s)
+        )
+        await enter(serve_calls(bus, role, about.subject, events.endpoints(), {}))
+        if role == "decode":
+            following = Following(book, about.instance_id, MODEL)
+            fleet = await enter(watch_fleet(bus, NAMESPACE, "prefill", book, DEFAULT["prefill"], following=following))
+            fleet.alive.on_lost(on_lost)
+        heart = await enter(send_heartbeats(bus, about.subject, steps.heartbeat, partial(sizes.heartbeat_rest_s, role)))
+        await enter(background(steps.run(heart, events), "steps"))
+        yield
+
+
+@asynccontextmanager
+async def frontend(url: str, about: InstanceRecord, book: InstanceBook, on_lost: OnLost) -> AsyncIterator[None]:
+    """A frontend while inside."""
+    async with (
+        connect_bus(url, about.instance_id) as bus,
+        watch_fleet(bus, NAMESPACE, "decode", book, DEFAULT["decode"]) as fleet,
+    ):
+        fleet.alive.on_lost(on_lost)
+        yield
+
+
+@asynccontextmanager
+async def planner(url: str, book: InstanceBook) -> AsyncIterator[None]:
+    """What a planner follows."""
+    async with (
+        connect_bus(url, "planner") as bus,
+        watch_heartbeats(bus, NAMESPACE, "prefill", book),
+        watch_heartbeats(bus, NAMESPACE, "decode", book),
+    ):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What the processes of the benchmark share."""
+
+    ready: Semaphore  # released once for each instance
+    stop: Event
+    lost: Semaphore  # released for each instance that counts as lost between the warm-up and the stop
+    warm: Event
+
+
+async def run_share(url: str, records: list[InstanceRecord], share: range, signals: Signals) -> None:
+    """Run the instances of `records` in `share` until told to stop."""
+
+    def lose(_record: InstanceRecord, _why: str) -> None:
+        if signals.warm.is_set() and not signals.stop.is_set():
+            signals.lost.release()
+
+    book = book_of(records)
+    sizes = FleetSizes(book)
+    async with AsyncExitStack() as stack:
+        if share.start == 0:
+            await stack.enter_async_context(planner(url, book))
+        for at in share:
+            about = records[at]
+            is_frontend = about.role == "frontend"
+            instance = frontend(url, about, book, lose) if is_frontend else worker(url, about, book, sizes, lose)
+            await stack.enter_async_context(instance)
+            signals.ready.release()
+        await asyncio.to_thread(signals.stop.wait)
+
+
+def process(url: str, sizes: tuple[int, int, int], share: range, signals: Signals) -> None:
+    """One process of the benchmark. Instances that have not started yet are silent, which is no news."""
+    logging.disable(logging.WARNING)
+    uvloop.run(run_share(url, fleet_of(*sizes), share, signals))
+
+
+def counted(monitor_url: str) -> tuple[int, int, float]:
+    """Messages that NATS has taken and delivered so far, and when."""
+    with urlopen(f"{monitor_url}/varz") as answer:
+        page = json.load(answer)
+    return page["in_msgs"], page["out_msgs"], time.monotonic()
+
+
+def computed(sizes: FleetSizes) -> dict[str, float]:
+    """Deliveries a second of each kind, when all workers are busy, the planner's heartbeats with them."""
+    rates = {}
+    for role in ("decode", "prefill"):
+        followings, instances = sizes.followings(role), sizes.count(role)
+        rates[f"{role}_heartbeats"] = (followings + instances) / sizes.heartbeat_rest_s(role)
+        rates[f"{role}_kv_events"] = followings / sizes.kv_events_rest_s(role)
+    return rates
+
+
+async def measure(sizes: tuple[int, int, int], processes: int, seconds: float) -> dict[str, object]:
+    """One run. Raises: TimeoutError, if the instances do not connect in START_TIMEOUT_S."""
+    records = fleet_of(*sizes)
+    fleet = FleetSizes(book_of(records))
+    context = multiprocessing.get_context("spawn")
+    signals = Signals(context.Semaphore(0), context.Event(), context.Semaphore(0), context.Event())
+    with tempfile.TemporaryDirectory() as home:
+        async with running(NATS, Path(home) / "nats") as nats:
+            started = [
+                context.Process(target=process, args=(nats.url, sizes, range(at, len(records), processes), signals))
+                for at in range(processes)
+            ]
+            try:
+                for one in started:
+                    one.start()
+                for _ in records:
+                    if not await asyncio.to_thread(signals.ready.acquire, timeout=START_TIMEOUT_S):
+                        raise TimeoutError(f"{len(records)} instances do not connect in {START_TIMEOUT_S} s")
+                await asyncio.sleep(WARM_UP_S)
+                signals.warm.set()
+                in_before, out_before, before_s = counted(nats.monitor_url)
+                await asyncio.sleep(seconds)
+                in_after, out_after, after_s = counted(nats.monitor_url)
+            finally:
+                signals.stop.set()
+                for one in started:
+                    await asyncio.to_thread(one.join)
+    lost = 0
+    while signals.lost.acquire(block=False):
+        lost += 1
+    passed_s = after_s - before_s
+    by_kind = computed(fleet)
+    sent = sum(
+        fleet.count(role) * (1 / fleet.heartbeat_rest_s(role) + 1 / fleet.kv_events_rest_s(role))
+        for role in ("decode", "prefill")
+    )
+    return {
+        "prefill": sizes[0],
+        "decode": sizes[1],
+        "frontends": sizes[2],
+        "followed": fleet.followed(MODEL),
+        "heartbeat_s": {role: round(fleet.heartbeat_rest_s(role), 3) for role in ("decode", "prefill")},
+        "kv_events_s": {role: round(fleet.kv_events_rest_s(role), 3) for role in ("decode", "prefill")},
+        "sent_per_s": round((in_after - in_before) / passed_s),
+        "sent_per_s_computed": round(sent),
+        "deliveries_per_s": round((out_after - out_before) / passed_s),
+        "deliveries_per_s_computed": round(sum(by_kind.values())),
+        "lost": lost,
+        "computed_by_kind": {kind: round(rate) for kind, rate in by_kind.items()},
+    }
+
+
+def main(
+    prefill: Annotated[int, typer.Option(help="prefill instances", min=1)] = 100,
+    decode: Annotated[int, typer.Option(help="decode instances", min=1)] = 100,
+    frontends: Annotated[int, typer.Option(help="frontends", min=1)] = 4,
+    processes: Annotated[int, typer.Option(help="that share the instances", min=1)] = 4,
+    seconds: Annotated[float, typer.Option(help="that deliveries are counted for", min=1.0)] = 20.0,
+) -> None:
+    """Count the deliveries of a fleet without engines."""
+    print(json.dumps(asyncio.run(measure((prefill, decode, frontends), processes, seconds))))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,95 @@
+"""Asking all workers of a role for a heartbeat, for a process that does not follow them."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from components.discovery.book import InstanceBook
+from components.errors import MalformedMessage, MeshError
+from components.messaging.bus import Bus, nats_errors
+from components.messaging.heartbeats import HUNG_AFTER_S
+from components.messaging.replies import publish
+from components.wire.codec import pack, unpack
+from components.wire.heartbeat import AskHeartbeat, Heartbeat
+from components.wire.instances import Role
+
+ANSWER_TIMEOUT_S: Final = 0.5
+KEPT_S: Final = 1.0  # answers serve everyone who asks so soon again: each roll call costs two messages a worker
+
+
+class Answers:
+    """The heartbeats that workers of one role answered with, by instance id."""
+
+    def __init__(self, beats: dict[str, Heartbeat]) -> None:
+        self.beats = beats
+
+    def last_heartbeat(self, instance_id: str) -> Heartbeat | None:
+        """The answer of an instance."""
+        return self.beats.get(instance_id)
+
+    def is_lost(self, instance_id: str) -> bool:
+        """Whether an instance did not answer, or its engine stands still."""
+        beat = self.beats.get(instance_id)
+        return beat is None or beat.still_s > HUNG_AFTER_S
+
+
+class RollCall:
+    """Asks the workers of one role when somebody wants to know."""
+
+    def __init__(
+        self, bus: Bus, namespace: str, role: Role, book: InstanceBook, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bus = bus
+        self._namespace = namespace
+        self._role = role
+        self._book = book
+        self._clock = clock
+        self._answers = Answers({})
+        self._answered_s = -math.inf
+        self._turn = asyncio.Lock()
+
+    async def answers(self) -> Answers:
+        """Of all registered instances that answer within ANSWER_TIMEOUT_S, at most KEPT_S old. While NATS is away, of none."""
+        async with self._turn:
+            if self._clock() - self._answered_s > KEPT_S:
+                beats: dict[str, Heartbeat] = {}
+                if self._bus.client.is_connected:
+                    with suppress(MeshError):  # the bus reports its own outages
+                        await self._ask(beats)
+                self._answers, self._answered_s = Answers(beats), self._clock()
+            return self._answers
+
+    async def _ask(self, beats: dict[str, Heartbeat]) -> None:
+        """Add the answers to `beats`. Raises: MeshError."""
+        missing = {record.instance_id: record.epoch for record in self._book.of_role(self._role)}
+        complete = asyncio.Event()
+
+        async def receive(message: Msg) -> None:
+            if not message.data:  # NATS itself: nobody listens
+                return
+            try:
+                beat = unpack(message.data, Heartbeat)
+            except MalformedMessage as exc:
+                self._bus.refusals.count("ask_heartbeat", exc)
+                return
+            if missing.get(beat.instance_id) == beat.epoch:
+                beats[beat.instance_id] = beat
+                del missing[beat.instance_id]
+            if not missing:
+                complete.set()
+
+        if not missing:
+            return
+        inbox = self._bus.client.new_inbox()
+        async with self._bus.subscription(inbox, receive):
+            subject = f"{self._namespace}.{self._role}.ask_heartbeat"
+            with nats_errors(subject, self._bus.url):
+                await publish(self._bus.client, subject, pack(AskHeartbeat()), reply=inbox)
+            with suppress(TimeoutError):  # those that are missing did not answer
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await complete.wait()

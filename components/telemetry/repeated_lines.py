@@ -1,0 +1,116 @@
+"""A log handler that counts equal lines instead of repeating them.
+
+Lines are equal when logger, level and constant message are; their facts may differ. Of equal lines the first few are
+written, and the rest of a window is held back. When the window ends, the last of them is written with their number as
+`repeated`.
+
+Never held back:
+- DEBUG lines: a person who sets that level wants each of them.
+- A traceback that has not been written in this window: two with one message may be two defects. One traceback over and
+  over is counted like any other line.
+- `ready` and `progress`, which a supervisor waits for.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+from copy import copy
+from typing import Final, TextIO
+
+BURST: Final = 5  # equal lines that are written
+WINDOW_S: Final = 10.0  # from the first of them
+MOST_WINDOWS: Final = 1024  # some libraries put facts into their messages, so that no two are equal
+
+status = logging.getLogger("kvmesh.status")  # the supervisor's lines: written at every level, each of them
+
+
+class _Window:
+    """Equal lines since the first one."""
+
+    __slots__ = ("count", "ends_s", "held")
+
+    def __init__(self, ends_s: float) -> None:
+        self.ends_s = ends_s
+        self.count = 0
+        self.held: logging.LogRecord | None = None  # the last one that was not written
+
+
+class CountingHandler(logging.StreamHandler[TextIO]):
+    """See the module. Its own lock, which `logging` holds around `emit`, guards the windows."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S) -> None:
+        super().__init__(stream)
+        self._clock = clock
+        self._window_s = window_s
+        self._windows: dict[Hashable, _Window] = {}
+        self._timer: threading.Timer | None = None  # ends windows, while one of them holds a line back
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write or count one line."""
+        if record.levelno <= logging.DEBUG or record.name == status.name:
+            super().emit(record)
+            return
+        now_s, key = self._clock(), _key(record)
+        window = self._windows.get(key)
+        if window is None or now_s >= window.ends_s:
+            self.sweep(all_of_them=len(self._windows) >= MOST_WINDOWS)
+            window = self._windows[key] = _Window(now_s + self._window_s)
+        window.count += 1
+        if window.count <= BURST:
+            super().emit(record)
+            return
+        window.held = record
+        if self._timer is None:
+            self._start_timer(window.ends_s - now_s)
+
+    def sweep(self, *, all_of_them: bool = False) -> None:
+        """End the windows whose time is over, or all: write what they held back."""
+        self.acquire()
+        try:
+            now_s = self._clock()
+            over = [key for key, window in self._windows.items() if all_of_them or now_s >= window.ends_s]
+            for key in over:
+                window = self._windows.pop(key)
+                if window.held is not None:
+                    last = copy(window.held)
+                    last.__dict__["repeated"] = window.count - BURST
+                    super().emit(last)
+        finally:
+            self.release()
+
+    def close(self) -> None:
+        """Write what is held back; `logging` calls this when the process ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.stream is not None and not self.stream.closed:
+            self.sweep(all_of_them=True)
+        super().close()
+
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = threading.Timer(max(seconds, 0.0), self._timed)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _timed(self) -> None:
+        self.acquire()
+        try:
+            self._timer = None
+            self.sweep()
+            holding = [window.ends_s for window in self._windows.values() if window.held is not None]
+            if holding:
+                self._start_timer(min(holding) - self._clock())
+        finally:
+            self.release()
+
+
+def _key(record: logging.LogRecord) -> Hashable:
+    """Equal for lines that are equal; for those with a traceback, by where it was raised too."""
+    message = record.msg if isinstance(record.msg, str) else str(record.msg)
+    if not record.exc_info or record.exc_info[0] is None:
+        return record.name, record.levelno, message
+    kind, _, trace = record.exc_info
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = None if trace is None else (trace.tb_frame.f_code, trace.tb_lineno)
+    return record.name, record.levelno, message, kind, where

@@ -1,0 +1,110 @@
+"""Which bootstrap replica opens a room: the first one that answers, and none that was silent lately."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import count
+from random import Random
+from typing import Any, Final
+
+from components.errors import DeadlineExceeded, NoBootstrapInstance, PeerBroken, PeerLost
+from components.routing.breaker import Breaker, BreakerSettings
+from components.wire.instances import InstanceRecord
+
+LIMIT_S: Final = 1.5  # for one answer; opening a room only writes to memory
+HEDGE_S: Final = 0.1  # without an answer until the next replica is asked too
+PAUSES: Final = BreakerSettings(failures=1, first_s=5.0, most_s=30.0, try_s=LIMIT_S)
+
+Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
+
+
+class BootstrapChoice:
+    """Asks the replicas in turn. One event loop, whose clock it uses."""
+
+    def __init__(self, rng: Random, *, or_nobody: bool = True) -> None:
+        """`rng` spreads the tries of replicas that were silent.
+
+        `or_nobody`: where all were silent lately, none is asked, because the prompt can be computed here instead.
+        """
+        self._rng = rng
+        self._or_nobody = or_nobody
+        self._turn = count()
+        self._breakers: dict[str, Breaker] = {}  # by replica
+        self._asked_s: dict[str, list[float]] = {}  # when the calls without an answer began, by replica
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def open(self, replicas: Sequence[InstanceRecord], ask: Ask) -> None:
+        """Return when a replica has opened the room; `ask` sends it the message and waits up to `LIMIT_S`.
+
+        Several replicas may open the same room, which is harmless: prefill takes the first offer and closes other rooms.
+        Raises: NoBootstrapInstance, when no replica answers, or every one was silent lately; a refusal, as it is.
+        """
+        cause = "every replica was silent lately"
+        waiting: set[asyncio.Task[None]] = set()
+        order = self._order(replicas)
+        while order or waiting:
+            if order:
+                waiting.add(self._call(order.pop(0), ask))
+            timeout_s = HEDGE_S if order else None
+            done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for call in done:
+                error = call.exception()
+                if error is None:
+                    return
+                if not isinstance(error, PeerLost | PeerBroken | DeadlineExceeded):
+                    raise error
+                cause = str(error)
+        raise NoBootstrapInstance(f"no bootstrap instance opened a room: {cause}")
+
+    def _order(self, replicas: Sequence[InstanceRecord]) -> list[InstanceRecord]:
+        """Those that may be asked now, in turn; a replica that owes an answer comes after those that do not."""
+        now_s = asyncio.get_running_loop().time()
+        ids = {replica.instance_id for replica in replicas}
+        self._breakers = {i: breaker for i, breaker in self._breakers.items() if i in ids}
+        first = next(self._turn) % max(len(replicas), 1)
+        turn = [*replicas[first:], *replicas[:first]]
+        ready = [r for r in turn if (b := self._breakers.get(r.instance_id)) is None or b.ready_s <= now_s]
+        if not ready and not self._or_nobody:
+            ready = turn
+        return sorted(ready, key=lambda r: self._is_late(r.instance_id, now_s))
+
+    def _is_late(self, instance_id: str, now_s: float) -> bool:
+        asked_s = self._asked_s.get(instance_id)
+        return asked_s is not None and now_s - asked_s[0] >= HEDGE_S
+
+    def _call(self, replica: InstanceRecord, ask: Ask) -> asyncio.Task[None]:
+        """It goes on after another replica has answered: whether this one is silent shows at its limit."""
+        task = asyncio.create_task(self._judged(replica.instance_id, ask(replica)), name="open room")
+        self._calls.add(task)
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # seen, though another replica has opened the room
+
+    async def _judged(self, instance_id: str, call: Coroutine[Any, Any, None]) -> None:
+        """Make the call, and remember what its outcome says of the replica: an answer, even a refusal, is one."""
+        clock = asyncio.get_running_loop().time
+        if instance_id not in self._breakers:
+            self._breakers[instance_id] = Breaker(f"bootstrap {instance_id}", self._rng, PAUSES)
+        breaker, asked_s = self._breakers[instance_id], clock()
+        breaker.sent(asked_s)
+        self._asked_s.setdefault(instance_id, []).append(asked_s)
+        try:
+            await call
+        except DeadlineExceeded:
+            breaker.failed(clock())
+            raise
+        except PeerLost:  # it does not listen, which costs no time
+            breaker.undecided(clock())
+            raise
+        except Exception:
+            breaker.succeeded()
+            raise
+        else:
+            breaker.succeeded()
+        finally:
+            self._asked_s[instance_id].remove(asked_s)
+            if not self._asked_s[instance_id]:
+                del self._asked_s[instance_id]

@@ -1,0 +1,155 @@
+"""Members of etcd that end, lose their leader or fall silent: a registration stays, and the mirror goes to another member."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Final
+from urllib.parse import urlsplit
+
+import pytest
+
+from components.discovery.registry import Registration, join_registry
+from components.wire.instances import dump_record
+from tests.components.discovery.fake_etcd import Member, Store
+from tests.components.discovery.records import record
+
+pytestmark = pytest.mark.anyio
+
+TTL_S: Final = 2
+RECORDS: Final = 3_600  # of 1.3 kB each: more than the 4 MiB that gRPC takes unless told otherwise
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def members(store: Store) -> Iterator[list[Member]]:
+    """Two of one cluster."""
+    with ExitStack() as stack:
+        started = [Member(store) for _ in range(2)]
+        for member in started:
+            stack.callback(member.stop)
+        yield started
+
+
+def url_of(*members: Member) -> str:
+    return ",".join(member.url for member in members)
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+async def test_a_lease_is_kept_at_another_member_when_one_ends(store: Store, members: list[Member], ended: int) -> None:
+    """The one client that the lease was born with was asked until it had run out: each process registered anew."""
+    registration = Registration("one")
+    async with (
+        join_registry(url_of(*members), "ns", TTL_S) as registry,
+        registry.advertise(registration, lambda epoch: record("one", epoch)),
+    ):
+        epoch = registration.epoch
+        await asyncio.to_thread(members[ended].stop)
+        await asyncio.sleep(2 * TTL_S)
+        assert registration.epoch == epoch
+        assert len(store.expires) == 1, "another lease was granted"
+        assert store.is_alive(1)
+
+
+@pytest.mark.parametrize("minority", [0, 1])
+async def test_a_member_without_a_leader_is_passed_over(members: list[Member], minority: int) -> None:
+    """It answers `status`: it was chosen again and again, and the healthy one never."""
+    members[minority].has_leader = False
+    async with asyncio.timeout(8), join_registry(url_of(*members), "ns", TTL_S):
+        pass
+
+
+async def test_a_mirror_leaves_a_member_that_loses_its_leader(members: list[Member]) -> None:
+    """Its watch stayed open and silent for ever: changes were not seen any more."""
+    async with join_registry(url_of(*members), "ns", TTL_S), asyncio.timeout(10):
+        while not any(member.watches for member in members):
+            await asyncio.sleep(0.05)
+        followed, other = sorted(members, key=lambda member: -member.watches)
+        followed.has_leader = False
+        while not other.watches:
+            await asyncio.sleep(0.05)
+
+
+async def test_an_etcd_that_answers_no_ranges_is_asked_less_and_less(members: list[Member]) -> None:
+    """It answered `status`, which started the waits anew: five connections and five reads a second, from each process."""
+    member = members[0]
+    member.has_leader = False
+
+    async def join() -> None:
+        async with join_registry(member.url, "ns", TTL_S):
+            raise AssertionError("there is nothing to join")
+
+    joining = asyncio.create_task(join())
+    await asyncio.sleep(4)
+    assert 0 < member.ranges <= 10
+    member.has_leader = True
+    with pytest.raises(AssertionError, match="nothing to join"):
+        await joining
+
+
+async def test_more_records_than_one_message_holds_are_read(store: Store, members: list[Member]) -> None:
+    """From 3,300 records on nobody could start, and was told that etcd cannot be reached."""
+    for i in range(RECORDS):
+        there = record(f"{i:08x}", host="h" * 1_200)
+        store.records[f"ns/instances/decode/{i:08x}".encode()] = dump_record(there)
+    assert sum(map(len, store.records.values())) > 4 << 20
+    async with asyncio.timeout(20), join_registry(members[0].url, "ns", TTL_S) as registry:
+        assert len(registry.book.of_role("decode")) == RECORDS
+
+
+class SilentProxy:
+    """TCP to one address, in threads. Once `is_dead`, bytes are taken and not passed on: as a host that has lost power."""
+
+    def __init__(self, url: str) -> None:
+        self.is_dead = False
+        self._target = ("127.0.0.1", urlsplit(url).port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self._listener]
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._spawn(self._accept)
+
+    def close(self) -> None:
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                self._spawn(self._copy, near, far)
+                self._spawn(self._copy, far, near)
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.is_dead:
+                    target.sendall(data)
+
+    def _spawn(self, work: object, *args: object) -> None:
+        threading.Thread(target=work, args=args, daemon=True).start()
+
+
+async def test_a_dead_host_is_noticed_by_an_idle_watch_within_fifteen_seconds(members: list[Member]) -> None:
+    """It took 65 to 105 s: gRPC waits a minute for the answer to a ping, and stops to ping an idle connection."""
+    proxy = SilentProxy(members[0].url)
+    try:
+        async with join_registry(proxy.url, "ns", TTL_S) as registry:
+            assert registry.connected
+            proxy.is_dead = True
+            died = time.monotonic()
+            async with asyncio.timeout(15):
+                while registry.connected:
+                    await asyncio.sleep(0.1)
+            assert time.monotonic() > died
+    finally:
+        proxy.close()

@@ -1,0 +1,131 @@
+"""Deadlines by the receiver's clock."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from components.messaging import clocks, deadline
+from components.messaging.clocks import FORGET_S, MIN_MESSAGES, WINDOW_S, PeerClocks
+from components.wire.dated import Dated
+
+LIFE_MS = 60_000
+HOUR_MS = 3_600_000
+
+
+class Clock:
+    """Ours, which the test moves; the sender's is `skew_ms` behind it."""
+
+    def __init__(self) -> None:
+        self.monotonic_s = 1000.0
+        self.skew_ms = 0
+
+    def monotonic(self) -> float:
+        return self.monotonic_s
+
+    def time_ns(self) -> int:
+        return int((1_700_000_000 + self.monotonic_s) * 1e9)
+
+    def now_ms(self) -> int:
+        return self.time_ns() // 1_000_000
+
+    def message(self, late_s: float = 0.0, sender: str = "peer") -> Dated:
+        """One with a deadline in a minute, sent `late_s` ago."""
+        sent = self.now_ms() - self.skew_ms - int(late_s * 1000)
+        return Dated(deadline_unix_ms=sent + LIFE_MS, sender=sender, sent_unix_ms=sent)
+
+    def left_s(self, peers: PeerClocks, late_s: float = 0.0, sender: str = "peer") -> float:
+        """What is left of a message's minute when it has been read."""
+        return (peers.converted(self.message(late_s, sender)).deadline_unix_ms - self.now_ms()) / 1000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(clocks, "time", made)
+    monkeypatch.setattr(deadline, "time", made)
+    return made
+
+
+def gauge(peers: PeerClocks) -> Any:
+    [family] = peers.collect()
+    [sample] = family.samples
+    return sample.value
+
+
+@pytest.mark.parametrize("skew_ms", [-HOUR_MS, HOUR_MS])
+def test_deadlines_are_converted_from_the_first_message_on(clock: Clock, skew_ms: int) -> None:
+    peers = PeerClocks()
+    clock.skew_ms = skew_ms
+    for _ in range(5):
+        assert clock.left_s(peers) == pytest.approx(60, abs=0.1)
+        clock.monotonic_s += 10
+    assert gauge(peers) == HOUR_MS / 1000
+
+
+def test_what_waited_in_the_socket_of_a_frozen_process_is_late(clock: Clock) -> None:
+    peers = PeerClocks()
+    clock.skew_ms = HOUR_MS
+    clock.left_s(peers)
+    clock.monotonic_s += 1000  # frozen: nothing was read, and what came first has waited longest
+    assert [round(clock.left_s(peers, late_s)) for late_s in (1000, 90, 30, 0)] == [60 - 1000, 60 - 90, 30, 60]
+
+
+def test_a_clock_that_is_set_right_is_followed(clock: Clock) -> None:
+    peers = PeerClocks()
+    clock.skew_ms = -HOUR_MS  # theirs is ahead,
+    clock.left_s(peers)
+    clock.skew_ms = 0  # and is set back
+    for _ in range(4):
+        clock.monotonic_s += 0.6 * WINDOW_S
+        left_s = clock.left_s(peers)
+    assert left_s == pytest.approx(60, abs=0.1)
+    clock.skew_ms = -HOUR_MS  # set forward: seen at once
+    assert clock.left_s(peers) == pytest.approx(60, abs=0.1)
+
+
+def test_each_peer_has_a_clock_of_its_own_and_the_worst_is_shown(clock: Clock) -> None:
+    peers = PeerClocks()
+    clock.left_s(peers, sender="a")
+    clock.skew_ms = 30_000
+    assert clock.left_s(peers, sender="b") == pytest.approx(60, abs=0.1)
+    assert gauge(peers) == 30
+    clock.monotonic_s += FORGET_S + 1
+    assert gauge(peers) == 0, "nobody has sent for a while"
+
+
+def test_small_differences_and_unknown_ones_leave_a_deadline_as_it_is(clock: Clock) -> None:
+    peers = PeerClocks()
+    clock.skew_ms = 700
+    message = clock.message()
+    assert peers.converted(message) is message
+    unknown = Dated(deadline_unix_ms=5)
+    assert peers.converted(unknown) is unknown
+
+
+def test_skew_is_said_once_for_a_peer_and_again_when_it_is_another(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = PeerClocks()
+
+    def told() -> list[tuple[str, float]]:
+        said = [(r.__dict__["peer"], r.__dict__["ahead_of_peer_s"]) for r in caplog.records]
+        caplog.clear()
+        return said
+
+    with caplog.at_level(logging.WARNING):
+        clock.skew_ms = -HOUR_MS
+        for sender in "aab":
+            clock.left_s(peers, sender=sender)
+        assert told() == [("a", -3600.0), ("b", -3600.0)]
+        clock.skew_ms = -HOUR_MS - 10_000
+        clock.left_s(peers, sender="a")
+        assert told() == []
+        clock.skew_ms = -3 * HOUR_MS
+        clock.left_s(peers, sender="a")
+        assert told() == [("a", -3 * 3600.0)]
+        clock.skew_ms = HOUR_MS
+        for _ in range(MIN_MESSAGES):
+            assert told() == [], "one message alone may have been late"
+            clock.left_s(peers, sender="c")
+        assert told() == [("c", 3600.0)]

@@ -1,0 +1,357 @@
+"""NATS delivers a message at most once: what is lost is sent again, and what was done is not done twice."""
+
+import asyncio
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats.errors
+import pytest
+from nats.aio.msg import Msg
+
+from components.errors import BackendUnavailable, DeadlineExceeded, PeerLost
+from components.messaging import bus as bus_module
+from components.messaging import outbox as outbox_module
+from components.messaging import replies
+from components.messaging.bus import Bus, connect_bus, nats_errors
+from components.messaging.outbox import OutStream, SentFrames, open_outbox
+from components.messaging.service import KEPT_BYTES, KEPT_S, CallServer, Endpoint, SentAnswers, serve_calls
+from components.wire.rooms import KvComing, RoomOk
+from tests.components.messaging.fake_bus import FakeBus
+
+pytestmark = pytest.mark.anyio
+
+
+class Server:
+    """Answers calls, and counts how often each was run."""
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+        self.release = asyncio.Event()
+        self.release.set()
+
+    async def handle(self, request: KvComing) -> RoomOk:
+        self.runs.append(request.room)
+        await self.release.wait()
+        return RoomOk(room=request.room)
+
+
+@asynccontextmanager
+async def serving(nats_url: str, namespace: str) -> AsyncIterator[tuple[Server, Bus, str]]:
+    """A server, the bus of a client, and the subject."""
+    subject, server = f"{namespace}.bootstrap.one", Server()
+    async with (
+        connect_bus(nats_url, "server") as served,
+        connect_bus(nats_url, "client") as client,
+        serve_calls(served, "bootstrap", subject, [Endpoint("close", KvComing, server.handle)], {}),
+    ):
+        yield server, client, f"{subject}.close"
+
+
+async def ask(bus: Bus, subject: str, timeout_s: float = 10.0) -> RoomOk:
+    return await bus.call(subject, KvComing(room="r"), RoomOk, timeout_s=timeout_s)
+
+
+def losing(send: Callable[..., Awaitable[None]], count: int) -> Callable[..., Awaitable[None]]:
+    """The first messages are lost."""
+    left = [count]
+
+    async def lossy(*args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            await send(*args, **kwargs)
+
+    return lossy
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("what", ["question", "answer"])
+async def test_a_lost_question_or_answer_costs_a_second_and_the_call_runs_once(
+    nats_url: str, namespace: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost answer cost ten seconds, and the one of embeddings ten minutes."""
+    async with serving(nats_url, namespace) as (server, client, subject):
+        await ask(client, subject)
+        if what == "question":
+            monkeypatch.setattr(replies, "publish", losing(replies.publish, 1))
+        else:
+            monkeypatch.setattr(CallServer, "_respond", losing_method(CallServer._respond))
+        began = time.monotonic()
+        await ask(client, subject)
+        assert replies.AGAIN_S * 0.9 < time.monotonic() - began < 2.0
+        assert server.runs == ["r", "r"]
+
+
+def losing_method(method: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    lossy = losing(method, 1)
+
+    async def respond(self: CallServer, *args: Any) -> None:
+        await lossy(self, *args)
+
+    return respond
+
+
+@pytest.mark.mesh
+async def test_a_call_that_takes_long_is_repeated_and_runs_once(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "AGAIN_S", 0.05)
+    async with serving(nats_url, namespace) as (server, client, subject):
+        server.release.clear()
+        asking = asyncio.create_task(ask(client, subject))
+        await asyncio.sleep(0.5)
+        server.release.set()
+        await asking
+        assert server.runs == ["r"]
+
+
+@pytest.mark.mesh
+async def test_a_receiver_that_goes_away_after_it_took_a_call_ends_it_when_repetitions_find_nobody(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "AGAIN_S", 0.05)
+
+    async def swallow(_: Msg) -> None:
+        """It takes the call and never answers."""
+
+    async with connect_bus(nats_url, "server") as served, connect_bus(nats_url, "client") as client:
+        subject = f"{namespace}.bootstrap.one.close"
+        async with served.subscription(subject, swallow):
+            asking = asyncio.create_task(ask(client, subject))
+            await asyncio.sleep(0.02)
+        with pytest.raises(PeerLost):
+            await asking
+
+
+def test_answers_are_kept_for_a_while_and_in_bounded_memory() -> None:
+    now = [0.0]
+    sent = SentAnswers(lambda: now[0])
+    assert sent.begin("a")
+    assert not sent.begin("a"), "it runs"
+    assert sent.find("a") is None
+    sent.sent("a", b"answer")
+    assert not sent.begin("a")
+    assert sent.find("a") == b"answer"
+    now[0] = KEPT_S + 1
+    sent.begin("b")
+    sent.sent("b", b"x")
+    assert sent.begin("a"), "it was forgotten"
+    for number in range(10):
+        sent.begin(f"big {number}")
+        sent.sent(f"big {number}", bytes(KEPT_BYTES // 4))
+    assert sent._bytes <= KEPT_BYTES
+    assert len(sent._answers) <= 6
+
+
+def test_frames_are_kept_for_a_while_in_bounded_memory_and_their_numbers_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    sent = SentFrames(lambda: now[0])
+    lane, other = sent.lane("front"), sent.lane("other")
+    for number in range(3):
+        assert lane.next == number
+        sent.keep(lane, b"frame")
+    now[0] = outbox_module.KEPT_S + 1
+    sent.keep(other, b"frame")
+    assert (lane.oldest, lane.next, len(lane.frames)) == (3, 3, 0)
+    assert sent.lane("front") is lane
+    monkeypatch.setattr(outbox_module, "KEPT_BYTES", 100)
+    for _ in range(30):
+        sent.keep(lane, bytes(10))
+    assert len(lane.frames) == 10
+    assert lane.next == 33
+
+
+async def test_a_frontend_that_nobody_hears_for_seconds_is_gone_and_one_that_reconnects_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streams of a frontend that was killed were generated to their ends, for ten minutes."""
+    monkeypatch.setattr(outbox_module, "PROBE_S", 0.01)
+    monkeypatch.setattr(outbox_module, "GONE_AFTER_S", 0.1)
+    bus = FakeBus()
+    gone: list[str] = []
+    dead, stream = True, OutStream("front", 1)
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
+        box.on_gone(gone.append)
+
+        async def run(seconds: float) -> None:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                box.put(stream, stream.tokens([1]))
+                await asyncio.sleep(0.005)
+                if dead and (unheard := bus.unheard.pop("front", None)) is not None:
+                    unheard()
+
+        await run(0.05)
+        dead = False
+        await run(0.1)
+        dead = True
+        await run(0.05)
+        assert not gone, "it was away for a moment, twice"
+        await run(0.2)
+        assert set(gone) == {"front"}
+
+
+@pytest.mark.mesh
+async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, namespace: str) -> None:
+    unheard: list[str] = []
+    async with connect_bus(nats_url, "decode") as bus:
+        subject = f"{namespace}.frontend.f.tokens"
+        reply = bus.when_unheard(subject, lambda: unheard.append(subject))
+
+        async def receive(_: Msg) -> None:
+            """It reads."""
+
+        async with bus.subscription(subject, receive):
+            await bus.publish_bytes(subject, b"x", reply)
+            await bus.client.flush()
+            await asyncio.sleep(0.05)
+            assert not unheard
+        await bus.publish_bytes(subject, b"x", reply)
+        async with asyncio.timeout(5):
+            while not unheard:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed"),
+        AttributeError("'NoneType' object has no attribute 'write'"),
+        nats.errors.ConnectionClosedError(),
+        OSError("reset"),
+    ],
+)
+def test_whatever_a_connection_raises_is_an_error_of_ours(error: Exception) -> None:
+    """A RuntimeError of uvloop's went through everything that catches MeshError: pages leaked, processes ended."""
+    with pytest.raises(BackendUnavailable), nats_errors("subject", "nats://n"):
+        raise error
+
+
+class Nats:
+    """A server that speaks enough of the protocol, and can reset its connections."""
+
+    INFO = b'INFO {"server_id":"x","version":"2.10.0","proto":1,"headers":true,"max_payload":8388608}\r\n'
+
+    def __init__(self) -> None:
+        self.writers: list[asyncio.StreamWriter] = []
+        self.resets = 0  # of new connections, right after INFO
+        self.silent = False
+        self.refusal = b""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        try:
+            if not self.silent:
+                writer.write(self.INFO)
+            if self.resets:
+                self.resets -= 1
+                await asyncio.sleep(0.0005)
+                self.reset(writer)
+                return
+            while data := await reader.read(65536):
+                if not self.silent:
+                    writer.write(b"PONG\r\n" * data.count(b"PING\r\n"))
+        except OSError:
+            pass
+        finally:
+            if not writer.is_closing():
+                writer.close()
+
+    def reset(self, writer: asyncio.StreamWriter) -> None:
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+
+    def reset_all(self) -> None:
+        writers, self.writers = self.writers, []
+        for writer in writers:
+            if not writer.is_closing():
+                self.reset(writer)
+
+
+@asynccontextmanager
+async def fake_nats() -> AsyncIterator[tuple[Nats, str]]:
+    fake = Nats()
+    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
+    try:
+        yield fake, f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        fake.reset_all()
+
+
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_a_client_whose_reconnecting_died_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset within the handshake ended nats-py's reconnecting: a registered, deaf process for ever."""
+    monkeypatch.setattr(bus_module, "WATCH_EVERY_S", 0.05)
+    async with fake_nats() as (fake, url), connect_bus(url, "x") as bus:
+        monkeypatch.setattr(bus.client, "_process_connect_init", dies_once(bus.client._process_connect_init))
+        fake.reset_all()
+        await until(lambda: bus.client.stats["reconnects"] == 1, "it is back")
+        assert bus.is_connected
+
+
+def dies_once(init: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+    """As with uvloop, which raises this for a socket that was reset, where asyncio raises an OSError."""
+    tries = [0]
+
+    async def connect_init() -> None:
+        tries[0] += 1
+        if tries[0] == 1:
+            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+        await init()
+
+    return connect_init
+
+
+async def test_a_client_that_was_closed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nats-py closes itself when the server refuses its user, for instance, and never tries again."""
+    monkeypatch.setattr(bus_module, "WATCH_EVERY_S", 0.05)
+    async with fake_nats() as (fake, url):
+
+        async def process() -> None:
+            async with connect_bus(url, "x") as bus:
+                fake.writers[-1].write(b"-ERR 'User Authentication Expired'\r\n")
+                await until(lambda: bus.client.is_closed, "nats-py gives up")
+                await asyncio.Event().wait()
+
+        with pytest.raises(BackendUnavailable, match="cannot be reached"):
+            await asyncio.wait_for(process(), 10)
+
+
+async def test_a_server_that_freezes_is_left_for_another_one_within_two_seconds() -> None:
+    """Others take an instance for silent after two seconds, and move its streams."""
+    async with fake_nats() as (one, first), fake_nats() as (two, second), connect_bus(f"{first},{second}", "x") as bus:
+        frozen, other = (one, two) if bus.client.connected_url.netloc in first else (two, one)
+        frozen.silent = True
+        began = time.monotonic()
+        await until(lambda: other.writers, "it goes to the other one")
+        assert time.monotonic() - began < 3.0  # 1.6 s, and what a busy machine adds
+        await until(lambda: bus.is_connected, "connected")
+        assert bus.steady_s() < 3.0
+
+
+async def test_a_call_that_our_own_outage_held_up_is_not_the_other_sides_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fake_nats() as (fake, url), connect_bus(url, "x") as bus:
+        await asyncio.sleep(0.3)
+        with pytest.raises(DeadlineExceeded):
+            await ask(bus, "nobody.answers", timeout_s=0.2)
+        asking = asyncio.create_task(ask(bus, "nobody.answers", timeout_s=1.5))
+        await asyncio.sleep(0.1)
+        fake.reset_all()
+        with pytest.raises(BackendUnavailable):
+            await asking

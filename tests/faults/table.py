@@ -1,0 +1,101 @@
+"""python -m tests.faults.table: what clients saw of each kind of fault, beside its limits, as the tables of docs/outages.md."""
+
+import argparse
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any, Final
+
+from tests.faults.limits import LIMITS, Limit, Seen, row_of, usual_s
+from tests.faults.mesh_run import run_faults
+from tests.faults.outages import OUTAGES
+from tests.faults.schedules import Schedule, conditions, of_messages, of_states, of_writes
+from tests.faults.setup import PLAIN, Setup
+
+HOME: Final = Path(tempfile.gettempdir()) / "kvmesh-faults"  # the mock's model, written at the first run
+HEAD: Final = (
+    "| {} | longest silence, s: limit | worst | failed answers: limit | worst | moves from healthy decodes: limit | worst |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run for one row of a table."""
+
+    row: str
+    seed: int
+    schedule: Schedule
+    changes: dict[str, Any]
+
+    def see(self) -> tuple[str, Seen]:
+        """Carry it out. What else goes wrong is the tests' concern."""
+        return self.row, run_faults(HOME, self.seed, self.schedule, **self.changes).seen
+
+
+def of_outages(seeds: int) -> Iterator[Run]:
+    """Each outage, in so many runs."""
+    for outage in OUTAGES:
+        for seed in range(1, seeds + 1):
+            yield Run(outage.name, seed, outage.schedule, {**outage.load, "limit": outage.limit})
+
+
+def of_faults(seeds: int) -> Iterator[Run]:
+    """Each schedule of a single fault."""
+    for schedule in (*of_messages(), *of_writes(), *of_states()):
+        if len(schedule) == 1:
+            seed, changes = conditions(schedule)
+            for i in range(seeds):
+                yield Run(row_of(schedule[0]), seed + i, schedule, changes)
+
+
+def worst(runs: Sequence[Run], processes: int) -> dict[str, Seen]:
+    """The worst that was seen in any run of each row."""
+    found: dict[str, Seen] = {}
+    with Pool(processes) as pool:
+        for row, seen in pool.imap_unordered(Run.see, runs):
+            found[row] = Seen(*map(max, seen, found.get(row, seen)))
+    return found
+
+
+def row(name: str, limit: Limit, setup: Setup, seen: Seen | None) -> str:
+    """One line of a table. The limit of silence includes the usual silence. Without `seen`: a pattern that finds the line."""
+    cells = [name]
+    limits = (f"{usual_s(setup) + limit.silence_s:.1f}", f"{limit.failed}", f"{limit.moves}")
+    worst = ("*",) * 3 if seen is None else (f"{seen.silence_s:.1f}", f"{seen.failed}", f"{seen.moves}")
+    for limited, was in zip(limits, worst, strict=True):
+        cells += [limited, was]
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(pattern: str) -> str:
+    """A pattern of `LIMITS` for a reader."""
+    return pattern.replace("* comes", "a message comes").replace(" *", " …").replace("hangs*", "hangs …")
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.table", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each outage, and of each single fault")
+    parser.add_argument("--outages", action="store_true", help="the table of outages alone, which takes a minute")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    seen = worst([*of_outages(options.seeds)], options.processes)
+    print(HEAD.format("outage"))
+    for outage in OUTAGES:
+        print(row(outage.name, outage.limit, outage.setup, seen[outage.name]))
+    if options.outages:
+        return
+    seen = worst([*of_faults(options.seeds)], options.processes)
+    print(f"\n{HEAD.format('fault')}")
+    for pattern, limit in LIMITS.items():
+        if pattern in seen:
+            print(row(shown(pattern), limit, PLAIN, seen[pattern]))
+
+
+if __name__ == "__main__":
+    main()

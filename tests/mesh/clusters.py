@@ -1,0 +1,300 @@
+"""Three-member clusters of etcd and of NATS for tests that kill and freeze their members, and a TCP proxy that can be shut."""
+
+import asyncio
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+from services.local.process import tethered
+from services.local.servers import ETCD, HOST, NATS, Kind, _ask
+
+MEMBERS: Final = 3
+START_TIMEOUT_S: Final = 30.0
+ELECTION_MS: Final = 1_000  # etcd grants no lease shorter than one and a half of these
+CHUNK_BYTES: Final = 1 << 16
+
+
+@dataclass(slots=True)
+class Member:
+    """One server process of a cluster. Its ports and its home stay the same over restarts."""
+
+    name: str
+    home: Path
+    port: int
+    second_port: int  # etcd: for its peers. NATS: monitoring
+    route_port: int  # NATS: for its peers
+    popen: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process exists, frozen or not."""
+        return self.popen is not None and self.popen.poll() is None
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections stay open, and nothing answers."""
+        assert self.popen is not None
+        os.killpg(self.popen.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        assert self.popen is not None
+        os.killpg(self.popen.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and reap. A member that does not run stays as it is."""
+        if self.popen is None:
+            return
+        if self.is_running:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait(10)
+
+
+class ServerCluster(ABC):
+    """Three members on free ports of this machine. `start` and `restart` belong in the main thread; see `tethered`."""
+
+    kind: Kind
+
+    def __init__(self, home: Path) -> None:
+        ports = _free_ports(3 * MEMBERS)
+        self.members = [
+            Member(f"{self.kind.name}-{i}", home / f"{self.kind.name}-{i}", *ports[3 * i : 3 * i + 3])
+            for i in range(MEMBERS)
+        ]
+
+    @property
+    def url(self) -> str:
+        """The client addresses of all members, as MESH_ETCD_URL and MESH_NATS_URL take them."""
+        return ",".join(self.url_of(member) for member in self.members)
+
+    def url_of(self, member: Member) -> str:
+        """The client address of one member."""
+        return f"{self.kind.scheme}://{HOST}:{member.port}"
+
+    def start(self, members: Sequence[Member] | None = None) -> None:
+        """Start members, by default all that do not run, with the data that they have; returns when all answer."""
+        started = [m for m in members or self.members if not m.is_running]
+        for member in started:
+            member.home.mkdir(parents=True, exist_ok=True)
+            with (member.home.parent / f"{member.name}.log").open("ab") as log:
+                member.popen = subprocess.Popen(
+                    [*tethered(), *self._command(member)],
+                    cwd=member.home,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        self.until_whole()
+
+    def until_whole(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when all members answer as members of one cluster; fail with their logs when they do not."""
+        deadline = time.monotonic() + timeout_s
+        while not all(self._answers(member) for member in self.members):
+            assert time.monotonic() < deadline, f"the cluster is not whole in {timeout_s} s:\n{self._logs()}"
+            time.sleep(0.05)
+
+    def thaw(self) -> None:
+        """Continue every frozen member; returns when all answer."""
+        for member in self.members:
+            if member.is_running:
+                member.thaw()
+        self.until_whole()
+
+    def lose_data(self) -> None:
+        """Remove what the members have stored. None of them may run."""
+        assert not any(member.is_running for member in self.members)
+        for member in self.members:
+            shutil.rmtree(member.home)
+
+    def close(self) -> None:
+        """Kill all members and remove their data."""
+        for member in self.members:
+            member.kill()
+            shutil.rmtree(member.home, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _command(self, member: Member) -> list[str]: ...
+
+    @abstractmethod
+    def _answers(self, member: Member) -> bool: ...
+
+    def _logs(self) -> str:
+        logs = (member.home.parent / f"{member.name}.log" for member in self.members)
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-2000:]}" for log in logs if log.exists())
+
+
+class EtcdCluster(ServerCluster):
+    """etcd elects a leader in one to two seconds; a lease may be as short as two seconds."""
+
+    kind = ETCD
+
+    def leader(self) -> Member:
+        """The present leader; fails when there is none within some seconds."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for member in self.members:
+                status = _asked(member.port, "/v3/maintenance/status")
+                if status and status.get("leader") == status["header"]["member_id"]:
+                    return member
+            time.sleep(0.05)
+        raise AssertionError(f"no leader:\n{self._logs()}")
+
+    def followers(self) -> list[Member]:
+        """All members but the leader."""
+        leader = self.leader()
+        return [member for member in self.members if member is not leader]
+
+    def _command(self, member: Member) -> list[str]:
+        peers = ",".join(f"{m.name}=http://{HOST}:{m.second_port}" for m in self.members)
+        return [  # of an option that is given twice etcd takes the second one
+            *ETCD.command(member.name, member.home, member.port, member.second_port),
+            f"--initial-cluster={peers}",
+            f"--election-timeout={ELECTION_MS}",
+        ]
+
+    def _answers(self, member: Member) -> bool:
+        """A list of members is a linearizable read: only a member that has a leader gives it."""
+        listed = _asked(member.port, "/v3/cluster/member/list")
+        return listed is not None and len(listed["members"]) == MEMBERS
+
+
+class NatsCluster(ServerCluster):
+    """Without JetStream: frontends that use it keep no responses (MESH_FRONTEND_MAX_STORED_RESPONSES=0)."""
+
+    kind = NATS
+
+    def busiest(self) -> Member:
+        """The member with the most clients: who has lost a server stays where it went."""
+        return max(self.members, key=lambda member: _asked(member.second_port, "/connz", method="GET")["total"])
+
+    def _command(self, member: Member) -> list[str]:
+        command = NATS.command(member.name, member.home, member.port, member.second_port)
+        config = member.home / "nats.conf"
+        lines = [line for line in config.read_text().splitlines() if not line.startswith("jetstream")]
+        routes = ", ".join(f'"nats://{HOST}:{m.route_port}"' for m in self.members if m is not member)
+        lines.append(f'cluster {{ name: test, listen: "{HOST}:{member.route_port}", routes: [{routes}] }}')
+        config.write_text("\n".join(lines))
+        return command
+
+    def _answers(self, member: Member) -> bool:
+        """Whether it has routes to all others."""
+        routes = _asked(member.second_port, "/routez", method="GET")
+        return routes is not None and len({r["remote_id"] for r in routes["routes"]}) == MEMBERS - 1
+
+
+def _asked(port: int, path: str, method: str = "POST") -> Any:
+    """A JSON answer; None: there is none."""
+    try:
+        return json.loads(_ask(port, method, path))
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:  # all open at once, so they differ
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((HOST, 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+class Proxy:
+    """TCP from one port here for each address of a comma-separated URL, in a thread. `shut` ends and refuses connections."""
+
+    def __init__(self, url: str) -> None:
+        self._targets = [(parts.hostname, parts.port) for parts in map(urlsplit, url.split(","))]
+        self._ports = _free_ports(len(self._targets))
+        self._scheme = urlsplit(url.split(",", maxsplit=1)[0]).scheme
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy")
+        self._servers: list[asyncio.Server] = []
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def url(self) -> str:
+        """Its own addresses."""
+        return ",".join(f"{self._scheme}://{HOST}:{port}" for port in self._ports)
+
+    def open(self) -> None:
+        """Accept connections."""
+        self._run(self._open())
+
+    def shut(self) -> None:
+        """End all connections; new ones are refused."""
+        self._run(self._shut())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    async def _open(self) -> None:
+        for port, target in zip(self._ports, self._targets, strict=True):
+            self._servers.append(await asyncio.start_server(partial(self._serve, target), HOST, port))
+
+    async def _shut(self) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        for writer in self._writers:
+            writer.transport.abort()
+        while self._writers:
+            await asyncio.sleep(0.01)
+
+    async def _serve(self, target: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            there, back = await asyncio.open_connection(*target)
+            self._writers.add(back)
+            try:
+                await asyncio.gather(_copied(reader, back), _copied(there, writer))
+            finally:
+                self._writers.discard(back)
+                back.transport.abort()
+        except OSError:
+            pass  # the client sees its connection end
+        finally:
+            self._writers.discard(writer)
+            writer.transport.abort()
+
+
+async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the end of one direction, which ends the other one as well."""
+    while data := await reader.read(CHUNK_BYTES):
+        writer.write(data)
+        await writer.drain()
+    raise ConnectionResetError

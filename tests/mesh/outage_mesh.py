@@ -1,0 +1,222 @@
+"""A mesh over clusters of etcd and NATS, with clients; and outages of these servers, each a context in which it lasts."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from components.discovery.registry import join_registry
+from components.wire.instances import InstanceRecord, Role
+from tests.mesh.clusters import EtcdCluster, NatsCluster, Proxy
+from tests.mesh.harness import MeshProcesses, Worker
+from tests.mesh.mocks import MOCK_ENV
+from tests.mesh.outage_load import PROMPT_TOKENS, Load, Window
+from tests.mesh.preloaded import Preloaded
+
+LEASE_S: Final = 2
+STEP_S: Final = 0.04  # a stream's usual silence
+AFTER_S: Final = 1.5  # what happens when a server comes back belongs to its outage
+NAMESPACE: Final = "outages"
+NO_COST: Final = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
+ENV: Final = {
+    **MOCK_ENV,
+    **NO_COST,
+    "MESH_ENGINE__MOCK__SPEEDUP": "1",
+    "MESH_ENGINE__MOCK__STEP_S": str(STEP_S),
+    "MESH_LEASE_TTL_S": str(LEASE_S),
+    "MESH_FRONTEND_MAX_STORED_RESPONSES": "0",
+}
+
+
+@dataclass(slots=True)
+class OutageMesh:
+    """Two prefills, two decodes, two frontends and a bootstrap. The first decode reaches etcd by `proxy` alone."""
+
+    etcd: EtcdCluster
+    nats: NatsCluster
+    proxy: Proxy
+    processes: MeshProcesses
+    load: Load
+    decodes: list[Worker]
+
+
+@contextmanager
+def outage_mesh(preloaded: Preloaded, home: Path, stream_tokens: int) -> Iterator[OutageMesh]:
+    """The mesh under load, while inside. Each stream has so many tokens, one each `STEP_S`."""
+    with (
+        EtcdCluster(home) as etcd,
+        NatsCluster(home) as nats,
+        Proxy(etcd.url) as proxy,
+        MeshProcesses(etcd.url, nats.url, NAMESPACE, home, "mock", ENV, preloaded) as processes,
+    ):
+        processes.start("bootstrap", "prefill", "prefill")
+        decodes = [processes.start_one("decode", MESH_ETCD_URL=proxy.url), processes.start_one("decode")]
+        frontends = processes.start("frontend", "frontend")
+        load = Load(home, [worker.url for worker in frontends], [worker.log for worker in frontends], stream_tokens)
+        load.prefills, load.decodes = (pages(etcd.url, role) for role in ("prefill", "decode"))
+        with load:
+            yield OutageMesh(etcd, nats, proxy, processes, load, decodes)
+
+
+def pages(etcd_url: str, role: Role) -> list[str]:
+    """The metrics pages of a role's instances."""
+
+    async def look() -> list[InstanceRecord]:
+        async with join_registry(etcd_url, NAMESPACE, LEASE_S) as registry:
+            return registry.book.of_role(role)
+
+    return [record.http for record in asyncio.run(look()) if record.http is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """What fails, and what clients may see of it. No request fails, no text differs."""
+
+    name: str
+    under: Callable[[OutageMesh], AbstractContextManager[None]]  # it fails inside, and is whole again after it
+    lasts_s: float
+    silence_s: float  # the longest that a stream may be silent
+    answer_s: float  # the longest that a short request may take
+    moves: bool = False  # whether streams may go to another decode
+    disaggregated: bool = True  # every new prompt is computed at prefill
+
+    def __str__(self) -> str:
+        return self.name
+
+    def happen(self, mesh: OutageMesh) -> Window:
+        """Let it happen to a mesh that is well; returns what clients saw."""
+        mesh.load.until_calm()
+        with mesh.load.window() as seen:
+            with self.under(mesh):
+                time.sleep(self.lasts_s)
+            time.sleep(AFTER_S)
+        print(f"\n{self.name}: {seen}")  # noqa: T201 - the figures are of interest where limits hold, too
+        return seen
+
+    def problems(self, seen: Window) -> Iterator[str]:
+        """Each limit that does not hold."""
+        if seen.failed:
+            yield f"{len(seen.failed)} failed"
+        if seen.wrong:
+            yield f"{len(seen.wrong)} texts are wrong: {seen.wrong[:3]}"
+        if seen.moves and not self.moves:
+            yield f"{len(seen.moves)} moves from workers that are well"
+        if seen.longest_silence_s > self.silence_s:
+            yield f"a stream was silent for {seen.longest_silence_s:.2f} s, the limit is {self.silence_s} s"
+        if seen.slowest_s > self.answer_s:
+            yield f"an answer took {seen.slowest_s:.2f} s, the limit is {self.answer_s} s"
+        if not seen.answered or not seen.stream_events:
+            yield "nobody asked"
+        if self.disaggregated and (seen.at_decode or seen.at_prefill < PROMPT_TOKENS * seen.answered):
+            yield f"prompt tokens computed: {seen.at_prefill} at prefill, {seen.at_decode} at decode"
+
+
+# of etcd
+
+
+@contextmanager
+def a_follower_killed(mesh: OutageMesh) -> Iterator[None]:
+    """It starts again on its data."""
+    mesh.etcd.followers()[0].kill()
+    yield
+    mesh.etcd.start()
+
+
+@contextmanager
+def the_leader_killed(mesh: OutageMesh) -> Iterator[None]:
+    """The others elect another one."""
+    mesh.etcd.leader().kill()
+    yield
+    mesh.etcd.start()
+
+
+@contextmanager
+def a_follower_frozen(mesh: OutageMesh) -> Iterator[None]:
+    """As a host that has lost its power: its connections stay, and nothing answers."""
+    mesh.etcd.followers()[0].freeze()
+    yield
+    mesh.etcd.thaw()
+
+
+@contextmanager
+def the_leader_frozen(mesh: OutageMesh) -> Iterator[None]:
+    """The others elect another one; it wakes up and believes for a moment that it still leads."""
+    mesh.etcd.leader().freeze()
+    yield
+    mesh.etcd.thaw()
+
+
+@contextmanager
+def no_quorum(mesh: OutageMesh) -> Iterator[None]:
+    """One member is left, which accepts connections and answers `status`, but has no leader."""
+    for member in mesh.etcd.members[1:]:
+        member.freeze()
+    yield
+    mesh.etcd.thaw()
+
+
+@contextmanager
+def all_etcd_frozen(mesh: OutageMesh) -> Iterator[None]:
+    """Leases run out only when it wakes up."""
+    for member in mesh.etcd.members:
+        member.freeze()
+    yield
+    mesh.etcd.thaw()
+
+
+@contextmanager
+def all_etcd_killed(mesh: OutageMesh) -> Iterator[None]:
+    """It starts again on its data; leases have lived on in there."""
+    for member in mesh.etcd.members:
+        member.kill()
+    yield
+    mesh.etcd.start()
+
+
+@contextmanager
+def etcd_data_lost(mesh: OutageMesh) -> Iterator[None]:
+    """It starts again as a new and empty cluster: no record, no lease, revisions from 1 on."""
+    for member in mesh.etcd.members:
+        member.kill()
+    mesh.etcd.lose_data()
+    yield
+    mesh.etcd.start()
+
+
+@contextmanager
+def a_decode_cut_off(mesh: OutageMesh) -> Iterator[None]:
+    """The first decode alone does not reach etcd, whose lease for it runs out: for all others it has left."""
+    mesh.proxy.shut()
+    yield
+    mesh.proxy.open()
+
+
+# of NATS
+
+
+@contextmanager
+def a_nats_killed(mesh: OutageMesh) -> Iterator[None]:
+    """Its clients go to the others."""
+    mesh.nats.busiest().kill()
+    yield
+    mesh.nats.start()
+
+
+@contextmanager
+def a_nats_frozen(mesh: OutageMesh) -> Iterator[None]:
+    """Its clients notice when their pings are not answered."""
+    mesh.nats.busiest().freeze()
+    yield
+    mesh.nats.thaw()
+
+
+@contextmanager
+def all_nats_restarted(mesh: OutageMesh) -> Iterator[None]:
+    """At the same moment."""
+    for member in mesh.nats.members:
+        member.kill()
+    yield
+    mesh.nats.start()

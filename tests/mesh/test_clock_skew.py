@@ -1,0 +1,42 @@
+"""Real processes whose wall clocks are an hour off: prompts are computed by prefill all the same, and the skew is shown."""
+
+import asyncio
+from typing import Final
+
+import httpx
+import pytest
+
+from tests.mesh.harness import MeshProcesses, open_client
+from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+
+HOUR_S: Final = 3600
+
+
+@pytest.mark.parametrize("role", ["bootstrap", "prefill", "decode"])
+@pytest.mark.parametrize("skew_s", [-HOUR_S, HOUR_S])
+def test_an_hour_of_skew_costs_no_answer_and_no_transfer(mock_mesh: MeshProcesses, role: str, skew_s: int) -> None:
+    prompts = random_prompts(40)
+    expected = one_engine(mock_mesh.home, prompts)
+    skewed = {"SKEW_S": str(skew_s), "SKEWED_MODULE": f"services.{role}"}
+    mock_mesh.modules[role] = "tests.mesh.skewed_service"
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill")
+            asked = (client.generate(prompt, MAX_TOKENS, model=MODEL) for prompt in prompts)
+            assert list(await asyncio.gather(*asked)) == expected
+            await no_page_is_lost(client)
+            [record] = client.book.of_role(role)
+            page = httpx.get(f"{record.http}/metrics").text
+            [prefill] = client.book.of_role("prefill")
+            computed = httpx.get(f"{prefill.http}/metrics").text
+        [shown] = [float(line.split()[1]) for line in page.splitlines() if line.startswith("clock_skew_seconds ")]
+        assert shown == pytest.approx(HOUR_S, abs=10)
+        assert "computing the prompt here" not in mock_mesh.one("decode").logged()
+        assert "kv_transfer_seconds_count 40.0" in computed
+        assert mock_mesh.one(role).logged().count("clock skew") >= 1
+
+    mock_mesh.start("bootstrap", "prefill", "decode", **skewed)
+    asyncio.run(run())
