@@ -10,6 +10,7 @@ from services.bootstrap.rooms import RoomState
 from services.decode.streams import DecodeState
 from services.prefill.jobs import PrefillState
 from tests.faults.faults import Do, Fault
+from tests.faults.limits import Limit, limit_of
 from tests.faults.mesh_run import Outcome, check
 from tests.faults.schedules import Schedule, conditions, mixture, named, of_messages, of_states, of_writes
 from tests.faults.setup import any_setup
@@ -17,6 +18,7 @@ from tests.faults.setup import any_setup
 SAME_MOMENT = {"receive transferring", "send done"}  # as decode transfer, as prefill done
 FAULTS = 900  # at least so many are injected here
 MIXTURES = 45
+TOGETHER = Limit(1.0, failed=2, moves=2)  # that faults at once cost beyond what each costs alone
 
 
 def _all_fire(home: Path, schedule: Schedule) -> Outcome:
@@ -47,7 +49,9 @@ def test_somebody_fails_in_a_state(home: Path, schedule: list[Fault]) -> None:
 
 @pytest.mark.parametrize("seed", range(MIXTURES))
 def test_much_goes_wrong_at_once(home: Path, seed: int) -> None:
-    assert check(home, seed, mixture(seed), setup=any_setup(seed, mixture(seed))).fired
+    schedule = mixture(seed)
+    limit = Limit(*map(sum, zip(limit_of(schedule), TOGETHER, strict=True)))
+    assert check(home, seed, schedule, setup=any_setup(seed, schedule), limit=limit).fired
 
 
 def test_no_state_of_a_lifecycle_is_left_out() -> None:
