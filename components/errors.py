@@ -86,6 +86,10 @@ class PeerLost(MeshError):
     retryable = True
 
 
+class NobodyListens(PeerLost):
+    """NATS finds nobody under the name of the other side: it has ended, or is reconnecting. Nothing has reached it."""
+
+
 class PrefillLost(PeerLost):
     """The prefill instance of a transfer is gone."""
 

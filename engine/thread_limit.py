@@ -22,7 +22,7 @@ ROOM: Final = 0.5  # cores that other processes leave unused beside our threads,
 LOOK_S: Final = 0.2  # over which unused cores are counted: the kernel counts in hundredths of a second
 FIRST_RETRY_S: Final = 0.25  # between a fall of the limit and one thread more, if there is room
 LAST_RETRY_S: Final = 16.0  # the same if there is no room, or if such tries have failed: the steps of a try are slow
-RETRY_WINDOWS: Final = 10  # the same in windows, at least: a window is a step or more, and steps may be long
+RETRY_WINDOWS: Final = 10  # that time in windows, at least: a window is a step or more, and steps may be long
 TRIED_WINDOWS: Final = 2  # in which one thread more has to prove itself
 LOG_EVERY_S: Final = 30.0
 
@@ -100,7 +100,9 @@ class ThreadLimit:
                 self._shrink(max(1, self._used - max(1, round(contended))), contended, now)
         elif self._used == self.threads < self._all:
             self._look_for_room(now)
-            retry_s = max(self._retry_s if self._has_room else LAST_RETRY_S, RETRY_WINDOWS * self._window_s)
+            retry_s = self._retry_s if self._has_room else LAST_RETRY_S
+            if retry_s > FIRST_RETRY_S:  # it may well fail
+                retry_s = max(retry_s, RETRY_WINDOWS * self._window_s)
             proved = (
                 self._has_room and self._windows == 1
             )  # the thread that was just added has a core: add the next at once

@@ -22,7 +22,7 @@ from components.errors import (
     MalformedMessage,
     MeshError,
     MessageTooLarge,
-    PeerLost,
+    NobodyListens,
 )
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
@@ -165,7 +165,7 @@ class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice
 def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
     """What we call it; None, when it is nothing of NATS's."""
     if isinstance(error, nats.errors.NoRespondersError):
-        return PeerLost(f"nobody listens on {subject}", subject=subject)
+        return NobodyListens(f"nobody listens on {subject}", subject=subject)
     if isinstance(error, nats.errors.TimeoutError | TimeoutError):
         return DeadlineExceeded(f"no answer on {subject} in time", subject=subject)
     if isinstance(error, nats.errors.MaxPayloadError):

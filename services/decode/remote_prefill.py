@@ -11,12 +11,19 @@ from random import Random
 from random import getrandbits as randbits
 from typing import Any, TypeVar
 
-from nats.errors import NoRespondersError
 from opentelemetry.trace import SpanKind
 
 from components.aio import ended
 from components.discovery.registry import Registration, Registry
-from components.errors import DeadlineExceeded, MeshError, NoBootstrapInstance, PeerLost, PrefillLost, reported
+from components.errors import (
+    DeadlineExceeded,
+    MeshError,
+    NobodyListens,
+    NoBootstrapInstance,
+    PeerLost,
+    PrefillLost,
+    reported,
+)
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer, check_same_backend
 from components.kv_transfer.checksum import PageChecksums, Sent
@@ -77,7 +84,7 @@ class Fetch:
     @property
     def was_heard(self) -> bool:
         """Whether somebody may have got our question: without it nobody writes."""
-        return self.refusal is None or not isinstance(self.refusal.__cause__, NoRespondersError)
+        return not isinstance(self.refusal, NobodyListens)
 
 
 class RemotePrefill:

@@ -16,6 +16,7 @@ from components.errors import (
     FramesLost,
     MalformedMessage,
     MeshError,
+    NobodyListens,
     NoDecodeInstance,
     Overloaded,
     PeerBroken,
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 WAIT_FOR_DECODE_S: Final = 30.0  # for a request that was lost with its instance, which may be restarting
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
+UNHEARD_S: Final = 10.0  # for so long a request is sent to instances that do not listen, without using up its moves
 BROKEN_MOVES: Final = 3  # one of `BREAKING` uses up so many: a request that breaks instances breaks two of them at most
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is asked again; doubles
 MOST_BACK_OFF_S: Final = 1.0
@@ -53,6 +55,7 @@ class Attempts:
 
     failed: list[str] = field(default_factory=list)  # instances that failed it, the latest last
     moves: int = 0
+    unheard_s: float | None = None  # monotonic, since when instances that it was sent to do not listen
 
 
 class DecodeChoice:
@@ -107,7 +110,7 @@ class DecodeChoice:
 
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
         """Raises: `why`, when the request has moved too often; DeadlineExceeded."""
-        attempts.moves += BROKEN_MOVES if isinstance(why, BREAKING) else 1
+        attempts.moves += self._cost(why, attempts)
         if not isinstance(why, NOBODYS_FAULT):
             route.failed(why)
             attempts.failed.append(route.instance_id)
@@ -116,6 +119,17 @@ class DecodeChoice:
         remaining_s(prompt.deadline_unix_ms)
         log.warning("stream moves", extra={"request": prompt.request_id, "cause": why.message})
         trace.get_current_span().add_event("moved", {"from": route.instance_id, "cause": why.message})
+
+    def _cost(self, why: MeshError, attempts: Attempts) -> int:
+        """How many moves this failure uses up."""
+        if not isinstance(why, NobodyListens):
+            attempts.unheard_s = None
+            return BROKEN_MOVES if isinstance(why, BREAKING) else 1
+        # Nothing has reached the instance. All of them may have died just now: their silence shows in two seconds, and then
+        # the request waits for another instance.
+        now_s = time.monotonic()
+        attempts.unheard_s = attempts.unheard_s or now_s
+        return 0 if now_s - attempts.unheard_s < UNHEARD_S else 1
 
     def _seen(self) -> None:
         self._seen_s = time.monotonic()

@@ -325,8 +325,8 @@ def partial(setup: Setup, seed: int, incidents: Sequence[Incident] = ()) -> tupl
     return fleet, fleet.run()
 
 
-def test_a_share_of_the_prefill_workers_serves_as_well_as_all_of_them() -> None:
-    """Within 3 % in what is cached and in TTFT, where conversations come back to the workers that have their caches."""
+def test_a_share_of_the_prefill_workers_serves_conversations_as_well_as_all_of_them() -> None:
+    """Within 3 % in cached tokens and in TTFT. Loads with many shared prefixes lose more (docs/routing.md)."""
     every = Setup(96, 96, ENGINE, decode_routers=4, prefill_routers=16, seed=3)
     share = replace(every, prefill_routers=96, follow_all=False)
     of_all, of_share = partial(every, 3)[1].figures(), partial(share, 3)[1].figures()

@@ -85,6 +85,15 @@ def test_many_threads_come_back_soon_after_the_neighbours_have_gone() -> None:
     assert machine.steps(1)[-1] == 8
 
 
+def test_a_thread_comes_back_within_few_long_steps_when_the_neighbour_has_gone() -> None:
+    """A prompt is one step: ten of them had one thread after the neighbour had gone."""
+    machine = Machine(2)
+    machine.free = 1
+    machine.steps(30, step_s=1.0)
+    machine.free = 2
+    assert machine.steps(4, step_s=1.0)[-1] == 2
+
+
 def test_a_core_that_is_idle_between_steps_is_not_room_for_a_thread() -> None:
     """Half of a worker's time is spent without steps: the core that it uses is then idle, but is no second one."""
     machine = Machine(2)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from components.errors import DeadlineExceeded, MeshError, MessageTooLarge, PeerLost
+from components.errors import DeadlineExceeded, MeshError, MessageTooLarge, NobodyListens
 from components.messaging.refusals import Refusals
 from components.messaging.service import Endpoint
 from components.wire import codec
@@ -39,7 +39,7 @@ class FakeBus:
         handler = self._send(subject, request)
         await asyncio.sleep(0)
         if handler is None:
-            raise PeerLost(f"nobody listens on {subject}")
+            raise NobodyListens(f"nobody listens on {subject}")
         try:
             answer = await asyncio.wait_for(self._answer(handler, request), timeout_s)
         except TimeoutError as exc:

@@ -357,6 +357,21 @@ async def test_a_request_waits_for_a_decode_instance_that_was_there_a_moment_ago
     assert tokens(await asking) == WHOLE
 
 
+async def test_a_request_outlives_instances_that_have_just_died(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both decodes killed, requests used up their moves before two seconds of silence had told, and got 502."""
+    monkeypatch.setattr("services.frontend.decode_choice.MOVES", 1)
+    dead = [Decode(mesh, name, answers) for name in "ab"]
+    mesh.bus.handlers.clear()
+    asking = asyncio.create_task(mesh.ask())
+    await asyncio.sleep(0.4)
+    assert not asking.done()
+    for decode in dead:
+        decode.lose()
+    await asyncio.sleep(0.1)
+    Decode(mesh, "c", answers)
+    assert tokens(await asking) == WHOLE
+
+
 async def test_a_request_is_refused_when_no_decode_instance_came_back_in_time(mesh: Mesh) -> None:
     Decode(mesh, "a", answers).lose()
     mesh.client.choice._no_worker_wait_s = 0.15
