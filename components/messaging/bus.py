@@ -54,7 +54,7 @@ class Bus:
         self.client = client
         self.url = url
         self.refusals = Refusals()  # of what comes in here
-        self.connected_at = time.monotonic()  # the last time
+        self.reconnected_at = -math.inf  # monotonic, the last time
         self.clocks = PeerClocks()
         self._replies = Replies(client)
 
@@ -64,8 +64,8 @@ class Bus:
         return bool(self.client.is_connected)
 
     def steady_s(self) -> float:
-        """For how long the connection has stood, seconds; 0 while there is none."""
-        return time.monotonic() - self.connected_at if self.client.is_connected else 0.0
+        """Seconds since the connection was last made again, infinite if it never broke; 0 while there is none."""
+        return time.monotonic() - self.reconnected_at if self.client.is_connected else 0.0
 
     def answers(self) -> AbstractAsyncContextManager[None]:
         """Calls are answered while inside."""
@@ -231,7 +231,7 @@ class _ConnectionReports:
         if self._said:
             log.info("NATS connected", extra={"url": self._url})
         if self.bus is not None:
-            self.bus.connected_at = time.monotonic()
+            self.bus.reconnected_at = time.monotonic()
         self._away = self._said = False
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -17,6 +18,8 @@ from services.bootstrap.rooms import Note, RoomBook
 
 log = logging.getLogger(__name__)
 
+HAND_OVER_TIMEOUT_S: Final = 10.0
+
 
 class BootstrapService:
     """The rooms of this replica, and the messages around them."""
@@ -29,6 +32,7 @@ class BootstrapService:
         self._registry = registry
         self._rooms = RoomBook(registration.instance_id)
         self._told: asyncio.Queue[Note] = asyncio.Queue()
+        self._handing_over: set[asyncio.Task[None]] = set()
         Gauge("open_rooms", "Bootstrap rooms open in this replica.", registry=metrics).set_function(
             lambda: len(self._rooms)
         )
@@ -46,12 +50,17 @@ class BootstrapService:
         prefill = self._registry.book.find(request.prefill_id, request.prefill_epoch)
         layout = None if prefill is None or prefill.kv is None else prefill.kv.layout
         offered = self._rooms.open(request, layout, sent_unix_ms=now_ms())
-        try:
-            await self._bus.publish(self._subject(offered), offered.message)
-        except MeshError:
-            self._rooms.close(request.room)
-            raise
+        handing_over = asyncio.create_task(self._hand_over(request.room, offered), name=f"hand over {request.room}")
+        self._handing_over.add(handing_over)
+        handing_over.add_done_callback(self._handing_over.discard)
         return RoomOk(room=request.room)
+
+    async def _hand_over(self, room: str, offered: Note) -> None:
+        """Give decode's pages to prefill. It is a call, because a lost message would cost the whole time of a transfer."""
+        try:
+            await self._bus.call(self._subject(offered), offered.message, RoomOk, timeout_s=HAND_OVER_TIMEOUT_S)
+        except MeshError as exc:
+            await self._tell(self._rooms.refused(room, exc))
 
     async def close(self, request: CloseRooms) -> RoomsClosed:
         """The end of rooms."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Final, Literal
 
-from components.errors import DeadlineExceeded, IncompatibleLayout, MalformedMessage, PeerLost, PrefillLost
+from components.errors import DeadlineExceeded, IncompatibleLayout, MalformedMessage, MeshError, PeerLost, PrefillLost
 from components.kv_transfer.layout import KvLayout, check_compatible
 from components.lifecycle import Lifecycle
 from components.wire.rooms import OpenRoom, PagesOffered, RoomFailed
@@ -96,6 +96,11 @@ class RoomBook:
             return False
         self._end(room, S.CLOSED)
         return True
+
+    def refused(self, name: str, error: MeshError) -> list[Note]:
+        """Prefill did not take decode's pages: decode computes the prompt itself."""
+        room = self._rooms.get(name)
+        return [] if room is None else self._fail(room, type(error).__name__, error.message, tell_decode=True)
 
     def instance_gone(self, instance_id: str, epoch: str) -> list[Note]:
         """etcd says so: the other side of each of its rooms hears at once."""

@@ -63,10 +63,10 @@ A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0
 QUEUES: Final[dict[str, Any]] = {
     "num_clients": 12,
     "over_s": 0.01,
-    "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1},
+    "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 2},
 }
 
-LASTS: Final[dict[str, Any]] = {"num_clients": 24, "over_s": 16.0}  # rooms fail seconds after their prefill was killed
+LASTS: Final[dict[str, Any]] = {"num_clients": 40, "over_s": 16.0}  # rooms fail seconds after their prefill was killed
 
 Schedule = list[Fault]
 

@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry
 
 from components.aio import background
 from components.discovery.registry import Registration
-from components.errors import BackendUnavailable, IncompatibleLayout
+from components.errors import IncompatibleLayout, MalformedMessage, MeshError, TransferFailed
 from components.kv_transfer.layout import KvLayout
 from components.messaging.deadline import now_ms
+from components.messaging.service import Endpoint
 from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
 from services.bootstrap.handlers import BootstrapService
 from tests.components.discovery.records import record
@@ -34,6 +35,14 @@ class Replica:
             self.metrics,
         )
         self.service = service
+        self.refusal: MeshError | None = None
+        self.bus.serve("ns.prefill.p", [Endpoint("pages", PagesOffered, self.take)])
+
+    async def take(self, offered: PagesOffered) -> RoomOk:
+        """Prefill gets decode's pages."""
+        if self.refusal is not None:
+            raise self.refusal
+        return RoomOk(room=offered.room)
 
     async def open(self, room: str = "one", life_ms: int = 60_000, layout: KvLayout | None = None) -> RoomOk:
         return await self.service.open(
@@ -72,6 +81,7 @@ async def replica() -> AsyncIterator[Replica]:
 async def test_pages_are_handed_on_and_a_room_lasts_until_it_is_closed(replica: Replica) -> None:
     assert await replica.open("one") == RoomOk(room="one")
     await replica.open("two")
+    await turns()
     [(subject, offered), _] = [each for each in replica.bus.sent if isinstance(each[1], PagesOffered)]
     assert (subject, offered.room, offered.bootstrap_id) == ("ns.prefill.p.pages", "one", "boot")
     assert replica.open_rooms == 2
@@ -90,13 +100,18 @@ async def test_pages_that_do_not_fit_prefills_as_etcd_has_them_are_refused(repli
     assert replica.open_rooms == 1
 
 
-async def test_pages_that_cannot_be_handed_on_open_no_room(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def away(*_: object) -> None:
-        raise BackendUnavailable("NATS is away")
-
-    monkeypatch.setattr(replica.bus, "publish", away)
-    with pytest.raises(BackendUnavailable):
-        await replica.open()
+@pytest.mark.parametrize("refusal", [TransferFailed("over"), MalformedMessage("garbled"), None])
+async def test_decode_is_told_at_once_when_prefill_does_not_take_its_pages(
+    replica: Replica, refusal: MeshError | None
+) -> None:
+    """The pages were published, and nobody looked whether they arrived: a lost message cost a transfer's whole time."""
+    replica.refusal = refusal
+    if refusal is None:
+        replica.bus.handlers.clear()  # nobody listens
+    await replica.open()
+    await turns()
+    error = "NobodyListens" if refusal is None else type(refusal).__name__
+    assert replica.failures() == [("ns.decode.d.room_failed", error)]
     assert replica.open_rooms == 0
 
 
