@@ -15,7 +15,7 @@ from typing import Final
 from components.aio import background
 from components.discovery.book import InstanceBook
 from components.discovery.registry import Registration
-from components.errors import MeshError, PeerLost
+from components.errors import MeshError, NobodyListens, PeerLost
 from components.messaging.bus import Bus
 from components.messaging.service import Endpoint
 from components.wire.instances import InstanceRecord
@@ -100,8 +100,10 @@ class PresenceCheck:
         asking = AskPresent(epoch=record.epoch)
         try:
             await self._bus.call(f"{record.subject}.present", asking, Present, timeout_s=ASK_TIMEOUT_S)
-        except PeerLost:
+        except NobodyListens:
             return self._bus.steady_s() >= STEADY_S
+        except PeerLost:  # it says itself that it is leaving, or another one
+            return True
         except MeshError:
             return False
         return False

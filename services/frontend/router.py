@@ -12,7 +12,7 @@ from typing import Final
 from msgspec import structs
 from opentelemetry.trace import SpanKind
 
-from components.errors import DecodeLost, MeshError
+from components.errors import DecodeLost, MeshError, NobodyListens
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
@@ -29,6 +29,8 @@ from services.frontend.embed_calls import EmbedCalls
 from services.frontend.ports import FleetRoom, Offer, Prompt, ServedModel, TokenDelta
 
 DISPATCH_TIMEOUT_S: Final = 10.0
+RECONNECT_S: Final = 2.0  # after our own reconnect others have reconnected, too
+ASK_AGAIN_S: Final = 0.1
 
 
 @dataclass(slots=True)
@@ -192,8 +194,14 @@ class MeshClient:
         )
         timeout_s = min(DISPATCH_TIMEOUT_S, remaining_s(prompt.deadline_unix_ms))
         with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT):
-            call = self._bus.call(f"{record.subject}.generate", request, GenerateAccepted, timeout_s=timeout_s)
-            return (await stream.failure.unless(call)).number
+            while True:
+                call = self._bus.call(f"{record.subject}.generate", request, GenerateAccepted, timeout_s=timeout_s)
+                try:
+                    return (await stream.failure.unless(call)).number
+                except NobodyListens:
+                    if self._bus.steady_s() > RECONNECT_S:
+                        raise
+                    await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted, and the instance may not be back yet
 
     def _cancel_later(self, stream: Stream) -> None:
         """Tell decode that nobody reads."""

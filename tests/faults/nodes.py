@@ -326,10 +326,11 @@ class Worker(Node):
 
     async def _main(self) -> None:
         await super()._main()
-        if self.died is not None:  # nothing was waited for: as at the end of `asyncio.run`
-            for task in self.process.live_tasks():
-                if task is not asyncio.current_task():
+        if self.died is not None:  # nothing was waited for: as at the end of a process
+            while tasks := [task for task in self.process.live_tasks() if task is not asyncio.current_task()]:
+                for task in tasks:  # one that is cancelled may begin another one
                     task.cancel()
+                await asyncio.sleep(0)
 
     async def _drain(self) -> None:
         if self.died is None:

@@ -66,7 +66,7 @@ QUEUES: Final[dict[str, Any]] = {
     "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 2},
 }
 
-LASTS: Final[dict[str, Any]] = {"num_clients": 40, "over_s": 16.0}  # rooms fail seconds after their prefill was killed
+LASTS: Final[dict[str, Any]] = {"num_clients": 120, "over_s": 16.0}  # rooms fail seconds after their prefill was killed
 
 Schedule = list[Fault]
 
