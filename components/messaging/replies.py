@@ -18,6 +18,7 @@ from nats.aio.msg import Msg
 from components.aio import exact_cancellation
 
 AGAIN_S: Final = 1.0  # without an answer a call is sent again
+EVERY_SECOND: Final = 8  # repetitions; a long call with a large message must not be sent for ever
 GONE_AFTER: Final = 2  # repetitions in a row that nobody listened to
 STATUS: Final = "Status"  # a header of what the server itself says
 NO_RESPONDERS: Final = "503"
@@ -85,14 +86,14 @@ class Replies:
 class _Call:
     """One call that waits for its answer."""
 
-    __slots__ = ("_answered", "_client", "_message", "_refused", "_repeated", "_repeating", "_timer")
+    __slots__ = ("_answered", "_client", "_message", "_refused", "_repeating", "_repeats", "_timer")
 
     def __init__(self, client: Client, *message: Any) -> None:
         """`message`: the arguments of `publish`."""
         self._client = client
         self._message = message
         self._answered: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
-        self._repeated = False
+        self._repeats = 0
         self._refused = 0  # how often the server said of a repetition that nobody listens
         self._repeating: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -111,7 +112,7 @@ class _Call:
 
     def answered_by(self, message: Msg) -> None:
         """A message has arrived on the reply subject."""
-        if _no_responders(message) and self._repeated:
+        if _no_responders(message) and self._repeats:
             # The first one was taken. Its receiver may be reconnecting, or about to answer and leave.
             self._refused += 1
             if self._refused < GONE_AFTER:
@@ -127,11 +128,11 @@ class _Call:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._repeat, seconds)
 
     def _repeat(self, waited_s: float) -> None:
-        """Send the call again: after 1, 2, 4 s and so on."""
-        self._repeated = True
+        """Send the call again: each second at first, then after 2, 4 s and so on."""
+        self._repeats += 1
         if self._repeating is None or self._repeating.done():
             self._repeating = asyncio.ensure_future(self._publish_again())
-        self._repeat_after(2 * waited_s)
+        self._repeat_after(waited_s if self._repeats < EVERY_SECOND else 2 * waited_s)
 
     async def _publish_again(self) -> None:
         # Whatever fails here fails the call by its time limit, unless the next try gets through.

@@ -34,10 +34,10 @@ def telling(endpoints: Any) -> Any:
 def losing(publish: Any) -> Any:
     batches = count(1)
 
-    async def wrapper(self: Bus, subject: str, data: bytes) -> None:
+    async def wrapper(self: Bus, subject: str, data: bytes, reply: str = "") -> None:
         if subject.endswith(".kv_events") and next(batches) % LOST == 0:
             raise BackendUnavailable("lost")
-        await publish(self, subject, data)
+        await publish(self, subject, data, reply)
 
     return wrapper
 

@@ -1,6 +1,7 @@
 """What becomes of KV that changes on its way: real processes, real NIXL, and a decode whose pool is damaged behind its back."""
 
 import asyncio
+import json
 import random
 
 import httpx
@@ -60,7 +61,9 @@ def test_damaged_pages_change_the_text_unless_they_are_verified(mock_mesh: MeshP
     for damage in ("mark", "bit"):
         decode = mock_mesh.start_one("decode", DAMAGE=damage, MESH_DECODE_VERIFY_KV="true")
         assert _ask(mock_mesh, decode) == (right, count, count)
-        assert decode.logged().count("pages did not arrive as prefill sent them") == count
+        lines = [json.loads(line) for line in decode.logged().splitlines()]
+        damaged = [line for line in lines if "pages did not arrive as prefill sent them" in line.get("cause", "")]
+        assert sum(line.get("repeated", 1) for line in damaged) == count
 
 
 def test_where_failures_are_asked_for_damage_is_a_502_that_says_so_and_no_other_decode_is_tried(
