@@ -30,7 +30,7 @@ class OpenRoom(Dated):
 
 @message("room-pages.v2")
 class PagesOffered(Dated):
-    """bootstrap → prefill, on `<prefill subject>.pages`; nobody waits for an answer."""
+    """bootstrap → prefill, on `<prefill subject>.pages`; answered by RoomOk, or decode is told that the room failed."""
 
     request_id: str
     room: str
