@@ -119,12 +119,25 @@ class Bus:
             subscription = await self.client.subscribe(
                 subject, cb=handler, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
             )
-            await self.client.flush()  # the server knows of it before we tell anyone to send
+            await self.flush()  # NATS knows the subscription before we ask anyone to send
         try:
             yield
         finally:
             if self.client.is_connected:
-                await subscription.unsubscribe()
+                with exact_cancellation():
+                    await subscription.unsubscribe()
+
+    async def flush(self) -> None:
+        """Return when NATS has processed everything sent before, subscriptions included.
+
+        nats-py writes the PING of a flush ahead of commands that it has queued. So the first answer proves that these were
+        written, the second one that they were processed.
+
+        Raises: nats.errors.Error, OSError.
+        """
+        with exact_cancellation():
+            await self.client.flush()
+            await self.client.flush()
 
     def check_size(self, subject: str, data: bytes, what: str = "message") -> None:
         """Raises: MessageTooLarge, when NATS would not take it."""

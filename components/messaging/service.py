@@ -184,7 +184,7 @@ async def serve_calls(
     group = service.add_group(name=subject)
     for endpoint in endpoints:
         await group.add_endpoint(name=endpoint.name, handler=server.receive(endpoint))
-    await bus.client.flush()
+    await bus.flush()
     try:
         yield
     finally:

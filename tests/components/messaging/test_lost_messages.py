@@ -1,8 +1,6 @@
 """NATS delivers a message at most once: what is lost is sent again, and what was done is not done twice."""
 
 import asyncio
-import socket
-import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,8 +10,7 @@ import nats.errors
 import pytest
 from nats.aio.msg import Msg
 
-from components.errors import BackendUnavailable, DeadlineExceeded, PeerLost
-from components.messaging import bus as bus_module
+from components.errors import BackendUnavailable, PeerLost
 from components.messaging import outbox as outbox_module
 from components.messaging import replies
 from components.messaging.bus import Bus, connect_bus, nats_errors
@@ -230,128 +227,3 @@ def test_whatever_a_connection_raises_is_an_error_of_ours(error: Exception) -> N
     """A RuntimeError of uvloop's went through everything that catches MeshError: pages leaked, processes ended."""
     with pytest.raises(BackendUnavailable), nats_errors("subject", "nats://n"):
         raise error
-
-
-class Nats:
-    """A server that speaks enough of the protocol, and can reset its connections."""
-
-    INFO = b'INFO {"server_id":"x","version":"2.10.0","proto":1,"headers":true,"max_payload":8388608}\r\n'
-
-    def __init__(self) -> None:
-        self.writers: list[asyncio.StreamWriter] = []
-        self.resets = 0  # of new connections, right after INFO
-        self.silent = False
-        self.refusal = b""
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.writers.append(writer)
-        try:
-            if not self.silent:
-                writer.write(self.INFO)
-            if self.resets:
-                self.resets -= 1
-                await asyncio.sleep(0.0005)
-                self.reset(writer)
-                return
-            while data := await reader.read(65536):
-                if not self.silent:
-                    writer.write(b"PONG\r\n" * data.count(b"PING\r\n"))
-        except OSError:
-            pass
-        finally:
-            if not writer.is_closing():
-                writer.close()
-
-    def reset(self, writer: asyncio.StreamWriter) -> None:
-        linger = struct.pack("ii", 1, 0)
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        writer.transport.abort()
-
-    def reset_all(self) -> None:
-        writers, self.writers = self.writers, []
-        for writer in writers:
-            if not writer.is_closing():
-                self.reset(writer)
-
-
-@asynccontextmanager
-async def fake_nats() -> AsyncIterator[tuple[Nats, str]]:
-    fake = Nats()
-    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
-    try:
-        yield fake, f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        fake.reset_all()
-
-
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
-        await asyncio.sleep(0.01)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_a_client_whose_reconnecting_died_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reset within the handshake ended nats-py's reconnecting: a registered, deaf process for ever."""
-    monkeypatch.setattr(bus_module, "WATCH_EVERY_S", 0.05)
-    async with fake_nats() as (fake, url), connect_bus(url, "x") as bus:
-        monkeypatch.setattr(bus.client, "_process_connect_init", dies_once(bus.client._process_connect_init))
-        fake.reset_all()
-        await until(lambda: bus.client.stats["reconnects"] == 1, "it is back")
-        assert bus.is_connected
-
-
-def dies_once(init: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-    """As with uvloop, which raises this for a socket that was reset, where asyncio raises an OSError."""
-    tries = [0]
-
-    async def connect_init() -> None:
-        tries[0] += 1
-        if tries[0] == 1:
-            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
-        await init()
-
-    return connect_init
-
-
-async def test_a_client_that_was_closed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nats-py closes itself when the server refuses its user, for instance, and never tries again."""
-    monkeypatch.setattr(bus_module, "WATCH_EVERY_S", 0.05)
-    async with fake_nats() as (fake, url):
-
-        async def process() -> None:
-            async with connect_bus(url, "x") as bus:
-                fake.writers[-1].write(b"-ERR 'User Authentication Expired'\r\n")
-                await until(lambda: bus.client.is_closed, "nats-py gives up")
-                await asyncio.Event().wait()
-
-        with pytest.raises(BackendUnavailable, match="cannot be reached"):
-            await asyncio.wait_for(process(), 10)
-
-
-async def test_a_server_that_freezes_is_left_for_another_one_within_two_seconds() -> None:
-    """Others take an instance for silent after two seconds, and move its streams."""
-    async with fake_nats() as (one, first), fake_nats() as (two, second), connect_bus(f"{first},{second}", "x") as bus:
-        frozen, other = (one, two) if bus.client.connected_url.netloc in first else (two, one)
-        frozen.silent = True
-        began = time.monotonic()
-        await until(lambda: other.writers, "it goes to the other one")
-        assert time.monotonic() - began < 3.0  # 1.6 s, and what a busy machine adds
-        await until(lambda: bus.is_connected, "connected")
-        assert bus.steady_s() < 3.0
-
-
-async def test_a_call_that_our_own_outage_held_up_is_not_the_other_sides_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with fake_nats() as (fake, url), connect_bus(url, "x") as bus:
-        await asyncio.sleep(0.3)
-        with pytest.raises(DeadlineExceeded):
-            await ask(bus, "nobody.answers", timeout_s=0.2)
-        asking = asyncio.create_task(ask(bus, "nobody.answers", timeout_s=1.5))
-        await asyncio.sleep(0.1)
-        fake.reset_all()
-        with pytest.raises(BackendUnavailable):
-            await asking
