@@ -13,7 +13,8 @@ from typing import Any, Final
 import nats.errors
 from nats import micro
 from nats.micro.request import Request
-from nats.micro.service import EndpointStats
+from nats.micro.service import Endpoint as MicroEndpoint
+from nats.micro.service import EndpointConfig, EndpointStats
 from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -159,6 +160,18 @@ class CallServer:
                 raise
 
 
+class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
+    """An endpoint without a queue group, as one instance alone listens on its subject.
+
+    A NATS cluster delivers to one member of a queue group. After a reconnect the subscription at the old server may still
+    count as a member. If that server is frozen, half of the calls go there and are lost.
+    """
+
+    async def _start(self) -> None:
+        self._queue_group = ""
+        self._subscription = await self._service._client.subscribe(self._subject, cb=self._handle_request)
+
+
 @asynccontextmanager
 async def serve_calls(
     bus: Bus, role: str, subject: str, endpoints: Sequence[Endpoint], metadata: Mapping[str, str]
@@ -181,9 +194,11 @@ async def serve_calls(
         metadata={"subject": subject, **metadata},
         stats_handler=server.stats,
     )
-    group = service.add_group(name=subject)
     for endpoint in endpoints:
-        await group.add_endpoint(name=endpoint.name, handler=server.receive(endpoint))
+        config = EndpointConfig(endpoint.name, server.receive(endpoint), subject=f"{subject}.{endpoint.name}")
+        subscribed = _Subscribed(service, config)
+        await subscribed._start()
+        service._endpoints.append(subscribed)
     await bus.flush()
     try:
         yield

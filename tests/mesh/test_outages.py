@@ -50,7 +50,7 @@ OUTAGES: Final = [
     Outage("etcd loses its data", etcd_data_lost, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
     Outage("a decode is cut off from etcd", a_decode_cut_off, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
     Outage("a NATS server is killed", a_nats_killed, 2.0, silence_s=2.0, answer_s=3.0, disaggregated=False),
-    Outage("a NATS server freezes", a_nats_frozen, 6.0, silence_s=5.0, answer_s=6.0, disaggregated=False),
+    Outage("a NATS server freezes", a_nats_frozen, 6.0, silence_s=3.5, answer_s=3.5, disaggregated=False),
     Outage("all of NATS restarts", all_nats_restarted, 0.5, silence_s=4.0, answer_s=5.0, disaggregated=False),
 ]
 

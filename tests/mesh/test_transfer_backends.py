@@ -67,7 +67,8 @@ def test_fake_runs_the_whole_protocol_moves_nothing_and_says_so(mock_mesh: MeshP
         assert {s["kvmesh.transfer.backend"] for s in told} == {"fake"}
     assert {s["kvmesh.transfer.bytes"] for s in _spans(mock_mesh, "prefill.transfer", 20)} == {0}
     with pytest.raises(InvariantBroken, match=r"should hold .* tokens, but its marks are"):
-        _answers(mock_mesh, [list(range(100))], 2)  # a second token needs the pages, and the mock engine looks
+        # Each attempt's first token is prefill's. The next one needs the pages, and the mock engine checks them.
+        _answers(mock_mesh, [list(range(100))], 8)
 
 
 def test_two_backends_do_not_try_each_other_and_decode_computes_the_prompts(mock_mesh: MeshProcesses) -> None:

@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 
 from components.errors import BackendUnavailable, DeadlineExceeded
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.service import Endpoint, serve_calls
 from components.wire.rooms import KvComing, RoomOk
 
 pytestmark = pytest.mark.anyio
@@ -132,6 +133,19 @@ async def test_a_subscription_is_there_when_it_says_so() -> None:
     nats = FakeNats()
     async with nats.running(), connect_bus(nats.url, "test") as bus, bus.subscription("calls", _ignore):
         assert b"SUB calls" in nats.processed
+
+
+async def test_the_subject_of_a_call_has_no_queue_group() -> None:
+    """A frozen server's stale member of the group got half of the calls: an answer took six seconds instead of two."""
+
+    async def answer(request: KvComing) -> RoomOk:
+        return RoomOk(room=request.room)
+
+    nats = FakeNats()
+    endpoint = Endpoint("close", KvComing, answer)
+    async with nats.running(), connect_bus(nats.url, "test") as bus, serve_calls(bus, "test", "calls", [endpoint], {}):
+        [line] = [line for line in nats.processed.split(b"\r\n") if line.startswith(b"SUB calls.close ")]
+        assert len(line.split()) == 3  # SUB, the subject, an id
 
 
 @pytest.mark.parametrize("turns", range(12))
