@@ -8,13 +8,13 @@ SETUP  := $(VENV)/set-up
 PINS   := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt
 # constraints=/dev/null takes whatever torch pip finds first, on Linux a CUDA build.
 constraints ?= deploy/constraints-cpu.txt
-# How many processes share the tests that need no machine of their own.
+# How many processes share the tests.
 workers ?= 2
 
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test soak outages fuzz clients check setup clean
+.PHONY: help up test faults soak outages fuzz clients check setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -23,16 +23,15 @@ help:  ## this list
 up: $(SETUP)  ## run the whole mesh on this machine until Ctrl-C
 	@exec $(BIN)/python -m services.local $(ARGS)
 
-# Tests of whole meshes come one after another: each has as many processes as the machine has cores, or more.
 test: $(SETUP)  ## all tests, with real etcd, NATS and model; ARGS='tests/mesh -k kill': some
 ifeq ($(ARGS),)
-	@status=0; \
-	$(BIN)/python -m pytest -n $(workers) --dist loadfile --ignore tests/mesh || status=1; \
-	$(BIN)/python -m pytest tests/mesh || status=1; \
-	exit $$status
+	@$(BIN)/python -m pytest -n $(workers) --dist loadfile
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+faults: $(SETUP)  ## five minutes of every fault at every message, write and state; make test tries a third of them
+	@$(BIN)/python -m pytest -n $(workers) -m 'faults or not faults' tests/faults $(ARGS)
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
 	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)

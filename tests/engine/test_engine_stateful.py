@@ -321,11 +321,11 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -
         sized = replace(tiny, layout=structs.replace(tiny.layout, page_size=page_size))
         return make_engine(sized, page_size=page_size, **changes)
 
-    _run_machine(make, 25)
+    _run_machine(make, 12)
 
 
 def test_it_is_so_over_many_more_lives_with_the_mock(tmp_path: Path) -> None:
-    _run_machine(partial(make_mock, tmp_path), 120)
+    _run_machine(partial(make_mock, tmp_path), 60)
 
 
 def _run_machine(make: Callable[..., EngineCore], max_examples: int) -> None:

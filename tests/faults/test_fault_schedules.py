@@ -1,8 +1,11 @@
 """Every fault at every message, write and state, and mixtures: right tokens or one clear error, and nothing is kept."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from components.kv_transfer.receiver import ReceiveState
 from components.kv_transfer.sender import SendState
@@ -10,7 +13,7 @@ from services.bootstrap.rooms import RoomState
 from services.decode.streams import DecodeState
 from services.prefill.jobs import PrefillState
 from tests.faults.faults import Do, Fault
-from tests.faults.limits import Limit, limit_of
+from tests.faults.limits import Limit, limit_of, row_of
 from tests.faults.mesh_run import Outcome, check
 from tests.faults.schedules import Schedule, conditions, mixture, named, of_messages, of_states, of_writes
 from tests.faults.setup import any_setup
@@ -19,6 +22,22 @@ SAME_MOMENT = {"receive transferring", "send done"}  # as decode transfer, as pr
 FAULTS = 900  # at least so many are injected here
 MIXTURES = 45
 TOGETHER = Limit(1.0, failed=2, moves=2)  # that faults at once cost beyond what each costs alone
+EVERY: Final = 3  # `make test` runs one schedule of so many, and `make faults` all of them
+
+
+def _thinned(schedules: Iterable[Schedule]) -> Iterator[ParameterSet]:
+    """All of them. Those that only `make faults` runs are marked: not the first one with a kind of fault."""
+    seen: set[str] = set()
+    for number, schedule in enumerate(schedules):
+        kinds = {row_of(fault) for fault in schedule}
+        marks = [pytest.mark.faults] if number % EVERY and kinds <= seen else []
+        seen |= kinds
+        yield pytest.param(schedule, id=named(schedule), marks=marks)
+
+
+MESSAGES: Final = [*_thinned(of_messages())]
+WRITES: Final = [*_thinned(of_writes())]
+STATES: Final = [*_thinned(of_states())]
 
 
 def _all_fire(home: Path, schedule: Schedule) -> Outcome:
@@ -28,21 +47,21 @@ def _all_fire(home: Path, schedule: Schedule) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("schedule", [*of_messages()], ids=named)
+@pytest.mark.parametrize("schedule", MESSAGES)
 def test_a_message_goes_wrong(home: Path, schedule: list[Fault]) -> None:
     outcome = _all_fire(home, schedule)
     if schedule[-1].do is Do.DUPLICATE:
         assert not any(client.error for client in outcome.clients), "whoever hears a thing twice does it once"
 
 
-@pytest.mark.parametrize("schedule", [*of_writes()], ids=named)
+@pytest.mark.parametrize("schedule", WRITES)
 def test_a_write_goes_wrong(home: Path, schedule: list[Fault]) -> None:
     outcome = _all_fire(home, schedule)
     if schedule[0].do is Do.WRITE_CORRUPT:
         assert outcome.counts["kv_transfers_corrupt_total"] == 1
 
 
-@pytest.mark.parametrize("schedule", [*of_states()], ids=named)
+@pytest.mark.parametrize("schedule", STATES)
 def test_somebody_fails_in_a_state(home: Path, schedule: list[Fault]) -> None:
     _all_fire(home, schedule)
 
@@ -65,6 +84,18 @@ def test_no_state_of_a_lifecycle_is_left_out() -> None:
     tried = {fault.at for schedule in of_states() for fault in schedule}
     first = {f"{name} {next(iter(states))}" for name, states in tables.items()}  # nothing moves there
     assert {f"{name} {state}" for name, states in tables.items() for state in states} - first <= tried | SAME_MOMENT
+
+
+def test_make_test_tries_faults_at_every_message_write_and_state() -> None:
+    everything = [*MESSAGES, *WRITES, *STATES]
+    tried = {fault.at for param in everything if not param.marks for fault in _faults(param)}
+    assert tried == {fault.at for param in everything for fault in _faults(param)}
+
+
+def _faults(param: ParameterSet) -> Schedule:
+    [schedule] = param.values
+    assert isinstance(schedule, list)
+    return schedule
 
 
 def test_enough_is_tried() -> None:

@@ -116,7 +116,7 @@ class MeshProcesses:
             "MESH_STATE_DIR": str(self.home),
             "MESH_MODEL": self.model,
             "MESH_LOG_FORMAT": "json",
-            "MESH_TRANSFER_TIMEOUT_S": "10",  # so long a killed prefill's pages stay pinned
+            "MESH_TRANSFER_TIMEOUT_S": "6",  # so long a killed prefill's pages stay pinned
             "MESH_FRONTEND_PORT": "0",
             "MESH_FRONTEND_STORED_RESPONSES_BYTES": "1000000",  # NATS sets them aside, for each mesh of the run
             **self.env,

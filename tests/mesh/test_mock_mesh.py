@@ -115,9 +115,10 @@ def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
             assert _computed(decode.http) == 5 * 200
             await no_page_is_lost(client)
 
-    mock_mesh.start("bootstrap", "decode", MESH_DECODE_LOCAL_PREFILL_ON_QUEUE="true")
+    waits = {"MESH_TRANSFER_TIMEOUT_S": "30"}  # the last prompt in the queue waits for seven seconds
+    mock_mesh.start("bootstrap", "decode", MESH_DECODE_LOCAL_PREFILL_ON_QUEUE="true", **waits)
     slow = {"SPEEDUP": "1", "PROMPT_TOKEN_S": "0.002", "STEP_S": "0"}
-    mock_mesh.start("prefill", **{f"MESH_ENGINE__MOCK__{name}": value for name, value in slow.items()})
+    mock_mesh.start("prefill", **waits, **{f"MESH_ENGINE__MOCK__{name}": value for name, value in slow.items()})
     asyncio.run(run())
 
 

@@ -58,7 +58,7 @@ def expected_logits(logits: list[float], row: Row) -> list[float]:
     return adjusted(logits, row.params, *split(row), sorted(ends))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(cases(), min_size=1, max_size=6))
 def test_logits_are_adjusted_as_the_reference_does(batch: list[tuple[list[float], Row]]) -> None:
     tensor = torch.tensor([logits for logits, _ in batch])
@@ -67,7 +67,7 @@ def test_logits_are_adjusted_as_the_reference_does(batch: list[tuple[list[float]
         np.testing.assert_allclose(found.numpy(), expected_logits(logits, row), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(LOGITS, params()), min_size=1, max_size=6))
 def test_distributions_are_cut_as_the_reference_does(batch: list[tuple[list[float], SamplingParams]]) -> None:
     warm = [(logits, p) for logits, p in batch if p.temperature > 0]
@@ -78,7 +78,7 @@ def test_distributions_are_cut_as_the_reference_does(batch: list[tuple[list[floa
         np.testing.assert_allclose((found / found.sum()).numpy(), probabilities(logits, p), rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(cases(), min_size=1, max_size=6))
 def test_tokens_are_those_of_the_reference(batch: list[tuple[list[float], Row]]) -> None:
     found = sample(torch.tensor([logits for logits, _ in batch]), [row for _, row in batch])
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_the_reference(batch: list[tuple[list[float], Row]])
         assert token == wanted or margin < 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(cases(), min_size=2, max_size=6))
 def test_a_row_is_sampled_as_if_it_were_alone(batch: list[tuple[list[float], Row]]) -> None:
     together = sample(torch.tensor([logits for logits, _ in batch]), [row for _, row in batch])
