@@ -25,7 +25,7 @@ up: $(SETUP)  ## run the whole mesh on this machine until Ctrl-C
 
 test: $(SETUP)  ## all tests, with real etcd, NATS and model; ARGS='tests/mesh -k kill': some
 ifeq ($(ARGS),)
-	@$(BIN)/python -m pytest -n $(workers) --dist loadfile
+	@$(BIN)/python -m pytest -n $(workers) --dist loadfile --no-loadscope-reorder
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
