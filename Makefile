@@ -36,7 +36,7 @@ faults: $(SETUP)  ## five minutes of every fault at every message, write and sta
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
 	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)
 
-outages: $(SETUP)  ## twenty minutes in which etcd is away, in parts or as a whole: clients may not notice
+outages: $(SETUP)  ## seventeen minutes in which etcd is away, in parts or as a whole: clients may not notice
 	@$(BIN)/python -m pytest -m outages -s tests/mesh/test_outages_long.py $(ARGS)
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh

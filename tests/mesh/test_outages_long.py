@@ -1,4 +1,4 @@
-"""make outages: what clients see while etcd is away for longer than any timeout: nothing. Twenty minutes in all."""
+"""make outages: what clients see while etcd is away for longer than any timeout: nothing. Seventeen minutes in all."""
 
 from collections.abc import Iterator
 from typing import Final
