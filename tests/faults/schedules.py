@@ -55,6 +55,7 @@ STATES_AFTER_FAILURE: Final = (
 STATES_AFTER_LOSS: Final = ("room failed",)
 STATES_AFTER_CLIENT: Final = ("decode failed",)
 DELAYS_S: Final = (0.05, 3.0, 12.0)  # noticed by nobody, by some, by every call
+AWAY_S, LONG_AWAY_S = 8.0, 60.0  # longer than a lease; than anything waits
 STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has run out, and after
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
 A_PREFILL_IS_KILLED: Final = Fault(Do.KILL, "write pages", role="prefill")
@@ -140,8 +141,14 @@ def _at_state(at: str) -> Iterator[Fault]:
         yield Fault(Do.STOP, at, amount=LONG_STOP_S, role=role)
         yield Fault(Do.LEASE, at, role=role)
         yield Fault(Do.DRAIN, at, role=role)
+    yield Fault(Do.STEPS_FAIL, at, role="decode")
+    for role in ("decode", "bootstrap"):
+        yield Fault(Do.HANG, at, amount=STOP_S, role=role)
+    for role in ROLES:
+        yield Fault(Do.CUT_OFF, at, amount=AWAY_S, role=role)
     yield Fault(Do.NATS_AWAY, at, amount=1.0)
     yield Fault(Do.ETCD_AWAY, at, amount=8.0)
+    yield Fault(Do.ETCD_AWAY, at, amount=LONG_AWAY_S)
     yield Fault(Do.CLIENT_GONE, at)
 
 
