@@ -30,7 +30,7 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-faults: $(SETUP)  ## five minutes of every fault at every message, write and state; make test tries a third of them
+faults: $(SETUP)  ## every fault at every message, write and state; make test tries four in ten of them
 	@$(BIN)/python -m pytest -n $(workers) -m 'faults or not faults' tests/faults $(ARGS)
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import sys
 import threading
 import zipfile
@@ -22,7 +23,32 @@ from engine.kernels.linear import can_pack, pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest
-from tests.engine.tiny_engine import VOCAB, greedy, make_engine, prompt, run, save_tiny, small
+from tests.engine.tiny_engine import VOCAB, greedy, make_engine, prompt, read_page, run, save_tiny, small
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own_pages(
+    tiny: LoadedModel, tiny_dir: Path, compile_home: Path
+) -> None:
+    """Alone, a decode step has one token and is padded to two: the second must leave no trace."""
+    config = small(compile="wait")
+    forward = choose_forward(str(tiny_dir), tiny, config, compile_home, silent)
+    compiled = assemble(tiny, config, forward)
+    eager = make_engine(tiny)
+    for count in (1, 8):
+        requests = [EngineRequest(f"{count}-{i}", prompt(3 + 17 * i, start=i), greedy(24)) for i in range(count)]
+        assert run(compiled, requests).tokens == run(eager, requests).tokens
+    if shutil.which(os.environ.get("CXX", "g++")) is None:  # what must be true on a machine without a C++ compiler
+        assert isinstance(forward, EagerForward)
+        return
+    assert isinstance(forward, CompiledWhenReady)
+    assert isinstance(forward._forward, PackagedForward)
+    assert Path(forward._order.package).parent == compile_home / "compile"
+    assert not list(compile_home.glob(f"compile/{Path(forward._order.package).stem}-*")), "nothing unfinished is left"
+    for page in range(eager.kv_region.num_pages):
+        assert any(read_page(compiled, page)) == any(read_page(eager, page))
 
 
 @pytest.mark.model

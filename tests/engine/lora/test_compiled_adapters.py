@@ -13,22 +13,21 @@ from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.model.load import LoadedModel
 from engine.model.progress import silent
 from engine.ports import EngineRequest
-from tests.engine.tiny_engine import greedy, make_engine, prompt, read_page, run, small
+from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 
 
 @pytest.mark.model
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own_pages(
+def test_a_compiled_model_with_adapters_gives_the_ids_of_the_eager_one(
     adapted_tiny: LoadedModel, adapter_dirs: dict[str, Path], tiny_dir: Path, compile_home: Path
 ) -> None:
-    """With adapters and without. Alone, a decode step has one token and is padded to two: the second must leave no trace."""
     lora = {name: str(directory) for name, directory in adapter_dirs.items()}
     config = small(compile="wait", lora=lora)
     forward = choose_forward(str(tiny_dir), adapted_tiny, config, compile_home, silent)
     compiled = assemble(adapted_tiny, config, forward)
     eager = make_engine(adapted_tiny)
-    for count in (1, 8):
+    for count in (1, 8):  # alone, a decode step has one token and is padded to two
         requests = [
             EngineRequest(f"{count}-{i}", prompt(3 + 17 * i, start=i), greedy(24), adapter=("plain", "", *lora)[i % 5])
             for i in range(count)
@@ -39,10 +38,6 @@ def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own
         return
     assert isinstance(forward, CompiledWhenReady)
     assert isinstance(forward._forward, PackagedForward)
-    assert Path(forward._order.package).parent == compile_home / "compile"
-    assert not list(compile_home.glob(f"compile/{Path(forward._order.package).stem}-*")), "nothing unfinished is left"
-    for page in range(eager.kv_region.num_pages):
-        assert any(read_page(compiled, page)) == any(read_page(eager, page))
 
 
 def test_a_package_belongs_to_the_layers_that_are_adapted_not_to_the_adapters(
