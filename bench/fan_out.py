@@ -1,12 +1,13 @@
-"""Deliveries of heartbeats and KV events through one NATS server, counted there: python -m bench.fan_out --prefill 200
+"""Deliveries of heartbeats, KV events and questions through one NATS server: python -m bench.fan_out --prefill 200
 
 Every instance has a NATS connection of its own and runs the code that services run: `send_heartbeats`, `publish_kv_events`,
-`watch_fleet`. Workers have no engine: each counts steps and changes its cache, so all always have something to send.
+`watch_fleet`. Workers have no engine: each counts steps and changes its cache, so all always have something to send. In a
+large fleet decode instances ask prefill instances about prompts. Half of the prompts begin with one of 64 prefixes.
 Registration in etcd is left out, all records are there from the start. A planner follows the heartbeats of both roles.
 
 The command prints a JSON line: messages sent and delivered a second, as the server's `varz` counts them (`in_msgs`, `out_msgs`)
-and as computed, and how many instances counted as lost though none was. A worker sends after its rest with the next step, so
-somewhat less is sent than computed.
+and as computed, questions a prompt, the time until all have answered, and how many instances counted as lost though none was.
+A worker sends after its rest with the next step, so somewhat less is sent than computed.
 """
 
 import asyncio
@@ -15,12 +16,14 @@ import logging
 import multiprocessing
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event, Semaphore
 from pathlib import Path
+from queue import Empty
 from random import Random
 from typing import Annotated, Final
 from urllib.request import urlopen
@@ -32,15 +35,18 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.bus import connect_bus
 from components.messaging.fan_out import FleetSizes, Following
-from components.messaging.fleet import watch_fleet
+from components.messaging.fleet import Fleet, watch_fleet
 from components.messaging.heartbeats import HeartbeatSender, OnLost, heartbeat_of, send_heartbeats, watch_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.service import serve_calls
 from components.process import subject_of
+from components.routing.block_hash import PromptBlocks
+from components.routing.choice import Ask
 from components.routing.local_prefill import PromptLoad
 from components.routing.policies import DEFAULT
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
+from components.wire.tokens import pack_tokens
 from engine.ports import StepStats
 from services.local.servers import NATS, running
 
@@ -49,6 +55,9 @@ MODEL: Final = "mock"
 STEPS_PER_S: Final = 8_000  # of all workers together, so that two cores carry them
 SOONEST_STEP_S: Final = 0.02
 CACHED: Final = 64  # blocks of a worker; each step one more comes and the oldest goes
+PREFIXES: Final = 64
+PREFIX_TOKENS: Final = 2048
+QUESTION_TOKENS: Final = 512
 WARM_UP_S: Final = 8.0  # from the last connection on: dumps are fetched, subscriptions stand
 START_TIMEOUT_S: Final = 180.0
 
@@ -115,9 +124,34 @@ class Steps:
             await asyncio.sleep(self._each_s)
 
 
+class Prompts:
+    """The prompts that decode instances ask about, and what became of the questions."""
+
+    def __init__(self, each_s: float, signals: "Signals") -> None:
+        """`each_s`: seconds between two prompts of an instance, on average."""
+        self._each_s = each_s
+        self._signals = signals
+
+    async def run(self, fleet: Fleet, draw: Random) -> None:
+        """Ask for ever."""
+        inquiries = fleet.inquiries
+        assert inquiries is not None
+        while True:
+            await asyncio.sleep(draw.expovariate(1 / self._each_s))
+            prefix = draw.randrange(PREFIXES) if draw.random() < 0.5 else draw.getrandbits(31)
+            shared = Random(prefix).choices(range(1000), k=PREFIX_TOKENS)
+            blocks = PromptBlocks(pack_tokens([*shared, *draw.choices(range(1000), k=QUESTION_TOKENS)]), b"")
+            if not inquiries.are_needed:
+                continue
+            began_s = time.monotonic()
+            inquiry = await inquiries.about(Ask(blocks.num_tokens), blocks, fleet.alive.usable(MODEL))
+            if self._signals.warm.is_set() and not self._signals.stop.is_set():
+                self._signals.asked.put((inquiry.num_asked, len(inquiry.answered), time.monotonic() - began_s))
+
+
 @asynccontextmanager
 async def worker(
-    url: str, about: InstanceRecord, book: InstanceBook, sizes: FleetSizes, on_lost: OnLost
+    url: str, about: InstanceRecord, book: InstanceBook, sizes: FleetSizes, prompts: "Prompts", on_lost: OnLost
 ) -> AsyncIterator[None]:
     """A prefill or decode instance while inside."""
     num_workers = sizes.count("prefill") + sizes.count("decode")
@@ -131,10 +165,12 @@ async def worker(
         )
         await enter(serve_calls(bus, role, about.subject, events.endpoints(), {}))
         if role == "decode":
-            following = Following(book, about.instance_id, MODEL)
+            following = Following(book)
             fleet = await enter(watch_fleet(bus, NAMESPACE, "prefill", book, DEFAULT["prefill"], following=following))
             fleet.alive.on_lost(on_lost)
-        heart = await enter(send_heartbeats(bus, about.subject, steps.heartbeat, partial(sizes.heartbeat_rest_s, role)))
+            await enter(background(prompts.run(fleet, Random(about.instance_id)), "prompts"))
+        rest_s = partial(sizes.heartbeat_rest_s, role)
+        heart = await enter(send_heartbeats(bus, about.subject, steps.heartbeat, rest_s, events.log.num_cached))
         await enter(background(steps.run(heart, events), "steps"))
         yield
 
@@ -169,9 +205,10 @@ class Signals:
     stop: Event
     lost: Semaphore  # released for each instance that counts as lost between the warm-up and the stop
     warm: Event
+    asked: "Queue[tuple[int, int, float]]"  # of each prompt: instances asked, instances that answered, seconds
 
 
-async def run_share(url: str, records: list[InstanceRecord], share: range, signals: Signals) -> None:
+async def run_share(url: str, records: list[InstanceRecord], share: range, each_s: float, signals: Signals) -> None:
     """Run the instances of `records` in `share` until told to stop."""
 
     def lose(_record: InstanceRecord, _why: str) -> None:
@@ -180,22 +217,25 @@ async def run_share(url: str, records: list[InstanceRecord], share: range, signa
 
     book = book_of(records)
     sizes = FleetSizes(book)
+    prompts = Prompts(each_s, signals)
     async with AsyncExitStack() as stack:
         if share.start == 0:
             await stack.enter_async_context(planner(url, book))
         for at in share:
             about = records[at]
             is_frontend = about.role == "frontend"
-            instance = frontend(url, about, book, lose) if is_frontend else worker(url, about, book, sizes, lose)
+            instance = (
+                frontend(url, about, book, lose) if is_frontend else worker(url, about, book, sizes, prompts, lose)
+            )
             await stack.enter_async_context(instance)
             signals.ready.release()
         await asyncio.to_thread(signals.stop.wait)
 
 
-def process(url: str, sizes: tuple[int, int, int], share: range, signals: Signals) -> None:
+def process(url: str, sizes: tuple[int, int, int], share: range, each_s: float, signals: Signals) -> None:
     """One process of the benchmark. Instances that have not started yet are silent, which is no news."""
     logging.disable(logging.WARNING)
-    uvloop.run(run_share(url, fleet_of(*sizes), share, signals))
+    uvloop.run(run_share(url, fleet_of(*sizes), share, each_s, signals))
 
 
 def counted(monitor_url: str) -> tuple[int, int, float]:
@@ -215,16 +255,21 @@ def computed(sizes: FleetSizes) -> dict[str, float]:
     return rates
 
 
-async def measure(sizes: tuple[int, int, int], processes: int, seconds: float) -> dict[str, object]:
+async def measure(
+    sizes: tuple[int, int, int], processes: int, seconds: float, prompts_per_s: float
+) -> dict[str, object]:
     """One run. Raises: TimeoutError, if the instances do not connect in START_TIMEOUT_S."""
     records = fleet_of(*sizes)
     fleet = FleetSizes(book_of(records))
     context = multiprocessing.get_context("spawn")
-    signals = Signals(context.Semaphore(0), context.Event(), context.Semaphore(0), context.Event())
+    signals = Signals(context.Semaphore(0), context.Event(), context.Semaphore(0), context.Event(), context.Queue())
+    each_s = sizes[1] / prompts_per_s
     with tempfile.TemporaryDirectory() as home:
         async with running(NATS, Path(home) / "nats") as nats:
             started = [
-                context.Process(target=process, args=(nats.url, sizes, range(at, len(records), processes), signals))
+                context.Process(
+                    target=process, args=(nats.url, sizes, range(at, len(records), processes), each_s, signals)
+                )
                 for at in range(processes)
             ]
             try:
@@ -240,31 +285,44 @@ async def measure(sizes: tuple[int, int, int], processes: int, seconds: float) -
                 in_after, out_after, after_s = counted(nats.monitor_url)
             finally:
                 signals.stop.set()
+                asked = list(_drained(signals.asked))
                 for one in started:
                     await asyncio.to_thread(one.join)
     lost = 0
     while signals.lost.acquire(block=False):
         lost += 1
     passed_s = after_s - before_s
-    by_kind = computed(fleet)
+    questions_per_s = sum(num_asked for num_asked, _, _ in asked) / passed_s
+    by_kind = computed(fleet) | {"questions": 2 * questions_per_s}
     sent = sum(
         fleet.count(role) * (1 / fleet.heartbeat_rest_s(role) + 1 / fleet.kv_events_rest_s(role))
         for role in ("decode", "prefill")
     )
+    waits_ms = sorted(1000 * wait_s for _, _, wait_s in asked)
     return {
         "prefill": sizes[0],
         "decode": sizes[1],
         "frontends": sizes[2],
-        "followed": fleet.followed(MODEL),
+        "pairs_followed": fleet.followings("prefill"),
         "heartbeat_s": {role: round(fleet.heartbeat_rest_s(role), 3) for role in ("decode", "prefill")},
         "kv_events_s": {role: round(fleet.kv_events_rest_s(role), 3) for role in ("decode", "prefill")},
         "sent_per_s": round((in_after - in_before) / passed_s),
-        "sent_per_s_computed": round(sent),
+        "sent_per_s_computed": round(sent + 2 * questions_per_s),
         "deliveries_per_s": round((out_after - out_before) / passed_s),
         "deliveries_per_s_computed": round(sum(by_kind.values())),
         "lost": lost,
+        "prompts": len(asked),
+        "asked_per_prompt": round(sum(one[0] for one in asked) / max(len(asked), 1), 2),
+        "unanswered": sum(num_asked - num_answered for num_asked, num_answered, _ in asked),
+        "asking_ms": {p: round(waits_ms[len(waits_ms) * p // 100], 2) for p in (50, 99)} if waits_ms else {},
         "computed_by_kind": {kind: round(rate) for kind, rate in by_kind.items()},
     }
+
+
+def _drained(queue: "Queue[tuple[int, int, float]]") -> Iterator[tuple[int, int, float]]:
+    with suppress(Empty):
+        while True:
+            yield queue.get(timeout=0.5)
 
 
 def main(
@@ -273,9 +331,10 @@ def main(
     frontends: Annotated[int, typer.Option(help="frontends", min=1)] = 4,
     processes: Annotated[int, typer.Option(help="that share the instances", min=1)] = 4,
     seconds: Annotated[float, typer.Option(help="that deliveries are counted for", min=1.0)] = 20.0,
+    prompts_per_s: Annotated[float, typer.Option(help="of all decode instances together", min=0.01)] = 100.0,
 ) -> None:
     """Count the deliveries of a fleet without engines."""
-    print(json.dumps(asyncio.run(measure((prefill, decode, frontends), processes, seconds))))
+    print(json.dumps(asyncio.run(measure((prefill, decode, frontends), processes, seconds, prompts_per_s))))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from bench.simulate.routers import MakePolicy, News
 from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, swinging, trace
 from bench.simulate.worker import Engine
-from components.messaging.fan_out import heartbeat_rest_s, kv_events_rest_s, num_followed
+from components.messaging.fan_out import heartbeat_rest_s, kv_events_rest_s, questions_per_s
 from components.messaging.heartbeats import EVERY_S, silent_after_s
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
@@ -79,10 +79,10 @@ class Workload(StrEnum):
 
 
 class Follow(StrEnum):
-    """Which prefill workers each decode worker follows."""
+    """How decode workers know of prefill workers."""
 
-    ALL = "all"
-    SHARE = "share"
+    ALL = "all"  # they follow all
+    ASK = "ask"  # they ask candidates about each prompt
 
 
 def policy_maker(names: str, phase: Phase) -> MakePolicy:
@@ -113,14 +113,17 @@ def _sized(setup: Setup, text: str) -> Setup:
     return replace(setup, prefill=int(prefill), decode=int(decode))
 
 
-def shared(setup: Setup) -> Setup:
-    """`setup` with decode workers that each follow their share of the prefill workers, at the rates of such a fleet."""
-    prefill, decode = setup.prefill, setup.decode
-    to_decodes, to_frontends = decode * num_followed(prefill, decode), decode * setup.decode_routers
-    heartbeat_s = max(heartbeat_rest_s(prefill, to_decodes), heartbeat_rest_s(decode, to_frontends), EVERY_S)
-    event_s = setup.news.event_s + max(kv_events_rest_s(to_decodes), kv_events_rest_s(to_frontends))
-    news = News(heartbeat_s, event_s, silent_after_s(heartbeat_s))
-    return replace(setup, news=news, prefill_routers=max(decode, 1), follow_all=False)
+def asking(setup: Setup) -> Setup:
+    """`setup` with decode workers that ask candidates, and frontends that hear of decode workers at a large fleet's rates."""
+    to_frontends = setup.decode * setup.decode_routers
+    heartbeat_s = max(heartbeat_rest_s(setup.decode, to_frontends), EVERY_S)
+    news = News(
+        heartbeat_s,
+        setup.news.event_s + kv_events_rest_s(to_frontends),
+        silent_after_s(heartbeat_s),
+        questions_per_s(setup.decode),
+    )
+    return replace(setup, news=news, prefill_routers=max(setup.decode, 1), asks=True)
 
 
 def plan_of(text: str, targets: Targets, start_s: float) -> Plan:
@@ -233,7 +236,7 @@ def main(
     names = policy or list(POLICIES)
     makers = [(policy_maker(name, "decode"), policy_maker(name, "prefill")) for name in names]
     fleets: list[tuple[str, Setup, Plan | None]] = [
-        (f" {one.value}" if follow else "", setup if one is Follow.ALL else shared(setup), None)
+        (f" {one.value}" if follow else "", setup if one is Follow.ALL else asking(setup), None)
         for one in follow or [Follow.ALL]
     ]
     fleets += [(f" {text}", _sized(setup, text), None) for text in fixed or ()]
@@ -249,7 +252,9 @@ def main(
             run = fleet.run()
             runs.append((name + label, run))
             facts: dict[str, Any] = {"planned": planner, "changes": len(beside.changes)} if beside else {}
-            facts["follow"] = Follow.ALL if sized.follow_all else Follow.SHARE
+            facts["follow"] = Follow.ASK if sized.asks else Follow.ALL
+            routers = fleet.prefills.routers
+            facts["asked"] = round(routers.num_asked / max(routers.num_chosen, 1), 2)
             figures = run.figures(policy=name, prefill=sized.prefill, decode=sized.decode, **facts)
             print(_table_row(name + label, figures), flush=True)
             if json_file is not None:

@@ -13,7 +13,6 @@ from bench.simulate.setup import Setup
 from bench.simulate.steps import Part, Stay
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Worker
-from components.messaging.fan_out import PARTIAL_CACHE_WORTH, num_followed
 from components.routing.router import Chosen, Router
 
 PLANNER_THINKS_S: Final = 300.0  # with nobody left, until no more workers are waited for
@@ -245,10 +244,8 @@ class Fleet:
             engine.page_tokens,
             self.clock,
             or_nobody=is_prefill,  # decode computes prompts itself
-            follow_all=setup.follow_all or not is_prefill,
+            asks=setup.asks and is_prefill,
         )
-        if not (is_prefill or setup.follow_all) and num_followed(setup.prefill, setup.decode) < setup.prefill:
-            made.set_cache_worth(PARTIAL_CACHE_WORTH)
         return Group(role, engine, made)
 
     def join(self, group: Group) -> Worker:

@@ -49,6 +49,10 @@ class Group:
     link_free_s: dict[Worker, float] = field(default_factory=dict)
     beats: list[list[Worker]] = field(default_factory=lambda: [[] for _ in range(BEATS)])
 
+    def __post_init__(self) -> None:
+        """Its workers answer routers that ask."""
+        self.routers.beat_of = self._heartbeat
+
     def add(self, worker: Worker) -> None:
         """It may be chosen from now on."""
         self.beats[len(self.workers) % BEATS].append(worker)

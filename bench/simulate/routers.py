@@ -1,5 +1,6 @@
 """Those who choose workers: production's policies over late news of the fleet."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from random import Random
 from bench.simulate.clock import Clock
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Worker
-from components.messaging.fan_out import followed, num_followed
+from components.routing.candidates import Allowance, CandidateChoice, Inquiry, depths
 from components.routing.choice import Ask, Member, Policy
 from components.routing.kv_index import KvIndex
 from components.routing.router import Chosen, Router
@@ -24,13 +25,13 @@ class News:
     heartbeat_s: float = 0.5  # a worker's load, each worker at times of its own
     event_s: float = 0.005  # blocks stored and removed
     lost_s: float = 2.0  # that a worker is gone, unless one has sent to it before
+    questions_per_s: float = math.inf  # that each router may ask, where routers ask
 
 
 class Routers:
     """The routers of one phase: each has a book, breakers and a policy of its own.
 
-    All follow the same workers, or each its share of them. The index of blocks is one for all: what it says of workers that a
-    router does not follow, the router does not use.
+    They follow all workers, or ask some of them about each prompt (`ask`). The index of blocks is one for all routers.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Routers:
         clock: Clock,
         *,
         or_nobody: bool = False,
-        follow_all: bool = True,
+        asks: bool = False,
     ) -> None:
         self._index = KvIndex()
         self._routers = [
@@ -61,10 +62,12 @@ class Routers:
         self._late: deque[tuple[float, str, list[bytes], list[bytes]]] = deque()
         self._news = news
         self._known: dict[str, Worker] = {}
-        self._follow_all = follow_all
-        self._followed: list[set[str]] = [set() for _ in range(count)]  # names, for each router
-        self._followers: dict[str, Sequence[Router]] = {}  # by name of a worker
-        self._stale = False  # a worker has come or gone since
+        self._everyone: Sequence[Member] = ()  # the same members in each book
+        self._page_tokens = page_tokens
+        self._candidates = CandidateChoice(Random(f"{seed}/candidates")) if asks else None
+        self._allowances = {router: Allowance() for router in self._routers}
+        self.beat_of: Callable[[Worker], Heartbeat] | None = None  # what a worker that is asked says of its load
+        self.num_chosen = self.num_asked = 0
 
     def of(self, turn: int) -> Router:
         """Who chooses, by a number of any size."""
@@ -73,27 +76,24 @@ class Routers:
     def add(self, worker: Worker) -> None:
         """A worker may be chosen from now on."""
         self._known[worker.name] = worker
-        if not self._follow_all:
-            self._stale = True
-            return
-        self._followers[worker.name] = self._routers
         for router in self._routers:
             _join(router, worker)
+        self._everyone = list(self._routers[0].book.members)
 
     def remove(self, name: str) -> None:
         """A worker is gone, or leaving."""
         if name in self._known:
             del self._known[name]
             self._index.remove(name)
-            self._stale = not self._follow_all
-            for router in self._followers.pop(name, ()):
+            for router in self._routers:
                 router.left(name)
+            self._everyone = list(self._routers[0].book.members)
 
     def heard(self, heartbeat: Heartbeat) -> None:
         """A heartbeat came."""
-        self._share_out()
-        for router in self._followers.get(heartbeat.instance_id, ()):
-            router.heard(heartbeat)
+        if self._candidates is None:
+            for router in self._routers:
+                router.heard(heartbeat)
 
     def changed(self, name: str, stored: list[bytes], removed: list[bytes]) -> None:
         """A worker's cache has changed; it is known here after a while."""
@@ -101,37 +101,48 @@ class Routers:
 
     def choose(self, router: Router, request: Request, tokens: int, tried: Container[str]) -> Chosen | None:
         """A worker for a prompt of `tokens`, none of `tried`."""
-        self._share_out()
+        self.num_chosen += 1
+        if self._candidates is not None:
+            return self._ask(router, request, tokens, tried)
         self._listen(self._clock.now_s)
         members: Sequence[Member] = router.book.members
         if tried:
             members = [member for member in members if member.instance_id not in tried]
-        prefix = request.blocks[0] if request.blocks else b""
-        return router.choose(Ask(tokens, request.session, prefix), lambda _: request.blocks, members)
+        return router.choose(_ask(request, tokens), lambda _: request.blocks, members)
 
-    def set_cache_worth(self, worth: float) -> None:
-        """What all routers use from now on; see `components.routing.choice.Ask`."""
-        for router in self._routers:
-            router.cache_worth = worth
+    def _ask(self, router: Router, request: Request, tokens: int, tried: Container[str]) -> Chosen | None:
+        """One of the candidates, by what they answer."""
+        assert self._candidates is not None
+        members, prefixes = self._everyone, depths(len(request.blocks), self._page_tokens)
+        keys = [request.blocks[depth - 1] for depth in prefixes]
+        inquiry, allowance = Inquiry(router, _ask(request, tokens)), self._allowances[router]
+        for candidates in self._candidates.rounds(keys, members):
+            allowed = allowance.take(len(candidates), self._news.questions_per_s, self._clock.now_s)
+            if not allowed:
+                inquiry.skip(sorted((members[at] for at in candidates), key=lambda member: member.instance_id))
+                break
+            inquiry.take(
+                allowed, self._answers(router, request, tokens, [members[at] for at in candidates[:allowed]], tried)
+            )
+            if inquiry.is_enough:
+                break
+        self.num_asked += inquiry.num_asked
+        return inquiry.choose()
 
-    def _share_out(self) -> None:
-        """Have each router follow its share of the workers that there are now."""
-        if not self._stale:
-            return
-        self._stale = False
-        workers = [Member(name) for name in self._known]
-        count = num_followed(len(workers), len(self._routers))
-        followers: dict[str, list[Router]] = {name: [] for name in self._known}
-        for at, router in enumerate(self._routers):
-            wanted = {member.instance_id for member in followed(f"decode-{at:05}", workers, count)}
-            before, self._followed[at] = self._followed[at], wanted
-            for name in before - wanted:
-                router.left(name)
-            for name in sorted(wanted):
-                followers[name].append(router)
-                if name not in before:
-                    _join(router, self._known[name])
-        self._followers = dict(followers)
+    def _answers(
+        self, router: Router, request: Request, tokens: int, asked: Sequence[Member], tried: Container[str]
+    ) -> dict[str, int]:
+        """What the workers that are alive answer; they know the prompt's prefixes at its depths alone."""
+        assert self.beat_of is not None
+        prefixes = depths(len(request.blocks), self._page_tokens)
+        answers: dict[str, int] = {}
+        for member in asked:
+            worker = self._known[member.instance_id]
+            if worker.alive and worker.name not in tried:
+                router.heard(self.beat_of(worker))
+                has = worker.found(request, tokens) // self._page_tokens
+                answers[worker.name] = max((d for d in prefixes if d <= has), default=0) * self._page_tokens
+        return answers
 
     def _listen(self, now_s: float) -> None:
         late = self._late
@@ -140,6 +151,10 @@ class Routers:
             if name in self._known:
                 self._index.discard(name, removed)
                 self._index.add(name, stored)
+
+
+def _ask(request: Request, tokens: int) -> Ask:
+    return Ask(tokens, request.session, request.blocks[0] if request.blocks else b"")
 
 
 def _join(router: Router, worker: Worker) -> None:

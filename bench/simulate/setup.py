@@ -29,8 +29,6 @@ class Setup:
     slo: Slo = field(default_factory=Slo)
     decode_routers: int = 1  # frontends
     prefill_routers: int = 4  # decode workers that choose; more of them know less of each other
-    follow_all: bool = (
-        True  # each of these follows every prefill worker; else its share, as `components/messaging/fan_out.py` has it
-    )
+    asks: bool = False  # each of these asks candidates about a prompt, instead of following every prefill worker
     max_local_prefill: int = 16  # tokens left after its own prefix hit that decode computes itself
     seed: int = 0

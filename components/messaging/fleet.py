@@ -1,7 +1,7 @@
 """The instances of one role as one process sees them: who is alive, and whose turn it is."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 
@@ -9,12 +9,16 @@ from prometheus_client import CollectorRegistry
 
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
-from components.messaging.fan_out import FleetSizes, Following
+from components.messaging.fan_out import Following
 from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.kv_metrics import KvMirrorMetrics
 from components.messaging.kv_subscriber import follow_kv_events
+from components.messaging.questions import Questions, ask_heartbeats
+from components.routing.block_hash import PromptBlocks
+from components.routing.candidates import Allowance, CandidateChoice, Inquiry, depths
+from components.routing.choice import Ask
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
-from components.routing.policies import Phase, looks_at_caches, make_policy
+from components.routing.policies import Phase, looks_at_caches, make_policy, meeting_key
 from components.routing.router import Router
 from components.wire.instances import InstanceRecord
 
@@ -39,8 +43,8 @@ class Fleet:
         self.index = KvIndex(kv_index_blocks) if looks_at_caches(policy, phase) else None
         or_nobody = phase == "prefill"  # decode computes prompts itself
         self.router = Router(make_policy(policy, phase, rng), rng, time.monotonic, self.index, or_nobody=or_nobody)
+        self.inquiries: Inquiries | None = None  # for a fleet that may be too large to follow
         self._phase = phase
-        self._sizes = FleetSizes(book) if phase == "decode" else None
         for record in book.of_role(phase):
             self._changed(None, record)
         book.subscribe(self._changed)
@@ -54,8 +58,64 @@ class Fleet:
         if now is not None and now.role == self._phase:
             page_size = None if now.kv is None else now.kv.layout.page_size
             self.router.joined(now.instance_id, now.epoch, page_size, tells_cache=now.kv_events)
-        if self._sizes is not None:
-            self.router.cache_worth = self._sizes.cache_worth
+
+
+class Inquiries:
+    """Asks instances of a large fleet about prompts, a few about each."""
+
+    def __init__(self, fleet: Fleet, phase: Phase, following: Following, questions: Questions) -> None:
+        self._fleet = fleet
+        self._phase: Phase = phase
+        self._following = following
+        self._questions = questions
+        self._candidates = CandidateChoice(fleet.rng)
+        self._allowance = Allowance()
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether the fleet is too large to follow."""
+        return self._following.asks
+
+    async def about(self, ask: Ask, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> Inquiry:
+        """Ask some of `usable`, until one can begin with the prompt at once or enough are asked.
+
+        Args:
+            ask: the request.
+            blocks: the hashes of its prompt.
+            usable: instances that may be chosen; the same sequence as long as they are the same.
+        """
+        router = self._fleet.router
+        inquiry = Inquiry(router, ask)
+        page_sizes = {record.instance_id: _page_size(record) for record in usable}
+        prefixes = {size: depths(len(blocks(size)), size) for size in set(page_sizes.values())}
+        hashes = {size: [blocks(size)[depth - 1] for depth in found] for size, found in prefixes.items()}
+        key = meeting_key(self._fleet.policy, self._phase, ask)
+        keys = hashes[min(hashes)] if hashes and key is None else []
+        for candidates in self._candidates.rounds(keys or [key or ask.prefix or self._fleet.rng.randbytes(16)], usable):
+            per_s = self._following.sizes.questions_per_s()
+            allowed = self._allowance.take(len(candidates), per_s, router.now_s)
+            records = [usable[at] for at in candidates[:allowed]]
+            if not records:
+                ids = sorted(usable[at].instance_id for at in candidates)
+                inquiry.skip([member for i in ids if (member := router.book.find(i)) is not None])
+                break
+            wanted = {record.instance_id: b"".join(hashes[page_sizes[record.instance_id]]) for record in records}
+            answers = await self._questions.ask(records, wanted)
+            cached = {i: _tokens(prefixes[page_sizes[i]], page_sizes[i], found) for i, found in answers.items()}
+            inquiry.take(len(records), cached)
+            if inquiry.is_enough:
+                break
+        return inquiry
+
+
+def _page_size(record: InstanceRecord) -> int:
+    return 16 if record.kv is None else record.kv.layout.page_size
+
+
+def _tokens(prefixes: Sequence[int], page_size: int, num_cached: int) -> int:
+    """Tokens up to the last depth that is cached. `num_cached` comes from another process."""
+    at = min(num_cached, len(prefixes))
+    return prefixes[at - 1] * page_size if at > 0 else 0
 
 
 @asynccontextmanager
@@ -73,15 +133,21 @@ async def watch_fleet(
 ) -> AsyncIterator[Fleet]:
     """The fleet of a role, kept while inside; what its instances have cached only where the policy looks at it.
 
-    `metrics` then shows how much that is. The fleet has the instances of `following`, or all in `book` if it is None.
+    `metrics` then shows how much that is. `following` says whether its instances are followed or asked; None: they are
+    followed.
     """
-    watched, chosen = (book, book) if following is None else (following.watched, following.chosen)
     async with AsyncExitStack() as stack:
-        alive = await stack.enter_async_context(watch_heartbeats(bus, namespace, phase, watched, following))
-        fleet = Fleet(chosen, alive, phase, policy, rng, kv_index_blocks=kv_index_blocks)
+        enter = stack.enter_async_context
+        alive = await enter(watch_heartbeats(bus, namespace, phase, book, following))
+        fleet = Fleet(book, alive, phase, policy, rng, kv_index_blocks=kv_index_blocks)
         if fleet.index is not None:
-            mirroring = follow_kv_events(bus, namespace, phase, chosen, fleet.index, rng=fleet.rng, following=following)
-            mirror = await stack.enter_async_context(mirroring)
+            followed = book if following is None else following.followed
+            mirroring = follow_kv_events(
+                bus, namespace, phase, followed, fleet.index, rng=fleet.rng, following=following
+            )
+            mirror = await enter(mirroring)
             if metrics is not None:
                 metrics.register(KvMirrorMetrics(fleet.index, mirror))
+        if following is not None:
+            fleet.inquiries = Inquiries(fleet, phase, following, await enter(ask_heartbeats(bus, alive)))
         yield fleet

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,7 @@ from components.routing.local_prefill import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import USUAL_NEXT_S, AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord, Role
+from components.wire.kv_events import unpack_hashes
 from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ LATEST: Final = 0.5  # weight in what is usual of the latest step, if it took th
 
 OnLost = Callable[[InstanceRecord, str], None]  # (who, why)
 OnHeard = Callable[[Heartbeat], None]
+NumCached = Callable[[Sequence[bytes]], int]
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class _Pulse:
     advanced: float  # monotonic time of the last change of the step counter, or of the last idle beat
     last: Heartbeat | None = None
     usual_s: float = 0.0  # between two changes of the step counter under work
+    asked: float | None = None  # monotonic time of the oldest question without an answer
     is_lost: bool = False
     is_still: bool = False
 
@@ -57,7 +61,11 @@ class _Pulse:
 
 
 class Liveness:
-    """Instances of one role that can be used now. `lost` is told once per loss, whatever shows it first."""
+    """Instances of one role that can be used now. `lost` is told once per loss, whatever shows it first.
+
+    A process either follows the heartbeats of all instances, or asks some of them for one (`asks`). Who asks learns nothing
+    of instances that it does not ask: those count as alive. An instance is silent while a question to it has no answer.
+    """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
         self._role = role
@@ -66,6 +74,8 @@ class Liveness:
         self._on_lost: list[OnLost] = []
         self._on_heard: list[OnHeard] = []
         self._next_s = EVERY_S  # as the latest heartbeat of any instance says
+        self._asks = False
+        self._watched: Counter[str] = Counter()  # instance ids
         self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # until something changes
         for record in book.of_role(role):
             self._changed(None, record)
@@ -105,6 +115,53 @@ class Liveness:
         moving = [p for p in found if not p.is_still]
         return sorted((p.record for p in (moving if moving or or_nobody else found)), key=lambda r: r.instance_id)
 
+    @property
+    def asks(self) -> bool:
+        """Whether this process asks for heartbeats, instead of following them."""
+        return self._asks
+
+    @asks.setter
+    def asks(self, asks: bool) -> None:
+        self._asks = asks
+        for pulse in self._pulses.values():
+            pulse.asked = None
+        self.forgive()
+
+    @contextmanager
+    def watching(self, instance_id: str) -> Iterator[None]:
+        """Something under way depends on this instance: while inside, a process that asks keeps asking it."""
+        self._watched[instance_id] += 1
+        try:
+            yield
+        finally:
+            self._watched[instance_id] -= 1
+            if not self._watched[instance_id]:
+                del self._watched[instance_id]
+
+    def asked(self, instance_id: str) -> None:
+        """A question for a heartbeat leaves for an instance."""
+        pulse = self._pulses.get(instance_id)
+        if pulse is not None and pulse.asked is None:
+            pulse.asked = self._clock()
+
+    def unanswered_s(self, instance_id: str) -> float:
+        """How long the oldest question to an instance has waited for an answer; 0 if none does."""
+        pulse = self._pulses.get(instance_id)
+        return 0.0 if pulse is None or pulse.asked is None else self._clock() - pulse.asked
+
+    def to_be_asked(self) -> list[InstanceRecord]:
+        """Instances whose state matters now: those that are watched, and those that get no work until they answer well."""
+        return [
+            pulse.record
+            for instance_id, pulse in self._pulses.items()
+            if instance_id in self._watched or pulse.asked is not None or not self.is_usable(instance_id)
+        ]
+
+    def is_usable(self, instance_id: str) -> bool:
+        """Whether an instance lives, moves and takes new work."""
+        pulse = self._pulses.get(instance_id)
+        return pulse is not None and not (pulse.is_lost or pulse.is_still or pulse.is_draining)
+
     def find(self, instance_id: str) -> InstanceRecord | None:
         """The record of an instance, lost or not."""
         pulse = self._pulses.get(instance_id)
@@ -135,9 +192,12 @@ class Liveness:
         now = self._clock()
         if pulse.last is None or pulse.last.step != heartbeat.step or not heartbeat.busy:
             if pulse.last is not None and pulse.last.busy:
-                took_s = min(now - pulse.advanced, LONGEST_STEP_S)
+                took_s = min(pulse.last.still_s if self._asks else now - pulse.advanced, LONGEST_STEP_S)
                 pulse.usual_s += LATEST * min(1.0, took_s / EVERY_S) * (took_s - pulse.usual_s)
             pulse.advanced = now
+        if self._asks:
+            pulse.advanced = now - max(heartbeat.still_s, 0.0)
+        pulse.asked = None
         if heartbeat.draining != pulse.is_draining:
             self._usable.clear()
         pulse.heard = now
@@ -156,30 +216,44 @@ class Liveness:
         """Find the silent and the hung."""
         now = self._clock()
         for pulse in list(self._pulses.values()):
-            if now - pulse.heard > silent_after_s(self._next_s_of(pulse)):
-                self._lose(pulse, f"silent for {now - pulse.heard:.1f} s")
-            elif now - pulse.advanced > HUNG_AFTER_S:
-                self._lose(pulse, f"its engine stands still for {now - pulse.advanced:.0f} s")
+            silent_s, stood_s = self._silent_s(pulse, now), self._stood_s(pulse, now)
+            if silent_s > silent_after_s(self._next_s_of(pulse)):
+                self._lose(pulse, f"silent for {silent_s:.1f} s")
+            elif stood_s > HUNG_AFTER_S:
+                self._lose(pulse, f"its engine stands still for {stood_s:.0f} s")
             self._look(pulse, now)
 
     def _look(self, pulse: _Pulse, now: float) -> None:
         """Whether it moves."""
         still_after_s = STILL_AFTER_S + _beyond_usual_s(self._next_s_of(pulse))
         patience_s = max(still_after_s, LONG_STEPS * pulse.usual_s)
-        is_still = now - pulse.heard > still_after_s or now - pulse.advanced > patience_s
+        is_still = self._silent_s(pulse, now) > still_after_s or self._stood_s(pulse, now) > patience_s
         if is_still != pulse.is_still:
             pulse.is_still = is_still
             self._usable.clear()
 
     def _next_s_of(self, pulse: _Pulse) -> float:
         """When its next heartbeat comes; one that has sent none is taken to send them as often as the others."""
+        if self._asks:
+            return EVERY_S  # so often a question is repeated
         return self._next_s if pulse.last is None else pulse.last.next_s
+
+    def _silent_s(self, pulse: _Pulse, now: float) -> float:
+        if self._asks:
+            return 0.0 if pulse.asked is None else now - pulse.asked
+        return now - pulse.heard
+
+    def _stood_s(self, pulse: _Pulse, now: float) -> float:
+        """How long its engine has stood still; for a process that asks, as of the last answer."""
+        return (pulse.heard if self._asks else now) - pulse.advanced
 
     def forgive(self) -> None:
         """This process itself was held up: everyone gets a fresh start, for the silence may have been ours."""
         now = self._clock()
         for pulse in self._pulses.values():
             pulse.heard = pulse.advanced = now
+            if pulse.asked is not None:
+                pulse.asked = now
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if (now or was) is None or (now or was).role != self._role:  # type: ignore[union-attr]
@@ -228,8 +302,14 @@ def _beyond_usual_s(next_s: float) -> float:
 async def watch_heartbeats(
     bus: Bus, namespace: str, role: Role, book: InstanceBook, following: Following | None = None
 ) -> AsyncIterator[Liveness]:
-    """The liveness of the instances of a role in `book`, kept while inside. With `following`, `book` is its `watched`."""
+    """The liveness of the instances of a role in `book`, kept while inside.
+
+    While `following` says that this process asks, heartbeats are not followed: `Questions` brings them.
+    """
     liveness = Liveness(book, role)
+    if following is not None:
+        liveness.asks = following.asks
+        following.on_change(lambda: setattr(liveness, "asks", following.asks))
 
     async def receive(message: Msg) -> None:
         try:
@@ -248,7 +328,7 @@ async def watch_heartbeats(
             liveness.check()
 
     async with (
-        subscribed(bus, f"{namespace}.{role}.*.heartbeat", receive, book, following),
+        subscribed(bus, f"{namespace}.{role}.*.heartbeat", receive, following),
         background(watch(), f"watch-{role}"),
     ):
         yield liveness
@@ -280,15 +360,28 @@ def heartbeat_of(
     )
 
 
+def _none_cached(_hashes: Sequence[bytes]) -> int:
+    """Workers that nobody asks about prompts, or that publish no KV events."""
+    return 0
+
+
 class HeartbeatSender:
     """Publishes a worker's heartbeats: soon after a step, and in any case each `EVERY_S`, or `rest_s` if that is longer."""
 
-    def __init__(self, bus: Bus, subject: str, make: Callable[[], Heartbeat], rest_s: Callable[[], float]) -> None:
-        """`rest_s`: seconds from one heartbeat to the next at least, unless it is urgent; it may change."""
+    def __init__(
+        self,
+        bus: Bus,
+        subject: str,
+        make: Callable[[], Heartbeat],
+        rest_s: Callable[[], float],
+        num_cached: NumCached = _none_cached,
+    ) -> None:
+        """Make a sender; see `send_heartbeats`."""
         self._bus = bus
         self._subject = f"{subject}.heartbeat"
         self._make = make
         self._rest_s = rest_s
+        self._num_cached = num_cached
         self._step = 0
         self._made_of_step = -1
         self._moved_s = time.monotonic()  # when the step counter was seen to move, or the engine to be idle
@@ -320,8 +413,9 @@ class HeartbeatSender:
     async def answer(self, message: Msg) -> None:
         """Answer an `AskHeartbeat`."""
         try:
-            unpack(message.data, AskHeartbeat)
-            await self._bus.publish(message.reply, self._heartbeat(self._rest_s()))
+            hashes = unpack_hashes(unpack(message.data, AskHeartbeat).hashes)
+            heartbeat = structs.replace(self._heartbeat(self._rest_s()), cached=self._num_cached(hashes))
+            await self._bus.publish(message.reply, heartbeat)
         except MalformedMessage as exc:
             self._bus.refusals.count("ask_heartbeat", exc)
         except MeshError as exc:
@@ -344,16 +438,26 @@ async def _set_within(seconds: float, event: asyncio.Event) -> bool:
 
 @asynccontextmanager
 async def send_heartbeats(
-    bus: Bus, subject: str, make: Callable[[], Heartbeat], rest_s: Callable[[], float]
+    bus: Bus,
+    subject: str,
+    make: Callable[[], Heartbeat],
+    rest_s: Callable[[], float],
+    num_cached: NumCached = _none_cached,
 ) -> AsyncIterator[HeartbeatSender]:
-    """Publish `make()` on `<subject>.heartbeat` while inside, and answer those who ask all workers of its role.
+    """Publish `make()` on `<subject>.heartbeat` while inside, and answer each `AskHeartbeat`.
 
-    `rest_s`: see `HeartbeatSender`, and `FleetSizes.heartbeat_rest_s`.
+    Args:
+        bus: the connection.
+        subject: prefix of this instance.
+        make: what it reports now.
+        rest_s: seconds from one heartbeat to the next at least, unless it is urgent; it may change. See `FleetSizes`.
+        num_cached: of hashes in a question, how many the prefix cache has; see `EventLog.num_cached`.
     """
-    sender = HeartbeatSender(bus, subject, make, rest_s)
+    sender = HeartbeatSender(bus, subject, make, rest_s, num_cached)
     of_role, _, _ = subject.rpartition(".")
     async with (
         bus.subscription(f"{of_role}.ask_heartbeat", sender.answer),
+        bus.subscription(f"{subject}.ask_heartbeat", sender.answer),
         background(sender.run(), "heartbeat"),
     ):
         yield sender

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from secrets import token_hex
@@ -67,6 +67,10 @@ class EventLog:
                 waiting[block] = is_stored
         if len(waiting) > self._max_waiting:
             self.drop()
+
+    def num_cached(self, hashes: Sequence[bytes]) -> int:
+        """How many of `hashes`, in rising depth, up to the last one that is cached: its parents are cached, too."""
+        return next((at for at in range(len(hashes), 0, -1) if hashes[at - 1] in self._cached), 0)
 
     def seal(self, instance_id: str, epoch: str) -> list[KvEventBatch]:
         """What waits, as the next batches; nothing waits afterwards."""

@@ -233,11 +233,11 @@ async def follow_kv_events(
 ) -> AsyncIterator[KvMirror]:
     """While inside, `index` holds what the instances of a role in `book` have cached, as far as they publish it.
 
-    With `following`, `book` is its `chosen`.
+    With `following`, `book` is its `followed`.
     """
     mirror = KvMirror(bus, role, book, index, rng or Random())
     async with (
-        subscribed(bus, f"{namespace}.{role}.*.kv_events", mirror.receive, book, following),
+        subscribed(bus, f"{namespace}.{role}.*.kv_events", mirror.receive, following),
         background(mirror.run(), f"kv-dumps-{role}"),
         background(mirror.look(), f"kv-look-{role}"),
     ):

@@ -21,7 +21,6 @@ class Ask:
     session: str = ""  # what affinity goes by: requests with the same one belong together
     prefix: bytes = b""  # hash of the prompt's first tokens, for policies that hash
     explain: bool = False  # whether the answer is to tell the costs that were compared, if any: that takes time
-    cache_worth: float = 1.0  # factor on what a policy that weighs caches against load saves by a cached token
     dry: bool = False  # a question without a request: the policy is to remember nothing of it
 
 

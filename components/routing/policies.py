@@ -8,7 +8,7 @@ from typing import Final, Literal, get_args
 from components.routing.affinity import SessionAffinity
 from components.routing.bucket import Bucket
 from components.routing.cache_aware import CacheAware, CacheAwareThresholds
-from components.routing.choice import Policy
+from components.routing.choice import Ask, Policy
 from components.routing.hashing import BoundedHashing, prefix_only, session_or_prefix
 from components.routing.kv_aware import KvAware, KvWeights
 from components.routing.load import Load, memory_load, prompt_load
@@ -103,6 +103,21 @@ def looks_at_caches(text: str, phase: Phase) -> bool:
     if name == "session_affinity":
         return looks_at_caches(DEFAULT[phase], phase)
     return name in {"kv_aware", "cache_aware"} or (name == "least_load" and _overlap(phase, options) > 0)
+
+
+def meeting_key(text: str, phase: Phase, ask: Ask) -> bytes | None:
+    """Where a fleet is too large to follow, the key whose candidates are asked about a request.
+
+    None: the hashes of its prompt's prefixes are the keys. Empty: any instance will do, so the key is drawn.
+    """
+    name, _ = parse_policy(text)
+    if name == "session_affinity" and ask.session:
+        return session_or_prefix(ask)
+    if looks_at_caches(text, phase):
+        return None
+    if name == "prefix_hash":
+        return prefix_only(ask)
+    return session_or_prefix(ask) if name == "consistent_hashing" else b""
 
 
 def _overlap(phase: Phase, options: Options) -> float:

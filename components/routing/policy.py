@@ -69,8 +69,7 @@ class PowerOfTwo:
 class LeastLoad:
     """The smallest `load - overlap * cached tokens`; among equals, one that is drawn.
 
-    The load is what the instance would carry with this prompt; `overlap` says what a cached token of it saves there, and
-    `Ask.cache_worth` multiplies it.
+    The load is what the instance would carry with this prompt; `overlap` says what a cached token of it saves there.
     """
 
     def __init__(self, rng: Random, load: Load, overlap: float = 0.0) -> None:
@@ -82,7 +81,7 @@ class LeastLoad:
         """See `choice.Policy`."""
         if not members:
             return None
-        load, tokens, overlap = self._load, ask.num_tokens, self._overlap * ask.cache_worth
+        load, tokens, overlap = self._load, ask.num_tokens, self._overlap
         if overlap and cached:
             costs = [load(m, tokens) - overlap * min(cached.get(m.instance_id, 0), tokens) for m in members]
         else:

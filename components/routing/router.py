@@ -138,7 +138,6 @@ class Router:
         self.book = LoadBook()
         self.health = Health(rng)
         self.policy = policy
-        self.cache_worth = 1.0  # see `Ask`; its owner changes it with the size of the fleet
         self._clock = clock
         self._index = index
         self._guess = ApproximateIndex(clock=clock)  # for those that do not tell
@@ -184,15 +183,27 @@ class Router:
         """A heartbeat arrived."""
         self.book.heard(heartbeat, self.now_s)
 
-    def choose(self, ask: Ask, blocks: BlocksOf, usable: Sequence[Identified]) -> Chosen | None:
+    def choose(
+        self,
+        ask: Ask,
+        blocks: BlocksOf,
+        usable: Sequence[Identified],
+        told: Mapping[str, int] | None = None,
+    ) -> Chosen | None:
         """One of `usable`, which are in the order of their ids; None when there is none.
 
-        Whoever passes the same sequence again passes the same instances: it is looked through once.
+        A caller that passes the same sequence again passes the same instances: it is looked through once.
+
+        Args:
+            ask: the request.
+            blocks: the hashes of its prompt.
+            usable: instances that may be chosen.
+            told: tokens of the prompt that each of them says it has cached; None: look into the index.
         """
         members = self.health.candidates(self._members_of(usable), self.now_s, or_nobody=self._or_nobody)
-        cached = self._cached(blocks) if self._index is not None and (len(members) > 1 or ask.explain) else {}
-        if self.cache_worth != ask.cache_worth:
-            ask = replace(ask, cache_worth=self.cache_worth)
+        cached = told or {}
+        if told is None and self._index is not None and (len(members) > 1 or ask.explain):
+            cached = self._cached(blocks)
         choice = self.policy.choose(ask, members, cached, self.now_s)
         if choice is None:
             return None

@@ -1,7 +1,8 @@
 """Heartbeats: every worker reports that it lives, its load and its step counter.
 
 A worker publishes one on `<subject>.heartbeat` after its steps, and at least twice a second; in a large fleet less often
-(`components/messaging/fan_out.py`). It answers `AskHeartbeat` with one, too. A lease shows a lost process after its TTL,
+(`components/messaging/fan_out.py`). It answers `AskHeartbeat` with one, too: decode instances of a large fleet ask, instead
+of following. A lease shows a lost process after its TTL,
 missing heartbeats show a silent or hung one in 2 s.
 """
 
@@ -35,8 +36,14 @@ class Heartbeat(Struct):
     num_requests: int = 0  # of those, not over, each of n branches for itself: the engine may not have seen the last
     next_s: float = USUAL_NEXT_S  # until its next heartbeat, at most
     still_s: float = 0.0  # since its step counter moved or it was idle; measured by the worker
+    cached: int = 0  # hashes of the question up to the last one that its prefix cache has
 
 
 @message("heartbeat-ask.v1")
 class AskHeartbeat(Struct):
-    """anyone → all workers of a role, on `<namespace>.<role>.ask_heartbeat`; each answers with its Heartbeat."""
+    """anyone → a worker, on `<subject>.ask_heartbeat`, or all of a role, on `<namespace>.<role>.ask_heartbeat`.
+
+    Each answers with its Heartbeat.
+    """
+
+    hashes: bytes = b""  # of blocks of a prompt, by the pages of the worker asked, in rising depth: 16 bytes each

@@ -64,7 +64,7 @@ def pack_hashes(blocks: Iterable[bytes]) -> bytes:
 def unpack_hashes(data: object) -> list[bytes]:
     """The hashes in `data`. Raises: MalformedMessage, when these are not whole hashes."""
     if not isinstance(data, bytes) or len(data) % HASH_BYTES:
-        raise MalformedMessage("KV events: not whole block hashes")
+        raise MalformedMessage("not whole block hashes")
     return [data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES)]
 
 

@@ -88,7 +88,7 @@ async def main(settings: DecodeSettings) -> None:
             settings.prefill_policy,
             kv_index_blocks=settings.kv_index_blocks,
             metrics=metrics.registry,
-            following=Following(registry.book, me, model),
+            following=Following(registry.book),
         ) as prefills,
         open_outbox(
             bus, me, lambda: registration.epoch, lambda: engine.stats.step, settings.frame_interval_ms / 1e3

@@ -73,7 +73,7 @@ class DecodeService:
         self._registration = registration
         self._engine = engine
         self._remote = remote
-        self._router = prefills.router
+        self._prefills = prefills
         self._active = active
         self._metrics = metrics
         self._model = model
@@ -207,7 +207,7 @@ class DecodeService:
             try:
                 if active.request.sampling.constraint is not None:
                     active.mask = await self._mask_of(active)
-                prefill = self._choose(active)
+                prefill = await self._choose(active)
                 if prefill is None:
                     active.enter(DecodeState.WAITING)
                     self._submit(active, Phase.FULL)
@@ -227,7 +227,7 @@ class DecodeService:
         with tracer.start_as_current_span("decode.compile"):
             return await self._masks.mask_of(active.request.sampling, active.token_ids)
 
-    def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, Chosen] | None:
+    async def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, Chosen] | None:
         """A prefill instance, or None when computing here is the better or the only way."""
         request = active.request
         with tracer.start_as_current_span("decode.lookup") as span:
@@ -239,7 +239,7 @@ class DecodeService:
                 span.set_attribute("kvmesh.prefill.why_local", "the prompt's log-probabilities are asked for")
                 return None
             wanted = Wanted(active.blocks, request.adapter, request.session)
-            chosen = self._choice.choose(wanted, len(active.token_ids) - hit, explain=span.is_recording())
+            chosen = await self._choice.choose(wanted, len(active.token_ids) - hit, explain=span.is_recording())
             if isinstance(chosen, str):
                 span.set_attribute("kvmesh.prefill.why_local", chosen)
                 return None
@@ -261,10 +261,12 @@ class DecodeService:
         Raises: KvUnavailable instead, where that is asked for and nothing of the answer is out yet.
         """
         tokens = len(active.token_ids)
-        pages = self._router.pages_for(prefill.instance_id, tokens)
-        route = self._router.send(chosen, tokens - chosen.cached_tokens, pages)
+        router = self._prefills.router
+        pages = router.pages_for(prefill.instance_id, tokens)
+        route = router.send(chosen, tokens - chosen.cached_tokens, pages)
         try:
-            await self._fetch_by(route, active, prefill)
+            with self._prefills.alive.watching(prefill.instance_id):
+                await self._fetch_by(route, active, prefill)
         finally:
             route.over()
 

@@ -2,13 +2,16 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+from opentelemetry import trace
 
 from components.errors import MeshError, UnknownModel
 from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.fleet import Fleet
 from components.messaging.service import Endpoint
 from components.routing.block_hash import PromptBlocks
+from components.routing.candidates import Inquiry
 from components.routing.choice import Ask
 from components.routing.local_prefill import PromptLoad, sooner_here
 from components.routing.router import Chosen, explained
@@ -18,6 +21,8 @@ from engine.ports import Engine
 from services.decode.remote_prefill import RemotePrefill
 
 log = logging.getLogger(__name__)
+
+QUEUES: Final = "every prefill queue lasts longer than computing it here"
 
 
 class Wanted(NamedTuple):
@@ -43,9 +48,8 @@ class PrefillChoice:
         local_prefill_on_queue: bool,
     ) -> None:
         """`own_prompts`: what is to be computed here already."""
+        self._fleet = fleet
         self._alive = fleet.alive
-        self._router = fleet.router
-        self._policy = fleet.policy
         self._engine = engine
         self._remote = remote
         self._own_prompts = own_prompts
@@ -60,20 +64,37 @@ class PrefillChoice:
         """The call for an explanation."""
         return Endpoint("explain_route", ExplainRoute, self.explain_route)
 
-    def choose(self, wanted: Wanted, remaining: int, *, explain: bool = False, dry: bool = False) -> Chosen | str:
+    async def choose(self, wanted: Wanted, remaining: int, *, explain: bool = False, dry: bool = False) -> Chosen | str:
         """A prefill instance for a prompt of which `remaining` tokens are not cached here, or why it is computed here."""
         if remaining <= self._max_local_prefill:
             return f"only {remaining} tokens remain"
         if not self._remote.has_room:
             return "there are as many transfers as aux slots"
         usable = self._usable(wanted.adapter)
-        queues = (self._alive.prompts(r.instance_id) for r in usable)
-        if self._overflow and sooner_here(remaining, self._own_prompts(), queues):
-            return "every prefill queue lasts longer than computing it here"
         blocks = wanted.blocks
         ask = Ask(blocks.num_tokens, session=wanted.session, prefix=blocks.prefix(), explain=explain, dry=dry)
-        chosen = self._router.choose(ask, blocks, usable)
-        return self._why_nobody(usable, wanted.adapter) if chosen is None else chosen
+        inquiries = self._fleet.inquiries
+        if inquiries is not None and inquiries.are_needed:
+            return self._chosen_by(await inquiries.about(ask, blocks, usable), remaining, usable, wanted.adapter)
+        if self._is_sooner_here(remaining, [record.instance_id for record in usable]):
+            return QUEUES
+        return self._fleet.router.choose(ask, blocks, usable) or self._why_nobody(usable, wanted.adapter)
+
+    def _chosen_by(
+        self, inquiry: Inquiry, remaining: int, usable: Sequence[InstanceRecord], adapter: str
+    ) -> Chosen | str:
+        """One of the instances that have answered."""
+        trace.get_current_span().set_attribute("kvmesh.route.asked", inquiry.num_asked)
+        if self._is_sooner_here(remaining, inquiry.answered):
+            return QUEUES
+        if inquiry.num_asked and not inquiry.answered:
+            return f"none of the {inquiry.num_asked} prefill instances asked has answered and takes work"
+        return inquiry.choose() or self._why_nobody(usable, adapter)
+
+    def _is_sooner_here(self, remaining: int, instance_ids: Sequence[str]) -> bool:
+        if not self._overflow:
+            return False
+        return sooner_here(remaining, self._own_prompts(), (self._alive.prompts(i) for i in instance_ids))
 
     def _why_nobody(self, usable: Sequence[InstanceRecord], adapter: str) -> str:
         which = f"prefill instance{f' with adapter {adapter}' if adapter else ''}"
@@ -95,8 +116,8 @@ class PrefillChoice:
             raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
         blocks = self._engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
         wanted = Wanted(blocks, request.adapter, request.session)
-        chosen = self.choose(wanted, blocks.num_tokens - self._engine.peek_prefix(blocks), explain=True, dry=True)
-        return explained(self._policy, request.token_ids, chosen)
+        chosen = await self.choose(wanted, blocks.num_tokens - self._engine.peek_prefix(blocks), explain=True, dry=True)
+        return explained(self._fleet.policy, request.token_ids, chosen)
 
     def _usable(self, adapter: str) -> Sequence[InstanceRecord]:
         """Prefill instances whose KV is what we would compute with `adapter`."""

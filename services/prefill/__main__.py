@@ -98,7 +98,11 @@ async def main(settings: PrefillSettings) -> None:
         async with (
             serve_calls(bus, "prefill", subject, endpoints, {"instance_id": me, "model": model}),
             send_heartbeats(
-                bus, subject, service.heartbeat, partial(FleetSizes(registry.book).heartbeat_rest_s, "prefill")
+                bus,
+                subject,
+                service.heartbeat,
+                partial(FleetSizes(registry.book).heartbeat_rest_s, "prefill"),
+                kv_events.log.num_cached,
             ) as heart,
             registry.advertise(registration, record),
         ):

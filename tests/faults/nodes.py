@@ -356,7 +356,7 @@ class Decode(Worker):
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
-        following = Following(self.registry.book, self.id, MODEL)
+        following = Following(self.registry.book, 0 if self.cluster.setup.asks else None)
         prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"], following))
         outbox = await stack.enter_async_context(
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
@@ -413,7 +413,9 @@ class Prefill(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat, lambda: SOONEST_S)
+        heartbeats = send_heartbeats(
+            self.bus, self.subject, self.service.heartbeat, lambda: SOONEST_S, self.kv_events.log.num_cached
+        )
         self.heart = heart = await stack.enter_async_context(heartbeats)
         self.engine.on_output(lambda output: heart.stepped(output.stats.step))
 

@@ -155,11 +155,12 @@ def _at_state(at: str) -> Iterator[Fault]:
 def conditions(schedule: Schedule) -> tuple[int, dict[str, Any]]:
     """The seed and the arguments of `check` with which a schedule is tried."""
     seed = sum(map(ord, named(schedule)))
-    changes = {"setup": varied(seed, schedule)}
+    setup = varied(seed, schedule)
+    changes = {"setup": setup}
     if any(fault.at == "prefill waiting" for fault in schedule):
         changes |= QUEUES
     if any(fault.at == "room failed" for fault in schedule):
-        changes |= LASTS
+        changes |= LASTS | {"setup": replace(setup, asks=False)}  # who asks may close the room before it fails
     return seed, changes
 
 

@@ -32,6 +32,7 @@ class Setup:
     decode_step_s: float = STEP_S
     pool_tokens: int = POOL_TOKENS  # of each worker
     pipeline: bool = False  # steps are planned ahead, as on a GPU
+    asks: bool = False  # decode asks prefill instances, as in a large fleet, instead of following them
     seals: bool = True  # decode sees in the aux slot that all has landed, as with NIXL; else it is told
 
     def __repr__(self) -> str:
@@ -71,6 +72,7 @@ def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         http=draw.random() < 0.4,
         pipeline=draw.random() < 0.5,
         seals=draw.random() < 0.7,
+        asks=draw.random() < 0.3,
     )
 
 
@@ -89,6 +91,7 @@ def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         prefill_step_s=draw.choice((STEP_S, SLOW_STEP_S)),
         pipeline=draw.random() < 0.5,
         seals=draw.random() < 0.7,
+        asks=draw.random() < 0.3,
     )
 
 

@@ -1,4 +1,4 @@
-"""A decode instance of a large fleet over a real NATS: it receives what its share of the prefill instances publish."""
+"""A decode instance over a real NATS: it follows the prefill instances of a small fleet, and asks those of a large one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,35 +11,75 @@ from components.messaging import fan_out
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.fan_out import Following
 from components.messaging.fleet import Fleet, watch_fleet
+from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.service import serve_calls
+from components.routing.block_hash import PromptBlocks, seed_hash
+from components.routing.candidates import Inquiry, depths
+from components.routing.choice import Ask
 from components.wire.heartbeat import Heartbeat
+from components.wire.tokens import pack_tokens
 from tests.components.discovery.records import record
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
 NAMES = [f"p{number}" for number in range(8)]
+PAGE = 16
+PROMPT = range(2000)
+
+
+def prompt_blocks(tokens: range = PROMPT) -> PromptBlocks:
+    return PromptBlocks(pack_tokens(list(tokens)), seed_hash("m"))
+
+
+class Worker:
+    """A prefill instance without an engine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.step = 0
+        self.queued = 0
+        self.still = False
+        self.draining = False
+        self.events: KvEventPublisher | None = None
+        self.heart: HeartbeatSender | None = None
+
+    def beat(self) -> Heartbeat:
+        if not self.still:
+            self.step += 1
+        return Heartbeat(
+            instance_id=self.name,
+            epoch="e1",
+            step=self.step,
+            busy=True,
+            draining=self.draining,
+            queued_tokens=self.queued,
+            num_running=1,
+        )
+
+    def cache(self, *hashes: bytes) -> None:
+        assert self.events is not None
+        self.events.take([(block, True) for block in hashes])
 
 
 class Scene:
-    """Eight prefill instances, and a decode instance that follows three of them."""
+    """Eight prefill instances, and what a decode instance knows of them."""
 
-    def __init__(self, bus: Bus, namespace: str, book: InstanceBook, following: Following, fleet: Fleet) -> None:
-        self.bus, self.namespace, self.book, self.following, self.fleet = bus, namespace, book, following, fleet
-        self.publishers: dict[str, KvEventPublisher] = {}
+    def __init__(self, bus: Bus, book: InstanceBook, following: Following, fleet: Fleet) -> None:
+        self.bus, self.book, self.following, self.fleet = bus, book, following, fleet
+        self.workers = {name: Worker(name) for name in NAMES}
+        self.running: dict[str, AsyncExitStack] = {}
 
-    @property
-    def chosen(self) -> set[str]:
-        return {one.instance_id for one in self.following.chosen.of_role("prefill")}
+    async def inquire(self, tokens: range = PROMPT, **ask: object) -> Inquiry:
+        inquiries = self.fleet.inquiries
+        assert inquiries is not None
+        assert inquiries.are_needed
+        blocks = prompt_blocks(tokens)
+        return await inquiries.about(Ask(len(tokens), **ask), blocks, self.fleet.alive.usable("m"))
 
-    async def beat(self) -> None:
-        """All eight publish a heartbeat."""
-        for name in NAMES:
-            beat = Heartbeat(instance_id=name, epoch="e1", step=1, busy=False)
-            await self.bus.publish(f"{self.namespace}.prefill.{name}.heartbeat", beat)
-
-    def heard(self) -> set[str]:
-        return {name for name in NAMES if self.fleet.alive.last_heartbeat(name) is not None}
+    async def stop(self, name: str) -> None:
+        """It answers nothing more, and stays in etcd."""
+        await self.running.pop(name).aclose()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -50,8 +90,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(fan_out, "ALL_PAIRS", 1)
-    monkeypatch.setattr(fan_out, "FOLLOWED", 3)
+    monkeypatch.setattr(fan_out, "ALL_PAIRS", 40)
     book = InstanceBook()
     for name in NAMES:
         subject = f"{namespace}.prefill.{name}"
@@ -61,77 +100,162 @@ async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) 
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         workers, bus = await enter(connect_bus(nats_url, "workers")), await enter(connect_bus(nats_url, "decode"))
-        publishers = {}
-        for name in NAMES:
-            subject = f"{namespace}.prefill.{name}"
-            publishers[name] = await enter(publish_kv_events(workers, subject, name, lambda: "e1"))
-            await enter(serve_calls(workers, "prefill", subject, publishers[name].endpoints(), {}))
-        following = Following(book, "d0", "m")
+        following = Following(book)
         fleet = await enter(watch_fleet(bus, namespace, "prefill", book, "kv_aware", following=following))
-        made = Scene(workers, namespace, book, following, fleet)
-        made.publishers = publishers
+        made = Scene(bus, book, following, fleet)
+        for name, worker in made.workers.items():
+            running = made.running[name] = AsyncExitStack()
+            stack.push_async_callback(running.aclose)
+            subject = f"{namespace}.prefill.{name}"
+            events = await running.enter_async_context(publish_kv_events(workers, subject, name, lambda: "e1"))
+            worker.events = events
+            await running.enter_async_context(serve_calls(workers, "prefill", subject, events.endpoints(), {}))
+            worker.heart = await running.enter_async_context(
+                send_heartbeats(workers, subject, worker.beat, lambda: 0.05, events.log.num_cached)
+            )
         yield made
 
 
-async def test_only_those_that_are_followed_are_received_and_chosen(scene: Scene) -> None:
-    assert len(scene.chosen) == 3
-    for name, publisher in scene.publishers.items():
-        publisher.take([(name.encode().ljust(16), True)])
-    await scene.beat()
-    index = scene.fleet.index
-    assert index is not None
-    await until(lambda: scene.heard() == scene.chosen and all(index.blocks_of(name) for name in scene.chosen))
-    assert not any(index.blocks_of(name) for name in set(NAMES) - scene.chosen)
-    assert {record.instance_id for record in scene.fleet.alive.usable("m")} == scene.chosen
-    assert {member.instance_id for member in scene.fleet.router.book.members} == scene.chosen
+async def test_a_large_fleet_is_asked_and_not_followed(scene: Scene) -> None:
+    assert scene.following.asks
+    before = scene.bus.client.stats["in_msgs"]
+    await asyncio.sleep(0.5)
+    assert scene.bus.client.stats["in_msgs"] == before
+    assert {one.instance_id for one in scene.fleet.alive.usable("m")} == set(NAMES)
+    inquiry = await scene.inquire()
+    assert 0 < inquiry.num_asked == len(inquiry.answered)
+    assert inquiry.choose() is not None
 
 
-async def test_who_replaces_a_lost_instance_is_received_from_then_on(scene: Scene) -> None:
-    before = scene.chosen
+async def test_the_instance_that_has_the_prompt_cached_is_found(scene: Scene) -> None:
+    """All prompts with this beginning ask the same instances; the one that computed it says how much it has."""
+    first = (await scene.inquire()).choose()
+    assert first is not None
+    blocks = prompt_blocks()(PAGE)
+    deep = depths(len(blocks), PAGE)[-2]
+    scene.workers[first.instance_id].cache(*[blocks[at] for at in range(deep)])
+    for tokens in (PROMPT, range(1999), range(2100)):
+        again = (await scene.inquire(tokens)).choose()
+        assert again is not None
+        assert (again.instance_id, again.cached_tokens) == (first.instance_id, deep * PAGE)
+
+
+async def test_more_are_asked_while_those_that_answered_have_queues(scene: Scene) -> None:
+    for worker in scene.workers.values():
+        worker.queued = 100_000
+    few = depths(len(prompt_blocks()(PAGE)), PAGE)
+    inquiry = await scene.inquire()
+    assert inquiry.num_asked == len(NAMES)
+    assert len(few) < len(NAMES)
+
+
+async def test_an_instance_that_does_not_answer_costs_one_prompt_a_moment_and_is_lost_in_seconds(scene: Scene) -> None:
+    chosen = (await scene.inquire()).choose()
+    assert chosen is not None
+    lost: list[tuple[str, str]] = []
+    scene.fleet.alive.on_lost(lambda record, why: lost.append((record.instance_id, why)))
+    await scene.stop(chosen.instance_id)
+    other = (await scene.inquire()).choose()
+    assert other is not None
+    assert other.instance_id != chosen.instance_id
+    await until(lambda: bool(lost))
+    assert [name for name, _ in lost] == [chosen.instance_id]
+    assert lost[0][1].startswith("silent for")
+    assert chosen.instance_id not in {one.instance_id for one in scene.fleet.alive.usable("m")}
+
+
+async def test_a_lost_instance_is_asked_until_it_answers(scene: Scene, namespace: str, nats_url: str) -> None:
+    chosen = (await scene.inquire()).choose()
+    assert chosen is not None
+    name, alive = chosen.instance_id, scene.fleet.alive
+    await scene.stop(name)
+    await scene.inquire()
+    await until(lambda: alive.is_lost(name))
+    subject = f"{namespace}.prefill.{name}"
+    async with (
+        connect_bus(nats_url, "again") as bus,
+        send_heartbeats(bus, subject, scene.workers[name].beat, lambda: 0.05),
+    ):
+        await until(lambda: not alive.is_lost(name))
+        assert alive.is_usable(name)
+
+
+async def test_an_instance_is_asked_while_something_depends_on_it(scene: Scene) -> None:
     lost: list[str] = []
     scene.fleet.alive.on_lost(lambda record, _why: lost.append(record.instance_id))
-    scene.book.remove(min(before))
-    assert lost == [min(before)]
-    (added,) = scene.chosen - before
-    scene.publishers[added].take([(b"block".ljust(16), True)])
-    index = scene.fleet.index
+    with scene.fleet.alive.watching("p3"):
+        await until(lambda: scene.fleet.alive.last_heartbeat("p3") is not None)
+        await scene.stop("p3")
+        await scene.stop("p4")
+        await until(lambda: bool(lost))
+    assert lost == ["p3"], "nothing is asked of p4, so nothing is known"
+
+
+async def test_an_instance_that_stands_still_or_drains_gets_no_work_until_it_says_otherwise(scene: Scene) -> None:
+    alive = scene.fleet.alive
+    scene.workers["p1"].draining = True
+    with alive.watching("p1"), alive.watching("p2"):
+        await until(lambda: not alive.is_usable("p1"))
+        scene.workers["p2"].still = True
+        await until(lambda: not alive.is_usable("p2"))
+    for _ in range(5):
+        inquiry = await scene.inquire()
+        assert not {"p1", "p2"} & set(inquiry.answered)
+    scene.workers["p1"].draining = scene.workers["p2"].still = False
+    await until(lambda: alive.is_usable("p1") and alive.is_usable("p2"))
+
+
+async def test_without_questions_left_a_candidate_is_chosen_unasked(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan_out, "QUESTIONS_PER_S", 0)
+    asked = 0
+    while (inquiry := await scene.inquire()).num_asked:
+        asked += inquiry.num_asked
+        assert asked < 100
+    before = scene.bus.client.stats["out_msgs"]
+    chosen = inquiry.choose()
+    assert chosen is not None
+    assert scene.bus.client.stats["out_msgs"] == before
+
+
+async def test_a_fleet_that_becomes_small_is_followed_and_a_large_one_asked_again(scene: Scene) -> None:
+    """It does not switch to and fro at one size."""
+    index, alive = scene.fleet.index, scene.fleet.alive
     assert index is not None
-
-    async def beat() -> None:
-        while True:
-            await scene.beat()
-            await asyncio.sleep(0.05)
-
-    beating = asyncio.create_task(beat())
-    await until(lambda: added in scene.heard() and bool(index.blocks_of(added)))
-    beating.cancel()
-    assert {member.instance_id for member in scene.fleet.router.book.members} == scene.chosen
-
-
-async def test_an_instance_that_is_dropped_from_the_share_is_no_loss(scene: Scene) -> None:
-    """Its transfers go on: only new prompts go elsewhere."""
-    before = scene.chosen
-    lost: list[str] = []
-    scene.fleet.alive.on_lost(lambda record, _why: lost.append(record.instance_id))
-    number = 0
-    while before <= scene.chosen:
-        scene.book.put(f"q{number}", record(f"q{number}", role="prefill", model="m", subject=f"x.prefill.q{number}"))
-        number += 1
-    (dropped,) = before - scene.chosen
-    assert lost == []
-    assert not scene.fleet.alive.is_lost(dropped)
-    assert scene.fleet.router.book.find(dropped) is None
+    scene.workers["p0"].cache(b"block".ljust(16))
+    kept = {name: scene.book.find(name) for name in NAMES}
+    for name in NAMES[6:]:
+        scene.book.remove(name)
+    assert scene.following.asks, "48 pairs are more than 40, and so were 30 at first"
+    for name in NAMES[3:6]:
+        scene.book.remove(name)
+    assert not scene.following.asks
+    await until(lambda: bool(index.blocks_of("p0")))
+    await until(lambda: all(alive.last_heartbeat(name) for name in NAMES[:3]))
+    for name in NAMES[3:]:
+        found = kept[name]
+        assert found is not None
+        scene.book.put(name, found)
+    assert scene.following.asks
+    assert not index.blocks_of("p0")
+    assert (await scene.inquire()).choose() is not None
 
 
-async def test_a_fleet_that_becomes_small_is_followed_whole(scene: Scene) -> None:
-    for number in range(3, 8):
-        scene.book.remove(f"p{number}")
-
-    async def beat() -> None:
-        while scene.heard() != {"p0", "p1", "p2"}:
-            await scene.beat()
-            await asyncio.sleep(0.05)
-
-    async with asyncio.timeout(15):
-        await beat()
-    assert not scene.following.is_partial
+@pytest.mark.parametrize(
+    "policy", ["round_robin", "consistent_hashing", "prefix_hash", "session_affinity", "least_load"]
+)
+async def test_every_policy_chooses_among_those_that_answer(scene: Scene, namespace: str, policy: str) -> None:
+    """Requests with one session meet at one instance, where the policy is about sessions."""
+    watching = watch_fleet(scene.bus, namespace, "prefill", scene.book, policy, following=scene.following)
+    async with watching as fleet:
+        inquiries = fleet.inquiries
+        assert inquiries is not None
+        found = set()
+        for first in range(8):
+            blocks = prompt_blocks(range(first, first + 900))
+            ask = Ask(900, session="s", prefix=blocks.prefix())
+            chosen = (await inquiries.about(ask, blocks, fleet.alive.usable("m"))).choose()
+            assert chosen is not None
+            found.add(chosen.instance_id)
+        assert len(found) == 1 if policy in {"consistent_hashing", "session_affinity"} else len(found) > 1

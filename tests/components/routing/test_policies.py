@@ -179,17 +179,6 @@ def test_decode_by_default_prefers_the_cached_prefix_until_memory_says_otherwise
     assert choose(policy, Ask(1000), members, cached).member.instance_id != "i0001"
 
 
-def test_a_cached_token_of_more_worth_outweighs_more_memory() -> None:
-    members = fleet(3)
-    members[1].used_pages = 200
-    policy = make_policy(DEFAULT["decode"], "decode", Random(0))
-    cached = {"i0001": 800}
-    assert choose(policy, Ask(1000), members, cached).member.instance_id != "i0001"
-    assert choose(policy, Ask(1000, cache_worth=16.0), members, cached).member.instance_id == "i0001"
-    members[1].used_pages = 1000
-    assert choose(policy, Ask(1000, cache_worth=16.0), members, cached).member.instance_id != "i0001"
-
-
 def test_what_finds_no_room_in_memory_weighs_tenfold() -> None:
     roomy, full = Member("a", used_pages=950, total_pages=2000), Member("b", used_pages=900, total_pages=910)
     assert memory_load(full, 160) == memory_load(Member("b", used_pages=900), 160)

@@ -1,0 +1,109 @@
+"""Asking workers for a heartbeat and for what they have cached of a prompt, in a fleet that is too large to follow."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+from components.aio import background
+from components.errors import MeshError
+from components.messaging.bus import Bus
+from components.messaging.heartbeats import EVERY_S, SILENT_AFTER_S, Liveness
+from components.messaging.refusals import STRANGER
+from components.wire.heartbeat import AskHeartbeat, Heartbeat
+from components.wire.instances import InstanceRecord
+
+ANSWER_WITHIN_S: Final = 0.1  # else the prompt goes elsewhere
+LONGEST_WAIT_S: Final = 5.0  # from a question to an instance that is lost to the next one
+
+
+class Questions:
+    """The questions of one process. `alive` hears each answer; it also counts how long there is none."""
+
+    def __init__(self, bus: Bus, alive: Liveness) -> None:
+        self._bus = bus
+        self._alive = alive
+        self._asking: dict[str, asyncio.Task[int | None]] = {}  # by instance id, the latest question
+        self._tasks: set[asyncio.Task[int | None]] = set()
+        self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and when they are over
+
+    async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int]:
+        """Ask these instances, and wait for their answers for at most ANSWER_WITHIN_S.
+
+        An instance that owes an answer for longer is not asked: `run` does that, until it answers.
+
+        Args:
+            records: the instances.
+            hashes: by instance id, blocks of a prompt in rising depth, 16 bytes each.
+
+        Returns: by instance id, how many of its `hashes` are cached, for those that answered and take new work.
+        """
+        asked = {
+            record.instance_id: self._ask(record, hashes[record.instance_id])
+            for record in records
+            if self._alive.unanswered_s(record.instance_id) < ANSWER_WITHIN_S
+        }
+        if asked:
+            await asyncio.wait(asked.values(), timeout=ANSWER_WITHIN_S)
+        answers = {i: task.result() for i, task in asked.items() if task.done() and not task.cancelled()}
+        return {i: cached for i, cached in answers.items() if cached is not None and self._alive.is_usable(i)}
+
+    async def run(self) -> None:
+        """Ask for ever those instances whose state matters (`Liveness.to_be_asked`)."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if not self._alive.asks or not self._bus.client.is_connected:
+                continue
+            now = time.monotonic()
+            self._waits = {i: wait for i, wait in self._waits.items() if self._alive.find(i) is not None}
+            for record in self._alive.to_be_asked():
+                _, until = self._waits.get(record.instance_id, (0.0, 0.0))
+                if record.instance_id not in self._asking and now >= until:
+                    self._ask(record, b"")
+
+    async def close(self) -> None:
+        """Give up all questions."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _ask(self, record: InstanceRecord, hashes: bytes) -> asyncio.Task[int | None]:
+        task = asyncio.create_task(self._answer(record, hashes), name=f"ask {record.instance_id}")
+        self._asking[record.instance_id] = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _answer(self, record: InstanceRecord, hashes: bytes) -> int | None:
+        """The answer of one instance; None if there is none."""
+        instance_id = record.instance_id
+        self._alive.asked(instance_id)
+        subject = f"{record.subject}.ask_heartbeat"
+        try:
+            beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=SILENT_AFTER_S)
+        except MeshError:  # `alive` knows that it owes an answer
+            if self._alive.is_lost(instance_id):
+                wait_s = min(2 * self._waits.get(instance_id, (EVERY_S / 2, 0.0))[0], LONGEST_WAIT_S)
+                self._waits[instance_id] = wait_s, time.monotonic() + wait_s
+            return None
+        finally:
+            if self._asking.get(instance_id) is asyncio.current_task():
+                del self._asking[instance_id]
+        self._waits.pop(instance_id, None)
+        if beat.instance_id != instance_id or not self._alive.heard(beat):
+            self._bus.refusals.count("ask_heartbeat", STRANGER)
+            return None
+        return beat.cached
+
+
+@asynccontextmanager
+async def ask_heartbeats(bus: Bus, alive: Liveness) -> AsyncIterator[Questions]:
+    """Questions to the instances that `alive` knows, while inside."""
+    questions = Questions(bus, alive)
+    try:
+        async with background(questions.run(), "ask-heartbeats"):
+            yield questions
+    finally:
+        await questions.close()

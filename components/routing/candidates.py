@@ -1,0 +1,179 @@
+"""Which instances a router asks about a prompt, in a fleet that is too large to follow.
+
+Prompts with a common prefix must meet at the same instances, whichever router handles them. So the candidates follow from
+the hashes of the prompt's prefixes: at each of some depths, the instances with the highest rendezvous scores for the hash of
+the block there. Depths grow by half. So two prompts share the candidates of a depth that is at least two thirds of their
+common prefix.
+
+A router asks in rounds: first one instance for each depth, then some with the next scores, as long as the one that it would
+choose has a queue. So a popular prefix has many instances, and a rare one costs few questions.
+No I/O.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from heapq import nlargest
+from random import Random
+from typing import Final, NamedTuple
+
+from components.routing.choice import Ask, Identified, Member
+from components.routing.hashing import Rendezvous
+from components.routing.router import Chosen, Router
+
+FIRST_DEPTH_TOKENS: Final = 512
+GROWTH: Final = 1.5  # of a depth to the next
+MOST_DEPTHS: Final = 12  # 512 * 1.5^11 tokens are 44,000
+SAMPLED: Final = 6  # instances that a later round asks, drawn from all depths
+REMEMBERED: Final = 4096  # keys whose ranking is kept
+LEAST_BURST: Final = 32.0  # questions that an unused allowance holds, at least
+FEWEST: Final = 2  # questions that a round may take, while there are so many
+MOST_OF_IT: Final = 0.1  # of what is left, that a round may take
+BURST_S: Final = 20.0  # and seconds of the rate, if that is more: prompts come in bursts
+
+
+class Round(NamedTuple):
+    """One of the rounds in which a router asks."""
+
+    ranks: int  # it asks instances up to this rank, by their scores for the hash at a depth
+    queued_tokens: int  # it is needed if the instance that would be chosen has at least so many to compute
+
+
+# Each instance that joins a popular prefix's candidates computes it once. So many join only where queues are longer than that.
+ROUNDS: Final = (Round(1, 0), Round(3, 512), Round(8, 512), Round(24, 8192), Round(72, 32_768))
+
+
+def depths(num_blocks: int, page_size: int) -> list[int]:
+    """Blocks of the prefixes whose hashes give candidates, in rising order. A short prompt has one: all its blocks."""
+    found: list[int] = []
+    tokens = float(FIRST_DEPTH_TOKENS)
+    while len(found) < MOST_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
+        if not found or depth > found[-1]:
+            found.append(depth)
+        tokens *= GROWTH
+    return found or [num_blocks][:num_blocks]
+
+
+class Allowance:
+    """Questions that one router may ask: a token bucket, so that all routers together stay within a budget."""
+
+    def __init__(self) -> None:
+        self._left = LEAST_BURST
+        self._at_s = -math.inf
+
+    def take(self, wanted: int, per_s: float, now_s: float) -> int:
+        """How many of the `wanted` questions may be asked now; they count as asked.
+
+        The less is left, the fewer: so a busy router asks a few questions about each prompt, rather than none about some.
+
+        Args:
+            wanted: questions.
+            per_s: the rate.
+            now_s: by a clock that does not go back.
+        """
+        most = max(LEAST_BURST, BURST_S * per_s)
+        self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
+        self._at_s = now_s
+        taken = min(wanted, int(self._left), max(FEWEST, int(self._left * MOST_OF_IT)))
+        self._left -= taken
+        return taken
+
+
+class CandidateChoice:
+    """Finds the candidates of a prompt."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._rendezvous = Rendezvous()
+        self._members: Sequence[Identified] = ()  # of the last prompt
+        self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # of these, by key: the highest score first
+
+    def rounds(self, keys: Sequence[bytes], members: Sequence[Identified]) -> Iterator[Sequence[int]]:
+        """The candidates of each round, as indices into `members`, without those of the rounds before.
+
+        Args:
+            keys: hashes of the prompt's prefixes at its `depths`, the longest last. Its candidates come first.
+            members: all instances that may be chosen; another sequence when they have changed.
+        """
+        if members is not self._members:
+            self._members = members
+            self._best.clear()
+        best = [self._best_of(key) for key in reversed(keys)]
+        seen: set[int] = set()
+        asked_ranks = 0
+        for at_round in ROUNDS:
+            low, asked_ranks = asked_ranks, at_round.ranks
+            new = list(dict.fromkeys(at for ranked in best for at in ranked[low:asked_ranks] if at not in seen))
+            if low and len(new) > SAMPLED:
+                new = self._rng.sample(new, SAMPLED)
+            seen.update(new)
+            if new:
+                yield new
+
+    def _best_of(self, key: bytes) -> list[int]:
+        best = self._best.get(key)
+        if best is None:
+            scores = self._rendezvous.scores(key, self._members)
+            best = self._best[key] = nlargest(ROUNDS[-1].ranks, range(len(scores)), key=scores.__getitem__)
+            if len(self._best) > REMEMBERED:
+                self._best.popitem(last=False)
+        else:
+            self._best.move_to_end(key)
+        return best
+
+
+class Inquiry:
+    """One prompt's search for an instance: what those that were asked have answered, and whether that is enough."""
+
+    def __init__(self, router: Router, ask: Ask) -> None:
+        self._router = router
+        self._ask = ask
+        self._answered: dict[str, Member] = {}
+        self._unasked: Sequence[Member] = ()
+        self._cached: dict[str, int] = {}
+        self.num_asked = 0
+        self._rounds = 0
+
+    @property
+    def answered(self) -> Sequence[str]:
+        """Ids of the instances that have answered."""
+        return sorted(self._answered)
+
+    def take(self, asked: int, cached: Mapping[str, int]) -> None:
+        """A round is over: `asked` instances were asked, those in `cached` answered how many of the prompt's tokens they have.
+
+        The router has heard their heartbeats.
+        """
+        self.num_asked += asked
+        self._rounds += 1
+        self._cached.update(cached)
+        for instance_id in cached:
+            if (member := self._router.book.find(instance_id)) is not None:
+                self._answered[instance_id] = member
+
+    def skip(self, candidates: Sequence[Member]) -> None:
+        """Nothing may be asked now: without an answer these may be chosen, by what is known of their load."""
+        self._unasked = candidates
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the queue of the instance that would be chosen now is too short for another round."""
+        chosen = self._chosen(replace(self._ask, dry=True, explain=False))
+        member = None if chosen is None else self._answered[chosen.instance_id]
+        if member is None:
+            return False
+        return self._rounds >= len(ROUNDS) or member.queued_tokens < ROUNDS[self._rounds].queued_tokens
+
+    def choose(self) -> Chosen | None:
+        """An instance that answered, by the router's policy; None if there is none."""
+        return self._chosen(self._ask)
+
+    def _chosen(self, ask: Ask) -> Chosen | None:
+        usable = [self._answered[instance_id] for instance_id in self.answered] or self._unasked
+        return self._router.choose(ask, _no_blocks, usable, self._cached)
+
+
+def _no_blocks(_page_size: int) -> Sequence[bytes]:
+    """Instances have said what they have cached, so the router needs no hashes."""
+    return ()
