@@ -46,13 +46,14 @@ from components.routing.local_prefill import PromptLoad
 from components.routing.policies import DEFAULT
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
+from components.wire.protocol import OLDEST, PROTOCOL
 from components.wire.tokens import pack_tokens
 from engine.ports import StepStats
 from services.local.servers import NATS, running
 
 NAMESPACE: Final = "fan-out"
 MODEL: Final = "mock"
-STEPS_PER_S: Final = 8_000  # of all workers together, so that two cores carry them
+STEPS_PER_S: Final = 4_000  # of all workers together, so that two cores carry them
 SOONEST_STEP_S: Final = 0.02
 CACHED: Final = 64  # blocks of a worker; each step one more comes and the oldest goes
 PREFIXES: Final = 64
@@ -75,6 +76,8 @@ def record(role: Role, number: int) -> InstanceRecord:
         subject=subject_of(NAMESPACE, role, instance_id),
         model=None if role == "frontend" else MODEL,
         kv_events=role != "frontend",
+        protocol=PROTOCOL,
+        oldest_protocol=OLDEST,
     )
 
 

@@ -119,7 +119,7 @@ class Routers:
         for candidates in self._candidates.rounds(keys, members):
             allowed = allowance.take(len(candidates), self._news.questions_per_s, self._clock.now_s)
             if not allowed:
-                inquiry.skip(sorted((members[at] for at in candidates), key=lambda member: member.instance_id))
+                inquiry.skip(members[at].instance_id for at in candidates)
                 break
             inquiry.take(
                 allowed, self._answers(router, request, tokens, [members[at] for at in candidates[:allowed]], tried)

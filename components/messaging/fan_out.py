@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from components.discovery.book import InstanceBook
+from components.wire.heartbeat import USUAL_NEXT_S
 from components.wire.instances import InstanceRecord, Role
 
 ALL_PAIRS: Final = 4096  # of a decode and a prefill instance, up to which decode instances follow: 64 of each
@@ -76,6 +77,8 @@ class FleetSizes:
 
     def heartbeat_rest_s(self, role: Role) -> float:
         """Seconds from a heartbeat of a worker of `role` to its next, at least."""
+        if role == "prefill" and self.pairs > ALL_PAIRS:
+            return USUAL_NEXT_S  # only planners follow them
         return heartbeat_rest_s(self.count(role), self.followings(role))
 
     def kv_events_rest_s(self, role: Role) -> float:

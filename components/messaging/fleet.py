@@ -13,9 +13,9 @@ from components.messaging.fan_out import Following
 from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.kv_metrics import KvMirrorMetrics
 from components.messaging.kv_subscriber import follow_kv_events
-from components.messaging.questions import Questions, ask_heartbeats
+from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
 from components.routing.block_hash import PromptBlocks
-from components.routing.candidates import Allowance, CandidateChoice, Inquiry, depths
+from components.routing.candidates import CandidateChoice, Inquiry, depths
 from components.routing.choice import Ask
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.routing.policies import Phase, looks_at_caches, make_policy, meeting_key
@@ -69,7 +69,6 @@ class Inquiries:
         self._following = following
         self._questions = questions
         self._candidates = CandidateChoice(fleet.rng)
-        self._allowance = Allowance()
 
     @property
     def are_needed(self) -> bool:
@@ -85,24 +84,28 @@ class Inquiries:
             usable: instances that may be chosen; the same sequence as long as they are the same.
         """
         router = self._fleet.router
-        inquiry = Inquiry(router, ask)
+        inquiry, began_s = Inquiry(router, ask), router.now_s
         page_sizes = {record.instance_id: _page_size(record) for record in usable}
         prefixes = {size: depths(len(blocks(size)), size) for size in set(page_sizes.values())}
         hashes = {size: [blocks(size)[depth - 1] for depth in found] for size, found in prefixes.items()}
         key = meeting_key(self._fleet.policy, self._phase, ask)
         keys = hashes[min(hashes)] if hashes and key is None else []
         for candidates in self._candidates.rounds(keys or [key or ask.prefix or self._fleet.rng.randbytes(16)], usable):
-            per_s = self._following.sizes.questions_per_s()
-            allowed = self._allowance.take(len(candidates), per_s, router.now_s)
-            records = [usable[at] for at in candidates[:allowed]]
+            if router.now_s - began_s > ANSWER_WITHIN_S:
+                break
+            records = [usable[at] for at in candidates[: self._questions.take(len(candidates))]]
             if not records:
-                ids = sorted(usable[at].instance_id for at in candidates)
-                inquiry.skip([member for i in ids if (member := router.book.find(i)) is not None])
+                inquiry.skip(usable[at].instance_id for at in candidates)
                 break
             wanted = {record.instance_id: b"".join(hashes[page_sizes[record.instance_id]]) for record in records}
             answers = await self._questions.ask(records, wanted)
-            cached = {i: _tokens(prefixes[page_sizes[i]], page_sizes[i], found) for i, found in answers.items()}
+            cached = {
+                i: _tokens(prefixes[page_sizes[i]], page_sizes[i], found)
+                for i, found in answers.items()
+                if found is not None
+            }
             inquiry.take(len(records), cached)
+            inquiry.skip(i for i in answers if i not in cached)
             if inquiry.is_enough:
                 break
         return inquiry
@@ -149,5 +152,6 @@ async def watch_fleet(
             if metrics is not None:
                 metrics.register(KvMirrorMetrics(fleet.index, mirror))
         if following is not None:
-            fleet.inquiries = Inquiries(fleet, phase, following, await enter(ask_heartbeats(bus, alive)))
+            questions = await enter(ask_heartbeats(bus, alive, following.sizes.questions_per_s, fleet.rng))
+            fleet.inquiries = Inquiries(fleet, phase, following, questions)
         yield fleet

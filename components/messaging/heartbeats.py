@@ -76,6 +76,7 @@ class Liveness:
         self._next_s = EVERY_S  # as the latest heartbeat of any instance says
         self._asks = False
         self._watched: Counter[str] = Counter()  # instance ids
+        self._unanswered: set[str] = set()  # ids of instances that owe an answer
         self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # until something changes
         for record in book.of_role(role):
             self._changed(None, record)
@@ -125,6 +126,7 @@ class Liveness:
         self._asks = asks
         for pulse in self._pulses.values():
             pulse.asked = None
+        self._unanswered.clear()
         self.forgive()
 
     @contextmanager
@@ -143,6 +145,7 @@ class Liveness:
         pulse = self._pulses.get(instance_id)
         if pulse is not None and pulse.asked is None:
             pulse.asked = self._clock()
+            self._unanswered.add(instance_id)
 
     def unanswered_s(self, instance_id: str) -> float:
         """How long the oldest question to an instance has waited for an answer; 0 if none does."""
@@ -154,7 +157,11 @@ class Liveness:
         return [
             pulse.record
             for instance_id, pulse in self._pulses.items()
-            if instance_id in self._watched or pulse.asked is not None or not self.is_usable(instance_id)
+            if pulse.asked is not None
+            or pulse.is_lost
+            or pulse.is_still
+            or pulse.is_draining
+            or instance_id in self._watched
         ]
 
     def is_usable(self, instance_id: str) -> bool:
@@ -198,6 +205,7 @@ class Liveness:
         if self._asks:
             pulse.advanced = now - max(heartbeat.still_s, 0.0)
         pulse.asked = None
+        self._unanswered.discard(heartbeat.instance_id)
         if heartbeat.draining != pulse.is_draining:
             self._usable.clear()
         pulse.heard = now
@@ -207,21 +215,28 @@ class Liveness:
             pulse.is_lost = False
             self._usable.clear()
             log.info("instance is back", extra={"instance": heartbeat.instance_id})
-        self._look(pulse, now)
+        if self._asks:
+            self._check(pulse, now)
+        else:
+            self._look(pulse, now)
         for callback in self._on_heard:
             callback(heartbeat)
         return True
 
     def check(self) -> None:
-        """Find the silent and the hung."""
+        """Find the silent and the hung. A process that asks checks those that owe an answer: of others nothing is new."""
         now = self._clock()
-        for pulse in list(self._pulses.values()):
-            silent_s, stood_s = self._silent_s(pulse, now), self._stood_s(pulse, now)
-            if silent_s > silent_after_s(self._next_s_of(pulse)):
-                self._lose(pulse, f"silent for {silent_s:.1f} s")
-            elif stood_s > HUNG_AFTER_S:
-                self._lose(pulse, f"its engine stands still for {stood_s:.0f} s")
-            self._look(pulse, now)
+        pulses = [self._pulses[i] for i in self._unanswered] if self._asks else list(self._pulses.values())
+        for pulse in pulses:
+            self._check(pulse, now)
+
+    def _check(self, pulse: _Pulse, now: float) -> None:
+        silent_s, stood_s = self._silent_s(pulse, now), self._stood_s(pulse, now)
+        if silent_s > silent_after_s(self._next_s_of(pulse)):
+            self._lose(pulse, f"silent for {silent_s:.1f} s")
+        elif stood_s > HUNG_AFTER_S:
+            self._lose(pulse, f"its engine stands still for {stood_s:.0f} s")
+        self._look(pulse, now)
 
     def _look(self, pulse: _Pulse, now: float) -> None:
         """Whether it moves."""
@@ -263,6 +278,7 @@ class Liveness:
             self._pulses[now.instance_id].record = now
             return
         if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
+            self._unanswered.discard(was.instance_id)
             self._lose(pulse, "left etcd" if now is None else "registered anew")
         if now is not None:
             warn_of_protocol(was, now)

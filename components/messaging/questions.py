@@ -1,34 +1,48 @@
-"""Asking workers for a heartbeat and for what they have cached of a prompt, in a fleet that is too large to follow."""
+"""Asking workers for a heartbeat and for what they have cached of a prompt, in a fleet that is too large to follow.
+
+All questions of a process count against its allowance.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Final
 
 from components.aio import background
 from components.errors import MeshError
 from components.messaging.bus import Bus
-from components.messaging.heartbeats import EVERY_S, SILENT_AFTER_S, Liveness
+from components.messaging.heartbeats import EVERY_S, Liveness
 from components.messaging.refusals import STRANGER
+from components.routing.candidates import Allowance
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord
 
 ANSWER_WITHIN_S: Final = 0.1  # else the prompt goes elsewhere
+GIVEN_UP_AFTER_S: Final = 1.0  # before the bus would repeat the question; `run` asks anew
 LONGEST_WAIT_S: Final = 5.0  # from a question to an instance that is lost to the next one
 
 
 class Questions:
     """The questions of one process. `alive` hears each answer; it also counts how long there is none."""
 
-    def __init__(self, bus: Bus, alive: Liveness) -> None:
+    def __init__(self, bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random) -> None:
+        """`per_s`: questions a second that this process may ask; it may change."""
         self._bus = bus
         self._alive = alive
+        self._per_s = per_s
+        self._rng = rng
+        self._allowance = Allowance()
         self._asking: dict[str, asyncio.Task[int | None]] = {}  # by instance id, the latest question
         self._tasks: set[asyncio.Task[int | None]] = set()
         self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and when they are over
 
-    async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int]:
+    def take(self, wanted: int) -> int:
+        """How many of the `wanted` questions may be asked now; they count as asked."""
+        return self._allowance.take(wanted, self._per_s(), time.monotonic())
+
+    async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:
         """Ask these instances, and wait for their answers for at most ANSWER_WITHIN_S.
 
         An instance that owes an answer for longer is not asked: `run` does that, until it answers.
@@ -37,7 +51,8 @@ class Questions:
             records: the instances.
             hashes: by instance id, blocks of a prompt in rising depth, 16 bytes each.
 
-        Returns: by instance id, how many of its `hashes` are cached, for those that answered and take new work.
+        Returns: by instance id, how many of its `hashes` are cached, None if the answer is late; without those that take no
+            new work or that do not exist any more.
         """
         asked = {
             record.instance_id: self._ask(record, hashes[record.instance_id])
@@ -46,21 +61,26 @@ class Questions:
         }
         if asked:
             await asyncio.wait(asked.values(), timeout=ANSWER_WITHIN_S)
+        late = {i: None for i, task in asked.items() if not task.done()}
         answers = {i: task.result() for i, task in asked.items() if task.done() and not task.cancelled()}
-        return {i: cached for i, cached in answers.items() if cached is not None and self._alive.is_usable(i)}
+        usable = {i: cached for i, cached in answers.items() if cached is not None and self._alive.is_usable(i)}
+        return {**late, **usable}
 
     async def run(self) -> None:
-        """Ask for ever those instances whose state matters (`Liveness.to_be_asked`)."""
+        """Ask for ever those instances whose state matters (`Liveness.to_be_asked`), in an order that is drawn."""
         while True:
             await asyncio.sleep(EVERY_S)
             if not self._alive.asks or not self._bus.client.is_connected:
                 continue
             now = time.monotonic()
             self._waits = {i: wait for i, wait in self._waits.items() if self._alive.find(i) is not None}
-            for record in self._alive.to_be_asked():
-                _, until = self._waits.get(record.instance_id, (0.0, 0.0))
-                if record.instance_id not in self._asking and now >= until:
-                    self._ask(record, b"")
+            due = [
+                record
+                for record in self._alive.to_be_asked()
+                if record.instance_id not in self._asking and now >= self._waits.get(record.instance_id, (0.0, 0.0))[1]
+            ]
+            for record in self._rng.sample(due, self.take(len(due))):
+                self._ask(record, b"")
 
     async def close(self) -> None:
         """Give up all questions."""
@@ -82,7 +102,7 @@ class Questions:
         self._alive.asked(instance_id)
         subject = f"{record.subject}.ask_heartbeat"
         try:
-            beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=SILENT_AFTER_S)
+            beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=GIVEN_UP_AFTER_S)
         except MeshError:  # `alive` knows that it owes an answer
             if self._alive.is_lost(instance_id):
                 wait_s = min(2 * self._waits.get(instance_id, (EVERY_S / 2, 0.0))[0], LONGEST_WAIT_S)
@@ -99,9 +119,11 @@ class Questions:
 
 
 @asynccontextmanager
-async def ask_heartbeats(bus: Bus, alive: Liveness) -> AsyncIterator[Questions]:
-    """Questions to the instances that `alive` knows, while inside."""
-    questions = Questions(bus, alive)
+async def ask_heartbeats(
+    bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random
+) -> AsyncIterator[Questions]:
+    """Questions to the instances that `alive` knows, at most `per_s()` a second, while inside."""
+    questions = Questions(bus, alive, per_s, rng)
     try:
         async with background(questions.run(), "ask-heartbeats"):
             yield questions

@@ -12,7 +12,7 @@ No I/O.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import nlargest
 from random import Random
@@ -130,7 +130,7 @@ class Inquiry:
         self._router = router
         self._ask = ask
         self._answered: dict[str, Member] = {}
-        self._unasked: Sequence[Member] = ()
+        self._unheard: set[str] = set()  # ids
         self._cached: dict[str, int] = {}
         self.num_asked = 0
         self._rounds = 0
@@ -152,15 +152,15 @@ class Inquiry:
             if (member := self._router.book.find(instance_id)) is not None:
                 self._answered[instance_id] = member
 
-    def skip(self, candidates: Sequence[Member]) -> None:
-        """Nothing may be asked now: without an answer these may be chosen, by what is known of their load."""
-        self._unasked = candidates
+    def skip(self, instance_ids: Iterable[str]) -> None:
+        """These were not asked, or answer late: if no other answers, one is chosen by what is known of its load."""
+        self._unheard.update(instance_ids)
 
     @property
     def is_enough(self) -> bool:
         """Whether the queue of the instance that would be chosen now is too short for another round."""
         chosen = self._chosen(replace(self._ask, dry=True, explain=False))
-        member = None if chosen is None else self._answered[chosen.instance_id]
+        member = None if chosen is None else self._answered.get(chosen.instance_id)
         if member is None:
             return False
         return self._rounds >= len(ROUNDS) or member.queued_tokens < ROUNDS[self._rounds].queued_tokens
@@ -170,7 +170,9 @@ class Inquiry:
         return self._chosen(self._ask)
 
     def _chosen(self, ask: Ask) -> Chosen | None:
-        usable = [self._answered[instance_id] for instance_id in self.answered] or self._unasked
+        book = self._router.book
+        ids = self.answered or sorted(self._unheard)
+        usable = [member for instance_id in ids if (member := book.find(instance_id)) is not None]
         return self._router.choose(ask, _no_blocks, usable, self._cached)
 
 

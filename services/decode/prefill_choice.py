@@ -87,9 +87,10 @@ class PrefillChoice:
         trace.get_current_span().set_attribute("kvmesh.route.asked", inquiry.num_asked)
         if self._is_sooner_here(remaining, inquiry.answered):
             return QUEUES
-        if inquiry.num_asked and not inquiry.answered:
-            return f"none of the {inquiry.num_asked} prefill instances asked has answered and takes work"
-        return inquiry.choose() or self._why_nobody(usable, adapter)
+        chosen = inquiry.choose()
+        if chosen is None and inquiry.num_asked:
+            return f"none of the {inquiry.num_asked} prefill instances asked takes work"
+        return chosen or self._why_nobody(usable, adapter)
 
     def _is_sooner_here(self, remaining: int, instance_ids: Sequence[str]) -> bool:
         if not self._overflow:

@@ -189,8 +189,7 @@ def test_nobody_is_chosen_when_nobody_answers() -> None:
 def test_without_a_question_the_candidates_are_chosen_by_what_is_known() -> None:
     scene = Scene()
     scene.queue("p003", 9000)
-    members = [member for name in ("p003", "p004") if (member := scene.router.book.find(name)) is not None]
-    scene.inquiry.skip(members)
+    scene.inquiry.skip(["p003", "p004"])
     chosen = scene.inquiry.choose()
     assert chosen is not None
     assert chosen.instance_id == "p004"
