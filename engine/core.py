@@ -24,6 +24,7 @@ from components.errors import InvariantBroken, UnknownModel
 from components.routing.block_hash import PromptBlocks, seed_hash
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
+from engine.chunk_limit import ChunkLimit
 from engine.config import EngineConfig
 from engine.failed_steps import FailedSteps
 from engine.inflight import Flight, Runner, StepFailed
@@ -85,6 +86,7 @@ class EngineCore:
         self._flight: Flight | None = None  # the step that was launched and has not landed
         self._behind: Flight | None = None  # the one launched behind it, whose tokens are not drawn yet
         self._failed_steps = FailedSteps()
+        self._chunk_limit = ChunkLimit() if runner.takes_cpu else None
         self._arrivals = count()
         self._step = 0
         self._prompt_tokens = 0  # computed in the steps that landed in this one
@@ -244,7 +246,7 @@ class EngineCore:
             if pauses:  # without giving pages away: there are too few
                 yield from self._pauses(output, reserve=False)
             self._land(output)
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(self._chunk_limit.tokens if self._chunk_limit is not None else None)
         output.reserved += self._reserved(plan.reserved)
         self._behind = self._launch(plan.chunks, output)
         if pauses:
@@ -258,7 +260,9 @@ class EngineCore:
             self._land(output)
         self._failed_steps.check()
         output.cache_events = self._memory.prefix.take_events()
-        output.stats = self._stats(output, perf_counter() - started)
+        output.stats = stats = self._stats(output, perf_counter() - started)
+        if self._chunk_limit is not None:
+            self._chunk_limit.stepped(stats.prompt_tokens, stats.decode_tokens, stats.step_s)
         return output
 
     def _launch(self, chunks: list[Chunk], output: StepOutput) -> Flight | None:

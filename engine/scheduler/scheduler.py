@@ -141,10 +141,13 @@ class Scheduler:
         decodes = ((len(r.pages) * self.memory.page_size, *r.upcoming) for r in self.running)
         return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
-    def schedule(self) -> Plan:
+    def schedule(self, beside: int | None = None) -> Plan:
         """Plan one step and give its requests the pages they need for it.
 
         One step may be in flight, and its tokens unknown; none when somebody must be retracted.
+
+        Args:
+            beside: prompt tokens that a step with decodes may compute; None: as many as the budget allows.
         """
         budget = self._max_step_tokens
         retractions, page_size = self.retractions, self.memory.page_size
@@ -156,6 +159,8 @@ class Scheduler:
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunks.append(Chunk(request, start, start + 1, True, start == len(request.tokens)))
         budget -= len(chunks)
+        if chunks and beside is not None:
+            budget = min(budget, beside)
         full = max(0, budget - self._pack_tokens)  # with so much of the budget left, no further prompt is begun
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)
