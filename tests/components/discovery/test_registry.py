@@ -186,22 +186,23 @@ async def test_a_prefix_is_read_in_pages_and_whole(etcd_url: str, namespace: str
         assert [name for name, _ in epochs(registry)] == wanted
 
 
-async def test_records_of_more_than_a_grpc_message_are_read_and_watched(etcd_url: str, namespace: str) -> None:
-    big = dump_record(record("big", model="m" * 5000))
-    puts = [f"{namespace}/instances/decode/b{number:04}" for number in range(1200)]  # 6 MB
+async def test_ten_thousand_large_records_are_read_and_watched(etcd_url: str, namespace: str) -> None:
+    """40 MB of records: a read in one message failed from 4 MiB on, and no process could start any more."""
+    large = dump_record(record("large", model="m" * 4000))
+    keys = [f"{namespace}/instances/decode/b{number:05}" for number in range(10_000)]
 
     def fill() -> None:
         with etcd_client(etcd_url) as client:
-            for at in range(0, len(puts), 100):
-                many = [client.transactions.put(key, big) for key in puts[at : at + 100]]
-                client.transaction(compare=[], success=many, failure=[])
+            for at in range(0, len(keys), 100):
+                puts = [client.transactions.put(key, large) for key in keys[at : at + 100]]
+                client.transaction(compare=[], success=puts, failure=[])
 
     await asyncio.to_thread(fill)
     async with join_registry(etcd_url, namespace, TTL_S) as registry:
-        assert len(registry.book) == len(puts)
+        assert len(registry.book) == len(keys)
         with etcd_client(etcd_url) as client:
             await asyncio.to_thread(client.delete_prefix, f"{namespace}/instances/")
-        await until(lambda: not len(registry.book), "one event of 1,200 deletions")
+        await until(lambda: not len(registry.book), "one event of 10,000 deletions")
 
 
 async def _join(url: str, namespace: str) -> tuple[Any, Registry]:
