@@ -41,6 +41,7 @@ class MeshSettings(BaseSettings):
         frozen=True,
         cli_kebab_case=True,
         cli_show_env_vars=True,
+        hide_input_in_errors=True,
     )
 
     namespace: Annotated[
@@ -73,7 +74,11 @@ class MeshSettings(BaseSettings):
         str, Field(description="what moves KV: nixl, nixl/<PLUGIN>, mooncake, fake (no KV moves), or a package's own")
     ] = "nixl"
     kv_transfer_host: Annotated[
-        str | None, Field(description="address for mooncake and fake to listen on; default: the one that reaches etcd")
+        str | None,
+        Field(
+            description="this machine's address for KV transfer; NIXL uses its interface and RDMA devices, or those of "
+            "UCX_NET_DEVICES; default: the address that reaches etcd"
+        ),
     ] = None
     room_cleanup_s: Annotated[
         PositiveFloat, Field(description="interval of cleaning expired bootstrap rooms, seconds")
@@ -115,7 +120,7 @@ class MeshSettings(BaseSettings):
         try:
             return CliApp.run(cls, cli_args=argv)
         except ValidationError as exc:
-            sys.exit("\n".join(_fault(error) for error in exc.errors()))
+            sys.exit("\n".join(shown_fault(error) for error in exc.errors()))
         except SettingsError as exc:
             sys.exit(f"settings: {exc}")
 
@@ -123,8 +128,10 @@ class MeshSettings(BaseSettings):
 SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine", "verify_kv"}  # names that may follow a bare MESH_
 
 
-def _fault(error: ErrorDetails) -> str:
-    return f"setting {'.'.join(map(str, error['loc']))}: {error['msg']}, got {error['input']!r}"
+def shown_fault(error: ErrorDetails) -> str:
+    """A line for one wrong setting. It never holds the value: that may be a secret, or all settings with their secrets."""
+    where = ".".join(map(str, error["loc"]))
+    return f"setting {where}: {error['msg']}" if where else f"settings: {error['msg'].removeprefix('Value error, ')}"
 
 
 def misspelled(environ: Mapping[str, str], settings: type[BaseSettings]) -> list[str]:

@@ -5,13 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import grpc
 
 from components.discovery.etcd_stubs import etcd3, etcdrpc
 from components.errors import BackendUnavailable
+from components.urls import without_password
 
 CALL_TIMEOUT_S: Final = 3.0
 PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove that it has a quorum; the next one is asked then
@@ -29,24 +30,37 @@ _CHANNEL: Final = (
 )
 
 
-def endpoints(url: str) -> list[tuple[str, int]]:
-    """(host, port) of each endpoint in a comma-separated list. Raises: ValueError, naming the bad one."""
-    found = []
-    for one in url.split(","):
-        try:
-            parts = urlsplit(one.strip() if "//" in one else f"//{one.strip()}")
-            host, port = parts.hostname, parts.port
-        except ValueError:  # a port that is no number, half an IPv6 address
-            host = port = None
-        if not host:
-            raise ValueError(f"etcd endpoint {one!r} is not http://host:port (MESH_ETCD_URL)")
-        shown = f"{parts.scheme or 'http'}://{host}:{port or 2379}"  # without the password
-        if parts.scheme not in ("", "http"):
-            raise ValueError(f"etcd endpoint {shown}: TLS is not supported yet, use http:// (MESH_ETCD_URL)")
-        if parts.username is not None or parts.password is not None:
-            raise ValueError(f"etcd endpoint {shown}: users and passwords are not supported yet (MESH_ETCD_URL)")
-        found.append((host, port or 2379))
-    return found
+class Endpoint(NamedTuple):
+    """One member of an etcd cluster."""
+
+    host: str
+    port: int
+    user: str | None
+    password: str | None
+
+
+def endpoints(url: str) -> list[Endpoint]:
+    """Parse a comma-separated list of endpoints. Raises: ValueError, naming the bad one without its password."""
+    return [_endpoint(one.strip()) for one in url.split(",")]
+
+
+def _endpoint(url: str) -> Endpoint:
+    shown = without_password(url)
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port that is no number, half an IPv6 address
+        host = port = None
+    if not host:
+        raise ValueError(f"etcd endpoint {shown!r} is not http://host:port (MESH_ETCD_URL)")
+    if parts.scheme not in ("", "http"):
+        raise ValueError(f"etcd endpoint {shown}: TLS is not supported yet, use http:// (MESH_ETCD_URL)")
+    if (parts.username is None) != (parts.password is None):
+        raise ValueError(
+            f"etcd endpoint {shown}: give user and password, http://user:password@host:port (MESH_ETCD_URL)"
+        )
+    user, password = (None if part is None else unquote(part) for part in (parts.username, parts.password))
+    return Endpoint(host, port or 2379, user, password)
 
 
 @contextmanager
@@ -66,9 +80,12 @@ def etcd_errors(url: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as exc:
-        raise BackendUnavailable(unreachable(url, _cause(exc)), etcd_url=url) from exc
+        says = refused if _is_refusal(exc) else unreachable
+        raise BackendUnavailable(says(url, _cause(exc)), etcd_url=without_password(url)) from exc
     except etcd3.Etcd3Exception as exc:
-        raise BackendUnavailable(unreachable(url, str(exc) or type(exc).__name__), etcd_url=url) from exc
+        raise BackendUnavailable(
+            unreachable(url, str(exc) or type(exc).__name__), etcd_url=without_password(url)
+        ) from exc
 
 
 def keep_lease(
@@ -113,7 +130,13 @@ def keep_lease(
 
 def unreachable(url: str, cause: str) -> str:
     """What to say when etcd does not answer."""
-    return f"etcd at {url} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_ETCD_URL"
+    return f"etcd at {without_password(url)} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_ETCD_URL"
+
+
+def refused(url: str, cause: str) -> str:
+    """What to say when etcd wants another user or password."""
+    where = without_password(url)
+    return f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port"
 
 
 def _refresh(client: Any, lease_id: int) -> int:
@@ -128,12 +151,14 @@ def _open_any(url: str) -> Any:
     members = endpoints(url)
     random.shuffle(members)
     last: Exception | None = None
-    for host, port in members:
-        client = etcd3.client(host=host, port=port, timeout=CALL_TIMEOUT_S, grpc_options=list(_CHANNEL))
+    for member in members:
+        client = etcd3.client(host=member.host, port=member.port, timeout=CALL_TIMEOUT_S, grpc_options=list(_CHANNEL))
+        timeout_s = PROBE_TIMEOUT_S if len(members) > 1 else CALL_TIMEOUT_S
         try:
+            if member.user is not None:
+                _log_in(client, member, timeout_s)
             # A linearizable read: a member without a quorum would still answer `status`.
-            probe = etcdrpc.RangeRequest(key=b"\0", count_only=True)
-            client.kvstub.Range(probe, PROBE_TIMEOUT_S if len(members) > 1 else CALL_TIMEOUT_S)
+            client.kvstub.Range(etcdrpc.RangeRequest(key=b"\0", count_only=True), timeout_s)
         except grpc.RpcError as exc:
             client.close()
             last = exc
@@ -141,6 +166,44 @@ def _open_any(url: str) -> Any:
             return client
     assert last is not None
     raise last
+
+
+def _log_in(client: Any, member: Endpoint, timeout_s: float) -> None:
+    """Have each later call of `client` carry a token. A token that etcd has forgotten ends the client's next call.
+
+    etcd3's own way, call credentials, is refused by gRPC on a connection without TLS.
+    """
+    asked = etcdrpc.AuthenticateRequest(name=member.user, password=member.password)
+    token = etcdrpc.AuthStub(client.channel).Authenticate(asked, timeout_s).token
+    client.channel = grpc.intercept_channel(client.channel, _Token(token))
+    client.kvstub = etcdrpc.KVStub(client.channel)
+    client.leasestub = etcdrpc.LeaseStub(client.channel)
+
+
+class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
+    """Adds the token of one login to the metadata of each call."""
+
+    def __init__(self, token: str) -> None:
+        self._metadata = (("token", token),)
+
+    def intercept_unary_unary(self, call: Any, details: Any, request: Any) -> Any:
+        """Of unary calls."""
+        return call(self._with_token(details), request)
+
+    def intercept_stream_stream(self, call: Any, details: Any, requests: Any) -> Any:
+        """Of watches and of leases that are kept."""
+        return call(self._with_token(details), requests)
+
+    def _with_token(self, details: Any) -> Any:
+        return details._replace(metadata=(*(details.metadata or ()), *self._metadata))
+
+
+def _is_refusal(exc: grpc.RpcError) -> bool:
+    """etcd says INVALID_ARGUMENT for a wrong password and for none."""
+    if not hasattr(exc, "code"):
+        return False
+    refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+    return exc.code() in refusals or any(words in _cause(exc) for words in ("authentication", "user name is empty"))
 
 
 def _cause(exc: grpc.RpcError) -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from secrets import token_hex
 from typing import Any, Final
 
@@ -107,7 +108,8 @@ class Registry:
                 lease_id = self._register(registration, record)
                 backoff.reset()
                 self._loop.call_soon_threadsafe(registered.set)
-                keep_lease(self._url, lease_id, self._ttl_s, stop, renewed=registration.renewed, failed=self._report)
+                renewed = partial(self._renewed, registration, record, lease_id)
+                keep_lease(self._url, lease_id, self._ttl_s, stop, renewed=renewed, failed=self._report)
                 if stop.is_set():
                     self._revoke(lease_id)
                     return
@@ -126,9 +128,21 @@ class Registry:
         with etcd_client(self._url) as client:
             asked = time.monotonic()  # etcd counts from a moment later
             lease_id = int(client.lease(self._ttl_s).id)
-            client.put(f"{self._prefix}{record.role}/{record.instance_id}", dump_record(record), lease_id)
+            client.put(self._key(record), dump_record(record), lease_id)
         registration.renewed(asked + self._ttl_s)
         return lease_id
+
+    def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until: float) -> None:
+        """The lease stands until then. Write the record again if it was deleted under a lease that stands."""
+        registration.renewed(until)
+        key = self._key(record)
+        if self.connected and (self.book.at(key) is None or key in self.book.doubted):
+            log.warning("the record has vanished from etcd, writing it again", extra={"epoch": record.epoch})
+            with etcd_client(self._url) as client:
+                client.put(key, dump_record(record), lease_id)
+
+    def _key(self, record: InstanceRecord) -> str:
+        return f"{self._prefix}{record.role}/{record.instance_id}"
 
     def _revoke(self, lease_id: int) -> None:
         """Leave etcd at once. If etcd cannot be reached, the lease expires by itself."""

@@ -21,6 +21,7 @@ from components.kv_transfer.arrivals import Arrivals
 from components.kv_transfer.aux import HEAD, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.layout import check_compatible
+from components.kv_transfer.network import choose_devices, listeners_told
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
@@ -326,7 +327,8 @@ async def open_nixl(
     """
     transfer = NixlTransfer(region, agent_name, backend, max_request_pages)
     try:
-        await transfer.start()
+        with listeners_told():
+            await transfer.start()
         yield transfer
     finally:
         await transfer.stop()
@@ -335,5 +337,6 @@ async def open_nixl(
 def open_nixl_plugin(
     region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AbstractAsyncContextManager[NixlTransfer]:
-    """As `OpenTransfer` has it; NIXL's metadata carries every address of this machine, so `host` is not needed."""
+    """As `OpenTransfer` has it; `host` says which network interface NIXL uses."""
+    choose_devices(host)
     return open_nixl(region, agent_name, plugin or "UCX", max_request_pages)

@@ -28,6 +28,7 @@ from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
 from components.telemetry.spans import trace_headers
+from components.urls import without_password
 from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import Refused, raised
 
@@ -52,7 +53,7 @@ class Bus:
 
     def __init__(self, client: Client, url: str) -> None:
         self.client = client
-        self.url = url
+        self.url = without_password(url)  # for messages
         self.refusals = Refusals()  # of what comes in here
         self.reconnected_at = -math.inf  # monotonic, the last time
         self.clocks = PeerClocks()
@@ -192,7 +193,10 @@ def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
 def unreachable(url: str, exc: BaseException) -> str:
     """What to say when NATS does not answer."""
     cause = str(exc) or type(exc).__name__
-    return f"NATS at {url} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_NATS_URL"
+    if "authorization" in cause.lower():
+        where = without_password(url)
+        return f"NATS at {where} refuses us ({cause}): name user and password, MESH_NATS_URL=nats://user:password@host:port"
+    return f"NATS at {without_password(url)} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_NATS_URL"
 
 
 @asynccontextmanager
@@ -242,7 +246,7 @@ class _ConnectionReports:
     async def on_connected(self) -> None:
         """It stands, for the first time or again."""
         if self._said:
-            log.info("NATS connected", extra={"url": self._url})
+            log.info("NATS connected", extra={"url": without_password(self._url)})
         if self.bus is not None:
             self.bus.reconnected_at = time.monotonic()
         self._away = self._said = False
@@ -314,7 +318,7 @@ async def _watch(client: Client, url: str) -> None:
         reconnecting = client._reconnection_task
         if not client.is_connected and (reconnecting is None or reconnecting.done()):
             # uvloop raises RuntimeError for a socket that is reset within a handshake, and nats-py's task dies of it.
-            log.warning("reconnecting to NATS broke off, trying again", extra={"url": url})
+            log.warning("reconnecting to NATS broke off, trying again", extra={"url": without_password(url)})
             client._status = Client.CONNECTING
             await client._process_op_err(nats.errors.StaleConnectionError())
 

@@ -44,6 +44,14 @@ class Spans:
         """Keep no more than these from now on."""
         self._rate = rate
 
+    def continue_trace(self, headers: Mapping[str, str]) -> Context:
+        """The context of a client's `traceparent`. A client chooses the trace of its request; the rate, whether it is kept."""
+        context = trace_context(headers)
+        of_client = trace.get_current_span(context).get_span_context()
+        if of_client.is_valid and self._rate is not None and not self._rate.take():
+            return _IN_NOT_KEPT
+        return context
+
     def start_span(self, name: str, context: Context | None = None, **options: Any) -> trace.Span:
         """A span below the current one, or that of `context`."""
         parent = trace.get_current_span(context)

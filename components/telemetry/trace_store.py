@@ -7,6 +7,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -22,7 +23,10 @@ T = TypeVar("T")
 BUSY_S: Final = 5.0  # how long others may keep the file to themselves
 BUSY_RETRY_S: Final = 0.01
 KEPT_TRACES: Final = 1000
+KEPT_SPANS: Final = 50_000  # a client may put any number of requests into one trace
+KEPT_BYTES: Final = 64 << 20
 TRIM_EVERY: Final = 50  # exports: trimming reads the whole index, so not each time
+ATTRIBUTE_CHARS: Final = 8192  # of one attribute: some hold what a client sent
 FILE_NAME: Final = "traces.sqlite"
 
 _SCHEMA: Final = """
@@ -32,9 +36,14 @@ create table if not exists spans (
 );
 create index if not exists spans_by_trace on spans (trace_id, start_ns);
 """
-_TRIM: Final = """
+_TRIM_TRACES: Final = """
 delete from spans where trace_id in (
     select trace_id from spans group by trace_id order by min(start_ns) desc limit -1 offset ?)
+"""
+_TRIM_SPANS: Final = "delete from spans where rowid <= (select rowid from spans order by rowid desc limit 1 offset ?)"
+_COUNT: Final = "select count(*) from spans"
+_USED_BYTES: Final = """
+select (page_count - freelist_count) * page_size from pragma_page_count, pragma_freelist_count, pragma_page_size
 """
 
 
@@ -103,7 +112,7 @@ class TraceStoreExporter(SpanExporter):
         self._exports = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write one batch, and now and then forget what is older than the last KEPT_TRACES traces."""
+        """Write one batch, and now and then forget what is older than the newest traces, spans and bytes that are kept."""
         rows = [row for span in spans if (row := self._row(span)) is not None]
         try:
             _when_free(lambda: self._write(rows))
@@ -124,7 +133,7 @@ class TraceStoreExporter(SpanExporter):
             with connection:
                 connection.executemany("insert into spans values (?,?,?,?,?,?,?,?,?)", rows)
                 if (self._exports + 1) % TRIM_EVERY == 0:
-                    connection.execute(_TRIM, (KEPT_TRACES,))
+                    _trim(connection)
         except sqlite3.Error:
             self.shutdown()  # the next write opens the file anew: it may be another one
             raise
@@ -132,6 +141,9 @@ class TraceStoreExporter(SpanExporter):
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
+            with suppress(OSError):  # SQLite says better what is wrong
+                self._path.touch(mode=0o600)
+                self._path.chmod(0o600)  # of an earlier run's file, too; SQLite gives its other files the same mode
             self._connection = _connect(self._path)
             self._connection.executescript(_SCHEMA)
         return self._connection
@@ -149,8 +161,18 @@ class TraceStoreExporter(SpanExporter):
             span.start_time,
             span.end_time,
             span.status.status_code.name,
-            json.dumps(dict(span.attributes or {}), default=str),
+            json.dumps({name: _shortened(value) for name, value in (span.attributes or {}).items()}, default=str),
         )
+
+
+def _trim(connection: sqlite3.Connection) -> None:
+    connection.execute(_TRIM_TRACES, (KEPT_TRACES,))
+    connection.execute(_TRIM_SPANS, (KEPT_SPANS,))
+    while connection.execute(_USED_BYTES).fetchone()[0] > KEPT_BYTES:
+        count = connection.execute(_COUNT).fetchone()[0]
+        connection.execute(_TRIM_SPANS, (count * 3 // 4,))
+        if count < 4:
+            return
 
 
 def _when_free(work: Callable[[], T]) -> T:
@@ -167,6 +189,14 @@ def _when_free(work: Callable[[], T]) -> T:
             if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or monotonic() > until:
                 raise
         sleep(BUSY_RETRY_S)
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:ATTRIBUTE_CHARS]
+    if isinstance(value, Sequence) and len(json.dumps(value, default=str)) > ATTRIBUTE_CHARS:
+        return json.dumps(value, default=str)[:ATTRIBUTE_CHARS]
+    return value
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -72,15 +72,21 @@ def digest_of(key: bytes) -> bytes:
 
 
 def parse_list(text: str) -> list[ApiKey]:
-    """Keys as an environment variable has them: `name:key`, or only `key`, separated by commas. Raises: BadKeys."""
+    """Keys as an environment variable has them: `name:key`, or only `key`, separated by commas.
+
+    Raises: BadKeys, which gives a key's place in the list: what stands before the colon may be the key.
+    """
+    places: dict[str, str] = {}
     entries: dict[str, dict[str, Any]] = {}
     for number, item in enumerate(text.split(","), 1):
         name, colon, key = item.strip().partition(":")
         name, key = (name, key) if colon else (f"key-{number}", name)
+        place = f"key {number}"
         if name in entries:
-            raise BadKeys(f"two keys are named {name!r}")
+            raise BadKeys(f"{places[name]} and {place} have the same name")
+        places[name] = place
         entries[name] = {"key": key}
-    return _checked(entries)
+    return _checked(entries, places)
 
 
 def parse_file(text: str) -> list[ApiKey]:
@@ -91,12 +97,15 @@ def parse_file(text: str) -> list[ApiKey]:
         raise BadKeys(f"not TOML: {exc}") from None
 
 
-def _checked(entries: Mapping[str, Any]) -> list[ApiKey]:
+def _checked(entries: Mapping[str, Any], places: Mapping[str, str] | None = None) -> list[ApiKey]:
+    """`places`: what an error calls each entry, instead of its name."""
     try:
         tables = _entries.validate_python(entries)
     except ValidationError as exc:
         fault = exc.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise BadKeys(f"{'.'.join(map(str, fault['loc'])) or 'keys'}: {fault['msg']}") from None
+        entry, *field = map(str, fault["loc"] or ("keys",))
+        where = ".".join([(places or {}).get(entry, entry), *field])
+        raise BadKeys(f"{where}: {fault['msg']}") from None
     return [_made(name, entry) for name, entry in tables.items()]
 
 

@@ -33,7 +33,9 @@ def request_span(scope: Scope, operation: str, request_id: str, label: str = "")
     }
     return tracer.start_as_current_span(
         operation,
-        context=spans.trace_context(carrier) if "traceparent" in carrier else Context(),  # not the request's before it
+        context=tracer.continue_trace(carrier)
+        if "traceparent" in carrier
+        else Context(),  # not the request's before it
         kind=SpanKind.SERVER,
         attributes=attributes,
         record_exception=False,  # the request's own edge turns every error into a status

@@ -11,6 +11,7 @@ from rich.table import Table
 from components.errors import MeshError
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
+from components.urls import without_password
 from components.wire.plan import AskPlan, PlanTold, RolePlan
 
 LISTEN_S = 0.5
@@ -24,7 +25,9 @@ async def show_planner(settings: MeshSettings, console: Console) -> None:
             subjects = await _planners(bus, settings.namespace)
             told = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanTold, timeout_s=ANSWER_S)) for s in subjects]
     except TimeoutError:
-        raise SystemExit(f"no answer from NATS at {settings.nats_url}: name it with --nats-url") from None
+        raise SystemExit(
+            f"no answer from NATS at {without_password(settings.nats_url)}: name it with --nats-url"
+        ) from None
     except MeshError as exc:
         raise SystemExit(exc.message) from None
     if not told:

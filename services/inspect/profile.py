@@ -17,6 +17,7 @@ from components.discovery.registry import join_registry
 from components.errors import BackendUnavailable, DeadlineExceeded, MeshError, PeerLost
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
+from components.urls import without_password
 from components.wire.instances import InstanceRecord, Role
 from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 
@@ -38,7 +39,9 @@ async def profile_worker(
         async with asyncio.timeout(CONNECT_S):
             record = await _choose(settings, role, instance)
     except TimeoutError:
-        raise SystemExit(f"no answer from etcd at {settings.etcd_url}: name it with --etcd-url") from None
+        raise SystemExit(
+            f"no answer from etcd at {without_password(settings.etcd_url)}: name it with --etcd-url"
+        ) from None
     who = f"{role} {record.instance_id}"
     path = out or Path(f"profile-{role}-{record.instance_id}.json.gz")
     try:
@@ -111,7 +114,9 @@ async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> I
         return found[0]
     names = ", ".join(sorted(r.instance_id for r in records)) or "none"
     wrong = "which one?" if found else f"no {role} instance" + (f" {instance}" if instance else "")
-    raise SystemExit(f"{wrong} registered in etcd at {settings.etcd_url} (namespace {settings.namespace}): {names}")
+    raise SystemExit(
+        f"{wrong} registered in etcd at {without_password(settings.etcd_url)} (namespace {settings.namespace}): {names}"
+    )
 
 
 async def _fetch(
@@ -123,7 +128,9 @@ async def _fetch(
             async with asyncio.timeout(CONNECT_S):
                 bus = await stack.enter_async_context(connect_bus(nats_url, "inspect"))
         except TimeoutError:
-            raise BackendUnavailable(f"no answer from NATS at {nats_url}: name it with --nats-url") from None
+            raise BackendUnavailable(
+                f"no answer from NATS at {without_password(nats_url)}: name it with --nats-url"
+            ) from None
         order = StartProfile(seconds=seconds)
         profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
         started()

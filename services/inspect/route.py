@@ -11,6 +11,7 @@ from components.discovery.registry import join_registry
 from components.errors import DeadlineExceeded, MeshError, PeerLost
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
+from components.urls import without_password
 from components.wire.instances import InstanceRecord
 from components.wire.routes import ExplainRoute, RouteExplained
 from components.wire.tokens import num_tokens
@@ -26,7 +27,7 @@ async def show_route(settings: MeshSettings, console: Console, asked: ExplainRou
             await _show(settings, console, asked)
     except TimeoutError:
         raise SystemExit(
-            f"no answer from etcd at {settings.etcd_url} or NATS at {settings.nats_url}: "
+            f"no answer from etcd at {without_password(settings.etcd_url)} or NATS at {without_password(settings.nats_url)}: "
             "name them with --etcd-url and --nats-url (services.local prints both)"
         ) from None
     except MeshError as exc:

@@ -13,6 +13,7 @@ from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
+from components.urls import without_password
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 
@@ -29,7 +30,7 @@ async def show_workers(settings: MeshSettings, console: Console) -> None:
             await _show(settings, console)
     except TimeoutError:
         raise SystemExit(
-            f"no answer from etcd at {settings.etcd_url} or NATS at {settings.nats_url}: "
+            f"no answer from etcd at {without_password(settings.etcd_url)} or NATS at {without_password(settings.nats_url)}: "
             "name them with --etcd-url and --nats-url (services.local prints both)"
         ) from None
 

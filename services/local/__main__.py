@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -136,6 +137,7 @@ def main(
     Each service also reads its own environment variables: MESH_X for all of them, MESH_DECODE_X for decode alone
     (python -m services.decode --help lists them).
     """
+    os.umask(0o077)  # logs, traces and passwords of this run are for its user alone
     given = {
         "model": model,
         "state_dir": state_dir,

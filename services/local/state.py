@@ -37,7 +37,9 @@ def own_state(state_dir: Path, http: list[str]) -> Iterator[tuple[Path, RunningF
     home = state_dir / "local"
     try:
         home.mkdir(parents=True, exist_ok=True)
+        home.chmod(0o700)  # it holds passwords; an earlier run may have made it with another mode
         stream = (home / FILE).open("a+")
+        os.fchmod(stream.fileno(), 0o600)
     except OSError as exc:
         raise CannotStart(f"cannot write {home}: {exc.strerror}; choose another --state-dir") from exc
     with stream:

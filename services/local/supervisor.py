@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from components.settings import MeshSettings
+from components.urls import without_password
 from services.local.children import Backoff, Child, Supervision, running_children
 from services.local.greeting import greeting
 from services.local.model import prepare_model
@@ -89,7 +90,9 @@ async def _backends(plan: Plan, settings: MeshSettings, supervision: Supervision
 async def _embedded(kind: Kind, home: Path, supervision: Supervision) -> AsyncIterator[str]:
     async with running(kind, home, supervision.hurry) as server:
         monitor = {"monitor": server.monitor_url} if kind is NATS else {}
-        supervision.output.say(kind.name, "ready", url=server.url, **monitor, log=str(server.log_file))
+        supervision.output.say(
+            kind.name, "ready", url=without_password(server.url), **monitor, log=str(server.log_file)
+        )
         keeper = asyncio.create_task(_keep(server, supervision.output))
         try:
             yield server.url
@@ -113,7 +116,7 @@ async def _keep(server: Server, output: Output) -> None:
         except CannotStart as exc:
             output.say(server.kind.name, exc.message, level="error")
         else:
-            output.say(server.kind.name, "ready", url=server.url)
+            output.say(server.kind.name, "ready", url=without_password(server.url))
 
 
 async def _greet(children: list[Child], plan: Plan, settings: MeshSettings, backends: Backends, output: Output) -> None:

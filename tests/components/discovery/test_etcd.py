@@ -3,7 +3,7 @@ import asyncio
 import grpc
 import pytest
 
-from components.discovery.etcd import Backoff, endpoints, etcd_errors
+from components.discovery.etcd import Backoff, Endpoint, endpoints, etcd_errors
 from components.discovery.etcd_stubs import etcd3
 from components.discovery.registry import join_registry
 from components.errors import BackendUnavailable
@@ -21,7 +21,7 @@ from components.errors import BackendUnavailable
     ],
 )
 def test_endpoints_are_read_from_one_comma_separated_list(url: str, expected: list[tuple[str, int]]) -> None:
-    assert endpoints(url) == expected
+    assert [(host, port) for host, port, _, _ in endpoints(url)] == expected
 
 
 @pytest.mark.parametrize("bad", ["", "http://", "http://:2379", "a:port", "a:99999", "http://[::1"])
@@ -64,8 +64,16 @@ def test_waits_double_to_a_limit_with_jitter_and_start_over_after_success() -> N
     assert len({Backoff().failed() for _ in range(10)}) > 1
 
 
-@pytest.mark.parametrize("bad", ["https://etcd:2379", "http://user:secret@etcd:2379", "http://user@etcd"])
-def test_an_endpoint_that_wants_tls_or_a_password_is_refused_instead_of_used_in_the_clear(bad: str) -> None:
-    with pytest.raises(ValueError, match=r"not supported yet.*MESH_ETCD_URL") as raised:
+@pytest.mark.parametrize("bad", ["https://etcd:2379", "https://user:secret@etcd", "http://secret@etcd"])
+def test_an_endpoint_that_wants_tls_or_half_a_login_is_refused_instead_of_used_in_the_clear(bad: str) -> None:
+    with pytest.raises(ValueError, match="MESH_ETCD_URL") as raised:
         endpoints(f"http://good:1,{bad}")
     assert "secret" not in str(raised.value)
+
+
+def test_each_endpoint_has_its_own_user_and_password() -> None:
+    assert endpoints("http://a:1, http://b:p%40ss@h,[::1]:2") == [
+        Endpoint("a", 1, None, None),
+        Endpoint("h", 2379, "b", "p@ss"),
+        Endpoint("::1", 2, None, None),
+    ]

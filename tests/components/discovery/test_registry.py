@@ -11,6 +11,7 @@ import pytest
 from components.discovery.etcd import Backoff, etcd_client, etcd_errors
 from components.discovery.registry import PAGE, Registration, Registry, join_registry
 from components.errors import BackendUnavailable, StaleInstance
+from components.urls import without_password
 from components.wire.instances import dump_record
 from services.local.process import kill
 from services.local.servers import ETCD, Server, running
@@ -94,6 +95,22 @@ async def test_a_lease_that_etcd_dropped_is_replaced_and_the_instance_stays_who_
         await until(lambda: not epochs(registry), "it leaves")
 
 
+async def test_a_record_that_vanishes_under_a_standing_lease_is_written_again(etcd_url: str, namespace: str) -> None:
+    """Whoever could reach etcd emptied the registry for good: workers kept their leases alive and looked no further."""
+    async with (
+        join_registry(etcd_url, namespace, SHORT_TTL_S) as registry,
+        registry.advertise(Registration("one"), lambda epoch: record("one", epoch)),
+    ):
+        await until(lambda: epochs(registry), "registered")
+        changes: list[Any] = []
+        registry.book.subscribe(lambda was, now: changes.append((was, now)))
+        with etcd_client(etcd_url) as client:
+            await asyncio.to_thread(client.delete_prefix, f"{namespace}/")
+        await until(lambda: len(changes) == 2, "it left and came back")
+        left, came = changes
+        assert left[0] == came[1]
+
+
 async def test_a_record_that_cannot_be_read_counts_as_gone_and_stops_nobody(
     etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,7 +165,7 @@ async def test_etcd_may_be_away_at_the_start_and_restart_later(
         joined = asyncio.create_task(_join(server.url, namespace))
         await until(lambda: "etcd cannot be reached, trying again" in caplog.messages, "it says so")
         [said] = [r for r in caplog.records if r.levelno == logging.ERROR]
-        assert f"etcd at {server.url} cannot be reached" in vars(said)["reason"]
+        assert f"etcd at {without_password(server.url)} cannot be reached" in vars(said)["reason"]
         assert "`make up` starts one" in vars(said)["reason"]
         assert not joined.done()
         await server.restart()

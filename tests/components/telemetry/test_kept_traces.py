@@ -102,3 +102,15 @@ def test_a_process_that_keeps_nothing_passes_on_what_its_caller_keeps() -> None:
     assert headers == {"traceparent": f"{REMOTE}01"}
     with tracer.start_as_current_span("its own"):
         assert trace_headers() is None
+
+
+def test_the_rate_decides_whether_the_trace_that_a_client_names_is_kept(kept: Kept) -> None:
+    """A client that sent the same sampled `traceparent` with each request had all of them traced, at any rate."""
+    tracer, exporter = kept
+    for _ in range(3):
+        context_of_client = tracer.continue_trace({"traceparent": f"{REMOTE}01"})
+        with tracer.start_as_current_span("root", context=context_of_client):
+            pass
+    [span] = exporter.get_finished_spans()
+    assert span.parent is not None
+    assert f"{span.context.trace_id:032x}" in REMOTE

@@ -8,6 +8,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.trace import Status, StatusCode, Tracer
 
+from components.telemetry import trace_store
 from components.telemetry.trace_store import FILE_NAME, KEPT_TRACES, TRIM_EVERY, TraceStore, TraceStoreExporter
 
 FILES = 20  # made anew, as at the first start of a mesh
@@ -119,6 +120,47 @@ def test_only_the_newest_traces_are_kept(tmp_path: Path) -> None:
     kept = store.last_trace_ids(2 * KEPT_TRACES)
     assert len(kept) == KEPT_TRACES
     assert [store.trace(kept[i])[0].name for i in (0, -1)] == [f"n{KEPT_TRACES + 99}", "n100"]
+
+
+def test_any_number_of_requests_in_one_trace_stay_within_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client chose one trace id for all of its requests, and the file grew without end: only traces were counted."""
+    monkeypatch.setattr(trace_store, "KEPT_SPANS", 100)
+    tracer, exporter = keeper(tmp_path)
+    with tracer.start_as_current_span("root", start_time=1):
+        for number in range(300):
+            tracer.start_span(f"n{number}", start_time=number + 1).end(number + 2)
+    for _ in range(TRIM_EVERY):
+        exporter.export([])
+    exporter.shutdown()
+    store = TraceStore(tmp_path)
+    kept = store.trace(store.last_trace_ids(1)[0])
+    assert len(kept) == 100
+    assert {span.name for span in kept} == {"root", *(f"n{number}" for number in range(201, 300))}
+
+
+def test_large_spans_stay_within_the_bound_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_store, "KEPT_BYTES", 1 << 20)
+    tracer, exporter = keeper(tmp_path)
+    for number in range(4 * TRIM_EVERY):
+        span = tracer.start_span(f"n{number}", start_time=number + 1, attributes={"stop": "x" * 100_000})
+        span.set_attribute("many", ["y" * 1000] * 100)
+        span.end(number + 2)
+    exporter.shutdown()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 8 << 20  # WAL included
+    store = TraceStore(tmp_path)
+    newest = store.trace(store.last_trace_ids(1)[0])[0]
+    assert newest.name == f"n{4 * TRIM_EVERY - 1}"
+    assert max(len(str(value)) for value in newest.attributes.values()) == trace_store.ATTRIBUTE_CHARS
+
+
+def test_only_the_user_who_runs_the_mesh_can_read_the_traces(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).touch(mode=0o644)
+    tracer, exporter = keeper(tmp_path)
+    keep(tracer, "a", 1)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+    exporter.shutdown()
 
 
 def test_where_nothing_was_kept_there_is_nothing_to_read_and_no_file_is_made(tmp_path: Path) -> None:

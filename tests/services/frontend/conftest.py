@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from components.http_server import serve_http
+from components.telemetry.spans import Spans
 from components.text.tokenizer import TextModel
 from services.frontend import tracing
 from services.frontend.app import create_app
@@ -63,5 +64,5 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "tracer", provider.get_tracer("kvmesh"))
+    monkeypatch.setattr(tracing, "tracer", Spans(provider.get_tracer("kvmesh")))
     return exporter

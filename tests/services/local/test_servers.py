@@ -2,13 +2,17 @@
 
 import asyncio
 import http.client
+import json
 import os
 import socket
+from base64 import b64encode
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from components.discovery.etcd import etcd_client
+from components.errors import BackendUnavailable
 from services.local import servers
 from services.local.process import CannotStart, kill
 from services.local.servers import ETCD, NATS, Kind, Server, running
@@ -28,12 +32,50 @@ def test_nats_answers_with_jetstream_and_eight_megabytes_of_payload(nats_url: st
 
 
 @pytest.mark.mesh
-def test_etcd_serves_a_write(etcd_url: str) -> None:
-    address = urlsplit(etcd_url)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=2)
-    connection.request("POST", "/v3/kv/put", body='{"key": "YQ==", "value": "YQ=="}')
-    assert connection.getresponse().status == 200
-    connection.close()
+def test_etcd_serves_a_write_to_who_has_the_password(etcd_url: str) -> None:
+    with etcd_client(etcd_url) as client:
+        client.put("a", "b")
+        assert client.get("a")[0] == b"b"
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.example", "Content-Type": "text/plain"}, 400),  # etcd: the user name is empty
+        ({"Host": "evil.example", "Content-Type": "text/plain"}, 421),
+    ],
+)
+def test_a_web_page_cannot_empty_the_registry(etcd_url: str, headers: dict[str, str], status: int) -> None:
+    """etcd served every origin and every host name: one simple request of any page removed all instances."""
+    with etcd_client(etcd_url) as client:
+        client.put("page/a", "b")
+        everything = json.dumps({"key": b64encode(b"page/").decode(), "range_end": b64encode(b"page0").decode()})
+        address = urlsplit(etcd_url)
+        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=2)
+        connection.request("POST", "/v3/kv/deleterange", everything, headers)
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("Access-Control-Allow-Origin")) == (status, None)
+        connection.close()
+        assert client.get("page/a")[0] == b"b"
+
+
+@pytest.mark.mesh
+def test_nobody_without_the_password_gets_in(etcd_url: str, nats_url: str) -> None:
+    with pytest.raises(BackendUnavailable, match=r"refuses us .*name user and password"), etcd_client(_bare(etcd_url)):
+        pass
+    wrong = etcd_url.replace(str(urlsplit(etcd_url).password), "guess")
+    with pytest.raises(BackendUnavailable, match=r"refuses us .*invalid user ID or password"), etcd_client(wrong):
+        pass
+    address = urlsplit(nats_url)
+    with socket.create_connection((str(address.hostname), int(address.port or 0)), timeout=2) as connection:
+        connection.sendall(b"CONNECT {}\r\nSUB > 1\r\nPING\r\n")
+        assert "Authorization Violation" in connection.makefile().read()
+
+
+def _bare(url: str) -> str:
+    address = urlsplit(url)
+    return f"{address.scheme}://{address.hostname}:{address.port}"
 
 
 @pytest.mark.mesh
@@ -101,6 +143,7 @@ def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
     kind = Kind(
         "broken",
         "http",
+        "nobody",
         lambda *_: ["/bin/sh", "-c", "echo no space left on device >&2; exit 3"],
         lambda *_: "",
     )

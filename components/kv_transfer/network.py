@@ -1,0 +1,110 @@
+"""Which network devices NIXL's UCX uses, and where it listens.
+
+UCX listens on each interface of the machine unless it is told otherwise, and its protocol knows no password: a few bytes
+from anybody who reaches its port end the process.
+"""
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from typing import Final, NamedTuple
+
+log = logging.getLogger(__name__)
+
+UCX_DEVICES: Final = "UCX_NET_DEVICES"
+_GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
+_LISTEN: Final = "0A"
+
+
+class Listener(NamedTuple):
+    """A TCP socket of this process that accepts connections."""
+
+    address: IPv4Address | IPv6Address
+    port: int
+
+
+def choose_devices(host: str) -> None:
+    """Have UCX use the interface with the address `host`, and the RDMA devices unless that is loopback.
+
+    `UCX_NET_DEVICES` of the environment wins.
+    """
+    if os.environ.get(UCX_DEVICES):
+        return
+    name = _interface(host)
+    if name is None:
+        log.warning(
+            "no interface has the address for KV transfer, so NIXL listens on all; set MESH_KV_TRANSFER_HOST",
+            extra={"host": host},
+        )
+        return
+    devices = [name] if ip_address(host).is_loopback else [name, *_rdma_devices()]
+    os.environ[UCX_DEVICES] = ",".join(devices)
+
+
+@contextmanager
+def listeners_told() -> Iterator[None]:
+    """Log where this process listens since the block began; warn of an address that the internet may reach."""
+    before = listeners()
+    yield
+    since = sorted(listeners() - before)
+    facts = {"addresses": [f"{listener.address}:{listener.port}" for listener in since]}
+    if any(listener.address.is_global for listener in since):
+        log.warning(
+            "KV transfer listens on a public address: anybody who reaches it can end this worker, and may read and write "
+            "its memory. Let MESH_KV_TRANSFER_HOST name a private address of this machine, or close the port",
+            extra=facts,
+        )
+    elif since:
+        log.info("KV transfer listens; only workers may reach these ports", extra=facts)
+
+
+def listeners(pid: int | None = None) -> Set[Listener]:
+    """TCP sockets on which a process, by default this one, accepts connections.
+
+    Source: proc_net_tcp of the kernel's documentation.
+    """
+    process = Path("/proc") / str(pid or "self")
+    own = set()
+    for entry in (process / "fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            own.add(str(entry.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):  # no IPv6
+            for line in (process / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in own:
+                    found.add(_listener(fields[1]))
+    return found
+
+
+def _listener(local: str) -> Listener:
+    """Of the kernel's notation: 32-bit words in the machine's byte order, a colon and the port, all hexadecimal."""
+    address, port = local.split(":")
+    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+    return Listener(ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16))
+
+
+def _interface(host: str) -> str | None:
+    """The interface with this IPv4 address."""
+    with suppress(ValueError):
+        if ip_address(host).is_loopback:
+            return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == host:
+                    return name
+    return None
+
+
+def _rdma_devices() -> list[str]:
+    """Device and port of each InfiniBand or RoCE device, as UCX names them."""
+    return sorted(f"{port.parent.parent.name}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*"))

@@ -1,0 +1,20 @@
+import pytest
+
+from components.urls import without_password
+
+
+@pytest.mark.parametrize(
+    ("urls", "shown"),
+    [
+        ("nats://a:secret@h:4222", "nats://h:4222"),
+        ("http://a:secret@h1:1,http://b:secret%40@h2:2", "http://h1:1,http://h2:2"),
+        ("nats://secret@h:4222, nats://a:secret@h2", "nats://h:4222, nats://h2"),
+        ("a:secret@h:2379", "h:2379"),
+        ("http://a:sec/ret@h", "http://h"),
+        ("http://a:sec@ret@h", "http://h"),
+        ("h1:1,h2:2", "h1:1,h2:2"),
+        ("http://[::1]:2379", "http://[::1]:2379"),
+    ],
+)
+def test_an_address_is_shown_without_its_password(urls: str, shown: str) -> None:
+    assert without_password(urls) == shown
