@@ -34,6 +34,13 @@ class FrontendSettings(MeshSettings):
             description="more of them, with limits, as TOML; read again when it changes, and on SIGHUP; docs/openai.md"
         ),
     ] = None
+    share_prefix_cache: Annotated[
+        bool,
+        Field(
+            description="API keys of different tenants share the prefix cache: a client can then find out, by times and "
+            "`cached_tokens`, whether another one has sent the same beginning of a prompt; docs/security.md"
+        ),
+    ] = False
     cors_origins: Annotated[
         str | None,
         Field(

@@ -33,7 +33,8 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     num_tokens = sum(map(len, inputs))
     caller = caller_of(call.scope)
     priority = caller.priority(request.priority, frontend.settings.best_priority)
-    texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, request.cache_salt or "", priority)
+    salt = caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
+    texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, salt, priority)
     place = caller.enter(
         call.scope,
         frontend.admission,

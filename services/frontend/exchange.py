@@ -137,6 +137,7 @@ class Exchange(Response):
         frontend, dialect = self._frontend, self._dialect
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         priority = self._caller.priority(request.priority, frontend.settings.best_priority)
+        salt = self._caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
         with tracing.tracer.start_as_current_span("frontend.tokenize"):
             encoded = await dialect.encode(frontend.text)
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded]
@@ -153,6 +154,7 @@ class Exchange(Response):
                     max_tokens=budget,
                     deadline=deadline,
                     priority=priority,
+                    cache_salt=salt,
                     defaults=frontend.defaults,
                     constraint=constraint,
                 ),

@@ -39,6 +39,15 @@ class Caller:
         """Whom the request counts for when there is not room for all."""
         return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
 
+    def cache_salt(self, asked: str | None, *, shared: bool) -> str:
+        """The salt of a request that asks for this one: unless `shared`, tenants have prefix caches of their own.
+
+        A tenant's name holds no slash, so that no salt of one tenant equals one of another.
+        """
+        if self.account is None or shared:
+            return asked or ""
+        return f"{self.account.tenant}/{asked or ''}"
+
     def priority(self, asked: int | None, best: int) -> int:
         """What a request gets that asks for this, or for none; lower goes first, `best` is for keys without one of their own.
 

@@ -8,6 +8,7 @@ A file of them is TOML, one table a key, named as the key is to be called in met
     requests_per_minute = 600
     tokens_per_minute = 100_000
     best_priority = 0              # lower goes first; without it, that of --best-priority
+    tenant = "acme"                # keys of one tenant share the prefix cache; without it, the key shares it with none
 """
 
 import asyncio
@@ -46,6 +47,7 @@ class _Entry(BaseModel):
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
     best_priority: Priority | None = None
+    tenant: KeyName | None = None
 
 
 _entries: Final = TypeAdapter(
@@ -64,6 +66,7 @@ class ApiKey:
     name: str
     digest: bytes  # SHA-256: a key is random, so that nobody finds it by trying
     limits: KeyLimits
+    tenant: str
 
 
 def digest_of(key: bytes) -> bytes:
@@ -114,7 +117,7 @@ def _made(name: str, entry: _Entry) -> ApiKey:
         raise BadKeys(f"{name}: give either key or sha256")
     digest = bytes.fromhex(entry.sha256) if entry.key is None else digest_of(entry.key.encode())  # type: ignore[arg-type]
     limits = KeyLimits(entry.requests_at_once, entry.requests_per_minute, entry.tokens_per_minute, entry.best_priority)
-    return ApiKey(name, digest, limits)
+    return ApiKey(name, digest, limits, entry.tenant or name)
 
 
 class _Known(NamedTuple):
@@ -140,6 +143,7 @@ class KeyRing:
         self._known = [_Known(key.digest, accounts.get(key.name) or Account(key.name)) for key in keys]
         for key, known in zip(keys, self._known, strict=True):
             known.account.limits = key.limits
+            known.account.tenant = key.tenant
 
     def find(self, key: bytes) -> Account | None:
         """Whose key this is; all are compared, each in the same time."""

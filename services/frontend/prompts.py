@@ -68,6 +68,7 @@ def make_prompt(
     max_tokens: int,
     deadline: int,
     priority: int,
+    cache_salt: str,
     defaults: SamplingDefaults,
     constraint: Constraint | None = None,
 ) -> Prompt:
@@ -78,7 +79,7 @@ def make_prompt(
         model=request.model,
         token_ids=token_ids,
         sampling=_sampling(request, max_tokens, defaults, constraint),
-        cache_salt=request.cache_salt or "",
+        cache_salt=cache_salt,
         deadline_unix_ms=deadline,
         priority=priority,
         session=request.session,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import sqlite3
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from typing import Annotated, Final, Literal
 import typer
 from rich.console import Console
 
+from components.discovery.etcd import endpoints
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME, TraceStore
+from components.urls import without_password
 from components.wire.routes import ExplainRoute
 from services.inspect.planner import show_planner
 from services.inspect.profile import profile_worker
@@ -121,6 +124,37 @@ def route(
     settings = _settings(state_dir, etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
     asked = ExplainRoute(text=prompt, chat=chat, adapter=adapter, session=session, cache_salt=cache_salt)
     asyncio.run(show_route(settings, console, asked))
+
+
+@app.command()
+def env(
+    etcd_url: EtcdUrl = None,
+    nats_url: NatsUrl = None,
+    namespace: Namespace = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Print the mesh's addresses and passwords as shell variables, for etcdctl, nats and services started by hand.
+
+    Use it as: eval "$(python -m services.inspect env)"
+    """
+    settings = _settings(state_dir, etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
+    for name, value in shell_variables(settings).items():
+        print(f"export {name}={shlex.quote(value)}")  # for a shell: rich would wrap it
+
+
+def shell_variables(settings: MeshSettings) -> dict[str, str]:
+    """By name: those of kvmesh's services, of etcdctl and of the nats command."""
+    members = endpoints(settings.etcd_url)
+    variables = {
+        "MESH_ETCD_URL": settings.etcd_url,
+        "MESH_NATS_URL": settings.nats_url,
+        "MESH_NAMESPACE": settings.namespace,
+        "NATS_URL": settings.nats_url,
+        "ETCDCTL_ENDPOINTS": without_password(settings.etcd_url),
+    }
+    if members[0].user is not None:
+        variables["ETCDCTL_USER"] = f"{members[0].user}:{members[0].password}"
+    return variables
 
 
 @contextmanager

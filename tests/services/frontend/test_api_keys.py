@@ -1,6 +1,7 @@
 """API keys as clients meet them, over a real server: who comes in, by which spelling of a path, and how much they may."""
 
 import asyncio
+import json
 import os
 import signal
 import ssl
@@ -33,6 +34,8 @@ CHAT: Final = "/v1/chat/completions"
 HELLO: Final[dict[str, Any]] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 ALICE: Final = "sk-alice-0123456789"
 BOB: Final = "sk-bob-0123456789"
+CAROL: Final = "sk-carol-0123456789"
+DAVE: Final = "sk-dave-0123456789"
 AUTH: Final = {"authorization": f"Bearer {ALICE}"}
 
 
@@ -44,8 +47,10 @@ async def served(mesh: FakeMesh, file: str, **settings: Any) -> AsyncIterator[ht
         yield client
 
 
-def table(name: str, key: str, **limits: int) -> str:
-    return "\n".join([f"[{name}]", f'key = "{key}"', *(f"{what} = {limit}" for what, limit in limits.items()), ""])
+def table(name: str, key: str, **limits: int | str) -> str:
+    return "\n".join(
+        [f"[{name}]", f'key = "{key}"', *(f"{what} = {json.dumps(it)}" for what, it in limits.items()), ""]
+    )
 
 
 BOTH: Final = table("alice", ALICE) + table("bob", BOB)
@@ -558,3 +563,21 @@ def _timed(ring: KeyRing) -> float:
     began = time.perf_counter()
     ring.find(b"sk-0123456789-999")
     return time.perf_counter() - began
+
+
+async def test_keys_do_not_share_the_prefix_cache_unless_they_belong_together(mesh: FakeMesh) -> None:
+    """Another key's `cached_tokens` told page by page what a client's prompt had been."""
+    keys = BOTH + table("carol", CAROL, tenant="bob") + table("dave", DAVE, tenant="acme")
+    async with served(mesh, keys) as http:
+        for key, salt in ((ALICE, None), (ALICE, "s"), (BOB, None), (CAROL, None), (DAVE, "bob/")):
+            asked = HELLO if salt is None else HELLO | {"cache_salt": salt}
+            answer = await http.post(CHAT, json=asked, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+    assert [prompt.cache_salt for prompt in mesh.prompts] == ["alice/", "alice/s", "bob/", "bob/", "acme/bob/"]
+
+
+async def test_keys_share_the_prefix_cache_when_they_are_told_to(mesh: FakeMesh) -> None:
+    async with served(mesh, BOTH, share_prefix_cache=True) as http:
+        for key in (ALICE, BOB):
+            assert (await http.post(CHAT, json=HELLO, headers={"authorization": f"Bearer {key}"})).status_code == 200
+    assert {prompt.cache_salt for prompt in mesh.prompts} == {""}

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,17 @@ def invoke(*args: str) -> tuple[int, str]:
     result = CliRunner().invoke(inspect.app, list(args))
     said = result.output + (str(result.exception.code) if isinstance(result.exception, SystemExit) else "")
     return result.exit_code, said
+
+
+@pytest.mark.mesh
+def test_the_shell_variables_let_etcdctl_in(etcd_url: str, tmp_path: Path) -> None:
+    code, text = invoke("env", "--etcd-url", etcd_url, "--nats-url", "nats://a:b@h:1", "--state-dir", str(tmp_path))
+    assert code == 0
+    script = f'{text}\netcdctl put shell/a "$NATS_URL" && etcdctl get --prefix shell/'
+    etcdctl = Path(sysconfig.get_path("scripts")) / "etcdctl"
+    shell = {"PATH": f"{etcdctl.parent}:{os.environ['PATH']}"}
+    ran = subprocess.run(["/bin/sh", "-c", script], env=shell, check=False, capture_output=True, text=True, timeout=20)
+    assert ran.stdout.split() == ["OK", "shell/a", "nats://a:b@h:1"], ran.stderr
 
 
 @pytest.fixture
