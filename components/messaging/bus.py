@@ -28,7 +28,7 @@ from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
 from components.telemetry.spans import trace_headers
-from components.urls import without_password
+from components.urls import login_of, without_password
 from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import Refused, raised
 
@@ -274,14 +274,20 @@ class _ServerChoice:
 
 
 async def _connect(url: str, name: str, reports: "_ConnectionReports") -> Client:
-    choice = _ServerChoice()
+    choice, login = _ServerChoice(), login_of(url)
+    # Not in the servers' addresses: nats-py forgets them for the servers that it hears of from the first one.
+    if login.password is None:
+        options = {} if login.user is None else {"token": login.user}
+    else:
+        options = {"user": login.user, "password": login.password}
     while True:
         client = Client()
         connected = partial(_connected, client, choice, reports)
         try:
             await client.connect(
-                url.split(","),
+                without_password(url).split(","),
                 name=name,
+                **options,
                 connect_timeout=CONNECT_TIMEOUT_S,
                 ping_interval=PING_EVERY_S,
                 max_outstanding_pings=MOST_PINGS,

@@ -1,6 +1,6 @@
 import pytest
 
-from components.urls import without_password
+from components.urls import Login, login_of, without_password
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,16 @@ from components.urls import without_password
 )
 def test_an_address_is_shown_without_its_password(urls: str, shown: str) -> None:
     assert without_password(urls) == shown
+
+
+@pytest.mark.parametrize(
+    ("urls", "login"),
+    [
+        ("nats://h1:1,nats://a:p%40%2Fss@h2", Login("a", "p@/ss")),
+        ("nats://token@h", Login("token", None)),
+        ("a:b@h:2379", Login("a", "b")),
+        ("nats://h", Login(None, None)),
+    ],
+)
+def test_the_login_is_that_of_the_first_address_with_one(urls: str, login: Login) -> None:
+    assert login_of(urls) == login

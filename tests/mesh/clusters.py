@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from services.local.process import tethered
-from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask
+from services.local.servers import ETCD, HOST, NATS, NATS_USER, Kind, Site, _ask
 
 MEMBERS: Final = 3
 START_TIMEOUT_S: Final = 30.0
 ELECTION_MS: Final = 1_000  # etcd grants no lease shorter than one and a half of these
 CHUNK_BYTES: Final = 1 << 16
+PASSWORD: Final = "p@ss/word"
 
 
 @dataclass(slots=True)
@@ -39,10 +40,9 @@ class Member:
     route_port: int  # NATS: for its peers
     popen: "subprocess.Popen[bytes] | None" = None
 
-    @property
-    def site(self) -> Site:
-        """As one server; its clients need no password."""
-        return Site(self.name, self.home, self.port, self.second_port)
+    def site(self, password: str = "") -> Site:
+        """As one server; without `password` its clients need none."""
+        return Site(self.name, self.home, self.port, self.second_port, password)
 
     @property
     def is_running(self) -> bool:
@@ -177,7 +177,7 @@ class EtcdCluster(ServerCluster):
     def _command(self, member: Member) -> list[str]:
         peers = ",".join(f"{m.name}=http://{HOST}:{m.second_port}" for m in self.members)
         return [  # of an option that is given twice etcd takes the second one
-            *ETCD.command(member.site),
+            *ETCD.command(member.site()),
             f"--initial-cluster={peers}",
             f"--election-timeout={ELECTION_MS}",
         ]
@@ -189,16 +189,23 @@ class EtcdCluster(ServerCluster):
 
 
 class NatsCluster(ServerCluster):
-    """Without JetStream: frontends that use it keep no responses (MESH_FRONTEND_MAX_STORED_RESPONSES=0)."""
+    """Clients need a password.
+
+    Without JetStream: frontends that use it keep no responses (MESH_FRONTEND_MAX_STORED_RESPONSES=0).
+    """
 
     kind = NATS
+
+    def url_of(self, member: Member) -> str:
+        """The client address of one member, with user and password."""
+        return f"nats://{NATS_USER}:{quote(PASSWORD, safe='')}@{HOST}:{member.port}"
 
     def busiest(self) -> Member:
         """The member with the most clients: who has lost a server stays where it went."""
         return max(self.members, key=lambda member: _asked(member.second_port, "/connz", method="GET")["total"])
 
     def _command(self, member: Member) -> list[str]:
-        command = NATS.command(member.site)
+        command = NATS.command(member.site(PASSWORD))
         config = member.home / "nats.conf"
         lines = [line for line in config.read_text().splitlines() if not line.startswith("jetstream")]
         routes = ", ".join(f'"nats://{HOST}:{m.route_port}"' for m in self.members if m is not member)

@@ -8,9 +8,11 @@ import json
 import os
 import pickle
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import msgpack
@@ -18,6 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 from components.errors import DeadlineExceeded, MalformedMessage, MessageTooLarge, PeerLost
+from components.kv_transfer.network import listeners
 from components.messaging.deadline import now_ms
 from components.wire.codec import UnknownMessage, pack, unpack
 from components.wire.generate import CancelStreams, GenerateRequest, StreamItem, TokenFrame
@@ -28,6 +31,7 @@ from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce
 from components.wire.refused import Refused
 from components.wire.rooms import OpenRoom, PagesOffered
 from components.wire.sampling import Sampling
+from tests.components.kv_transfer.test_network import own_address
 from tests.components.wire.frames import pack_frame
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
@@ -249,7 +253,7 @@ def test_every_bad_message_is_refused_counted_and_survived(mock_mesh: MeshProces
                 await every_call_refuses_garbage(client, record)
             await published_garbage_is_counted(client, by_role)
             await wrong_requests_are_refused(client, by_role)
-            await over_max_payload(client, by_role)
+            await over_max_payload(client, by_role, urlsplit(mock_mesh.nats_url))
             await frames_in_disorder_move_a_stream_and_lose_no_token(client, by_role, expected[0], prompts[0])
             answers = await asyncio.gather(
                 *(client.generate(p, len(e), model=MODEL) for p, e in zip(prompts, expected, strict=True))
@@ -266,15 +270,28 @@ def test_every_bad_message_is_refused_counted_and_survived(mock_mesh: MeshProces
         assert "Traceback" not in worker.logged(), worker.logged()
 
 
-async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord]) -> None:
+async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord], nats: SplitResult) -> None:
     """Our own side refuses to send what the server would not take; the server cuts off whoever sends it all the same."""
     huge = CancelStreams(reply_to="r" * (client.bus.client.max_payload + 1), stream_ids=[])
     with pytest.raises(MessageTooLarge):
         await client.bus.publish(f"{by_role['decode'].subject}.cancel", huge)
     assert ("sent", "MessageTooLarge") in client.bus.refusals._counts
-    reader, writer = await asyncio.open_connection(*client.bus.url.removeprefix("nats://").split(":"))
+    reader, writer = await asyncio.open_connection(nats.hostname, nats.port)
     await reader.readline()  # its INFO
     size = client.bus.client.max_payload + 1
-    writer.write(b'CONNECT {"verbose":false}\r\nPUB %b.cancel %d\r\n' % (by_role["decode"].subject.encode(), size))
+    login = json.dumps({"verbose": False, "user": nats.username, "pass": nats.password})
+    writer.write(b"CONNECT %b\r\nPUB %b.cancel %d\r\n" % (login.encode(), by_role["decode"].subject.encode(), size))
     assert b"Maximum Payload" in await asyncio.wait_for(reader.read(), 5)
     writer.close()
+
+
+def test_a_packet_from_the_network_reaches_no_worker(mock_mesh: MeshProcesses) -> None:
+    """UCX's port was open on each interface, and 21 bytes sent to it ended decode with SIGSEGV at its next transfer."""
+    for worker in mock_mesh.start("bootstrap", "prefill", "decode", "frontend"):
+        ports = listeners(worker.popen.pid)
+        assert ports
+        assert all(listener.address.is_loopback for listener in ports), worker.role
+        if worker.role == "decode" and (address := own_address()) is not None:
+            for listener in ports:
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((address, listener.port), 5)
