@@ -1,9 +1,12 @@
 // Attention over the page pool, reading keys and values where they lie: kvmesh::attend_pages.
 //
-// A decode is cut into spans of its context, whatever else is in the batch, and the last thread to finish a span of a
-// request and head merges them in order: the same request gives the same numbers in any batch (flash-decoding).
-// A prompt chunk goes in tiles of queries against blocks of keys that start at multiples of KEY_BLOCK, with a running
-// maximum (FlashAttention-2, Dao 2023, arXiv:2307.08691). Sums are fp32 whatever the dtype.
+// Queries go against blocks of keys with a running maximum (FlashAttention-2, Dao 2023, arXiv:2307.08691). Spans of the
+// context, which are whole numbers of blocks, are merged in order. A decode's spans are computed by several threads
+// (flash-decoding), a prompt tile's by one. Sums are fp32 whatever the dtype.
+//
+// Batch invariance: blocks and spans start at multiples of their length, and every sum of a token's result is taken in the
+// same order whether the token is a decode, or part of any chunk of a prompt, in any batch. So a stream that another worker
+// continues, from a prompt that holds what was generated, gets the same keys and values bit by bit.
 //
 // Built on torch's stable ABI: it includes little, so it compiles in seconds, and one build serves later releases too.
 
@@ -20,6 +23,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -34,8 +38,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t SPAN = 256;       // tokens of context that one decode task reads
-constexpr int64_t ROWS = 16;        // keys that a decode scores at a time; pages are whole numbers of them
-constexpr int64_t KEY_BLOCK = 64;   // keys that a prompt tile takes at a time
+constexpr int64_t ROWS = 16;        // keys that are laid out at a time; pages are whole numbers of them
+constexpr int64_t KEY_BLOCK = 64;   // keys that queries go against at a time
 constexpr int64_t TILE_ROWS = 128;  // query rows of a prompt tile, at least the heads of one token
 constexpr float LOWEST = -1e30f;    // the maximum of no score at all: finite, so that no difference of it is NaN
 
@@ -78,10 +82,12 @@ inline void narrow_all(const float* from, int64_t count, Bf16* to) {
 constexpr int64_t LANES = 16;
 constexpr int TILE = 8;  // rows of a product whose sums fit into the registers, 32 of them
 constexpr int WIDE = 4;  // vectors of a value row that are added at a time, for four query rows
+constexpr int FEW = 4;   // rows of a product whose sums for four vectors fit into the registers
 #else
 constexpr int64_t LANES = 8;
 constexpr int TILE = 6;  // of 16 registers
 constexpr int WIDE = 2;
+constexpr int FEW = 3;
 #endif
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 
@@ -184,9 +190,16 @@ template <typename T>
 using Products = Singles;
 #endif
 
-// What a span of one request's context contributes to each query head of a key head: [group] maxima, sums, then rows.
+// What some keys contribute to query rows: [rows] maxima, [rows] sums, then [rows, width] of values.
 struct Partial {
   float *max, *sum, *rows;
+  int64_t width;
+
+  void clear(int64_t count) const {
+    std::fill(max, max + count, LOWEST);
+    std::fill(sum, sum + count, 0.0f);
+    std::fill(rows, rows + count * width, 0.0f);
+  }
 };
 
 // Ask for what is going to be read soon: a page is too short a stretch of memory for the processor to guess the next.
@@ -196,93 +209,44 @@ inline void prefetch(const T* row, int64_t dim) {
     __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
 }
 
-// scores[g * SPAN + i] of ROWS rows of keys for GROUP query rows.
-template <int GROUP, typename T>
-inline void score_rows(const float* queries, const T* keys, int64_t dim, const T* soon, const T* later, float* scores) {
-  for (int64_t i = 0; i < ROWS; ++i, keys += dim) {
-    prefetch(soon + i * dim, dim);
-    prefetch(later + i * dim, dim);
-    Lanes sums[GROUP] = {};
-    for (int64_t d = 0; d < dim; d += LANES) {
-      const Lanes key = load(keys + d);
-      for (int g = 0; g < GROUP; ++g) sums[g] += load(queries + g * dim + d) * key;
-    }
-    for (int g = 0; g < GROUP; ++g) {
-      float sum = 0;
-      for (int lane = 0; lane < LANES; ++lane) sum += sums[g][lane];
-      scores[g * SPAN + i] = sum;
-    }
-  }
-}
-
-// rows[g] += weights[g * SPAN + i] * value row i for i in [from, to), for GROUP query rows and WIDTH vectors of each value row.
+// rows[g] += weights[g * KEY_BLOCK + i] * value row i for i in [from, to), for GROUP query rows and WIDTH vectors of each value row:
+// the sums that `multiply` takes of values that `put_value` has laid out, from values where they lie.
 template <int GROUP, int WIDTH, typename T>
-inline void add_values(const float* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows) {
+inline void add_values(const float* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows, int64_t width) {
   Lanes sums[GROUP][WIDTH];
   for (int g = 0; g < GROUP; ++g)
-    for (int w = 0; w < WIDTH; ++w) sums[g][w] = load(rows + g * dim + w * LANES);
+    for (int w = 0; w < WIDTH; ++w) sums[g][w] = load(rows + g * width + w * LANES);
   for (int64_t i = from; i < to; ++i) {
     for (int w = 0; w < WIDTH; ++w) {
       const Lanes value = load(values + i * dim + w * LANES);
-      for (int g = 0; g < GROUP; ++g) sums[g][w] += weights[g * SPAN + i] * value;
+      for (int g = 0; g < GROUP; ++g) sums[g][w] += weights[g * KEY_BLOCK + i] * value;
     }
   }
   for (int g = 0; g < GROUP; ++g)
-    for (int w = 0; w < WIDTH; ++w) save(rows + g * dim + w * LANES, sums[g][w]);
+    for (int w = 0; w < WIDTH; ++w) save(rows + g * width + w * LANES, sums[g][w]);
 }
 
 #ifdef __AVX512BF16__
 
-// The sum of each of 16 vectors, in a vector.
-inline __m512 sums_of(const __m512* v) {
-  __m512 two[8], four[4], half[2];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = v[2 * i], b = v[2 * i + 1];
-    two[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = (__m512d)two[2 * i], b = (__m512d)two[2 * i + 1];
-    four[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
-  }
-  for (int i = 0; i < 2; ++i) {
-    const __m512 a = four[2 * i], b = four[2 * i + 1];
-    half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-  }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(half[0], half[1], 0x88), _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
-}
-
-template <int GROUP>
-inline void score_rows(const Bf16* queries, const Bf16* keys, int64_t dim, const Bf16* soon, const Bf16* later, float* scores) {
-  for (int g = 0; g < GROUP; ++g, queries += dim) {
-    __m512 sums[ROWS];
-    for (int i = 0; i < ROWS; ++i) sums[i] = _mm512_setzero_ps();
-    int64_t d = 0;
-    for (; d + 2 * LANES <= dim; d += 2 * LANES) {
-      const __m512bh query = (__m512bh)_mm512_loadu_si512(queries + d);
-      for (int i = 0; i < ROWS; ++i) {
-        if (g == 0) __builtin_prefetch(soon + i * dim + d, 0, 3);
-        if (g == (GROUP > 1 ? 1 : 0)) __builtin_prefetch(later + i * dim + d, 0, 3);
-        sums[i] = _mm512_dpbf16_ps(sums[i], query, (__m512bh)_mm512_loadu_si512(keys + i * dim + d));
-      }
-    }
-    if (d < dim) {
-      const __m512bh query = (__m512bh)_mm512_maskz_loadu_epi16(0xffff, queries + d);
-      for (int i = 0; i < ROWS; ++i)
-        sums[i] = _mm512_dpbf16_ps(sums[i], query, (__m512bh)_mm512_maskz_loadu_epi16(0xffff, keys + i * dim + d));
-    }
-    _mm512_storeu_ps(scores + g * SPAN, sums_of(sums));
-  }
-}
-
 // Two rows at a time. One that is not in [from, to) counts as zeros: in its place may be what another request left, NaN even.
 template <int GROUP, int WIDTH>
-inline void add_values(const Bf16* weights, const Bf16* values, int64_t from, int64_t to, int64_t dim, float* rows) {
+inline void add_values(const Bf16* weights, const Bf16* values, int64_t from, int64_t to, int64_t dim, float* rows, int64_t width) {
   static_assert(WIDTH == 1 || WIDTH % 2 == 0);
   constexpr int BLOCKS = (WIDTH + 1) / 2;  // of 32 numbers
   constexpr __mmask32 MASK = WIDTH == 1 ? 0xffff : 0xffffffff;
-  __m512 low[GROUP][BLOCKS], high[GROUP][BLOCKS];  // of each 8 numbers the first four, the last four
+  // of each 8 numbers the first four, the last four: so lie the products of two interleaved rows
+  const __m512i firsts = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  const __m512i lasts = _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  const __m512i in_order = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i behind = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  __m512 low[GROUP][BLOCKS], high[GROUP][BLOCKS];
   for (int g = 0; g < GROUP; ++g)
-    for (int w = 0; w < BLOCKS; ++w) low[g][w] = high[g][w] = _mm512_setzero_ps();
+    for (int w = 0; w < BLOCKS; ++w) {
+      const float* start = rows + g * width + 2 * w * LANES;
+      const __m512 left = _mm512_loadu_ps(start), right = WIDTH > 1 ? _mm512_loadu_ps(start + LANES) : _mm512_setzero_ps();
+      low[g][w] = _mm512_permutex2var_ps(left, firsts, right);
+      high[g][w] = _mm512_permutex2var_ps(left, lasts, right);
+    }
   for (int64_t i = from / 2 * 2; i < to; i += 2) {
     const __mmask32 first = i >= from ? MASK : 0, second = i + 1 < to ? MASK : 0;
     for (int w = 0; w < BLOCKS; ++w) {
@@ -291,34 +255,28 @@ inline void add_values(const Bf16* weights, const Bf16* values, int64_t from, in
       const __m512bh lower = (__m512bh)_mm512_unpacklo_epi16(a, b), upper = (__m512bh)_mm512_unpackhi_epi16(a, b);
       for (int g = 0; g < GROUP; ++g) {
         int32_t pair;
-        std::memcpy(&pair, weights + g * SPAN + i, sizeof pair);
+        std::memcpy(&pair, weights + g * KEY_BLOCK + i, sizeof pair);
         const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair);
         low[g][w] = _mm512_dpbf16_ps(low[g][w], weight, lower);
         high[g][w] = _mm512_dpbf16_ps(high[g][w], weight, upper);
       }
     }
   }
-  const __m512i in_order = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i behind = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   for (int g = 0; g < GROUP; ++g)
     for (int w = 0; w < BLOCKS; ++w) {
-      float* to_add = rows + g * dim + 2 * w * LANES;
-      const __m512 left = _mm512_permutex2var_ps(low[g][w], in_order, high[g][w]);
-      _mm512_storeu_ps(to_add, _mm512_add_ps(_mm512_loadu_ps(to_add), left));
-      if constexpr (WIDTH > 1) {
-        const __m512 right = _mm512_permutex2var_ps(low[g][w], behind, high[g][w]);
-        _mm512_storeu_ps(to_add + LANES, _mm512_add_ps(_mm512_loadu_ps(to_add + LANES), right));
-      }
+      float* end = rows + g * width + 2 * w * LANES;
+      _mm512_storeu_ps(end, _mm512_permutex2var_ps(low[g][w], in_order, high[g][w]));
+      if constexpr (WIDTH > 1) _mm512_storeu_ps(end + LANES, _mm512_permutex2var_ps(low[g][w], behind, high[g][w]));
     }
 }
 
 #endif
 
 template <int GROUP, typename L, typename T>
-inline void add_page(const L* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows) {
+inline void add_rows(const L* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows, int64_t width) {
   int64_t d = 0;
-  for (; d + WIDE * LANES <= dim; d += WIDE * LANES) add_values<GROUP, WIDE>(weights, values + d, from, to, dim, rows + d);
-  for (; d < dim; d += LANES) add_values<GROUP, 1>(weights, values + d, from, to, dim, rows + d);
+  for (; d + WIDE * LANES <= dim; d += WIDE * LANES) add_values<GROUP, WIDE>(weights, values + d, from, to, dim, rows + d, width);
+  for (; d < dim; d += LANES) add_values<GROUP, 1>(weights, values + d, from, to, dim, rows + d, width);
 }
 
 // Calls f with the number of query rows, up to four at a time, as a constant.
@@ -332,140 +290,66 @@ inline void by_rows(int64_t group, const F& f) {
     }
 }
 
-template <typename T>
-void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, Partial part) {
-  typedef typename Products<T>::Left Left;
-  thread_local std::vector<float> numbers;
-  thread_local std::vector<Left> lefts;
-  numbers.resize(c.group * SPAN);
-  lefts.resize(c.group * (c.dim + SPAN));
-  float* scores = numbers.data();
-  Left *queries = lefts.data(), *weights = queries + c.group * c.dim;
-  for (int64_t g = 0; g < c.group; ++g) {
-    const T* q = c.query + (head * c.group + g) * c.query_head + c.starts[r] * c.query_token;
-    for (int64_t d = 0; d < c.dim; ++d) narrow(widen(q[d]), queries[g * c.dim + d]);
-  }
-  const int64_t base = first / ROWS * ROWS;  // pages are whole numbers of ROWS rows; scores of rows not wanted are not read
-  for (int64_t position = base; position < last; position += ROWS) {
-    const T *keys = c.rows(r, head, position, 0), *values = c.rows(r, head, position, 1);
-    const T* next = c.rows(r, head, std::min(position + ROWS, last - 1) / ROWS * ROWS, 0);
-    by_rows(c.group, [&](int64_t g, auto rows) {
-      score_rows<rows()>(queries + g * c.dim, keys, c.dim, next, values, scores + g * SPAN + position - base);
-    });
-  }
-  const int64_t from = first - base, to = last - base;
-  for (int64_t g = 0; g < c.group; ++g) {
-    float *mine = scores + g * SPAN, max = LOWEST, sum = 0;
-    for (int64_t i = from; i < to; ++i) mine[i] *= c.scaling;
-    if (c.softcap > 0)
-      for (int64_t i = from; i < to; ++i) mine[i] = c.score(mine[i]);
-#pragma omp simd reduction(max : max)
-    for (int64_t i = from; i < to; ++i) max = mine[i] > max ? mine[i] : max;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = from; i < to; ++i) sum += mine[i] = exp_of(mine[i] - max);
-    narrow_all(mine + from, to - from, weights + g * SPAN + from);
-    if (from % 2) narrow(0.0f, weights[g * SPAN + from - 1]);  // the other one of a pair
-    if (to % 2) narrow(0.0f, weights[g * SPAN + to]);
-    part.max[g] = max;
-    part.sum[g] = sum;
-  }
-  std::fill(part.rows, part.rows + c.group * c.dim, 0.0f);
-  for (int64_t position = base; position < last;) {
-    const int64_t end = std::min(last, (position / c.page_size + 1) * c.page_size);
-    by_rows(c.group, [&](int64_t g, auto rows) {
-      add_page<rows()>(weights + g * SPAN + position - base, c.rows(r, head, position, 1), std::max<int64_t>(0, first - position),
-                       end - position, c.dim, part.rows + g * c.dim);
-    });
-    position = end;
-  }
-}
-
-// The spans of one request and key head, in order, into the output.
-template <typename T>
-void merge_spans(const Call<T>& c, int64_t r, int64_t head, const Partial* spans, int64_t count) {
-  for (int64_t g = 0; g < c.group; ++g) {
-    float max = LOWEST, sum = 0, *total = spans[0].rows + g * c.dim;
-    for (int64_t s = 0; s < count; ++s) max = std::max(max, spans[s].max[g]);
-    for (int64_t s = 0; s < count; ++s) {
-      const float share = exp_of(spans[s].max[g] - max), *rows = spans[s].rows + g * c.dim;
-      sum += spans[s].sum[g] * share;
-      for (int64_t d = 0; d < c.dim; ++d) total[d] = rows[d] * share + (s > 0 ? total[d] : 0.0f);
-    }
-    T* out = c.out + (c.starts[r] * c.heads + head * c.group + g) * c.dim;
-    for (int64_t d = 0; d < c.dim; ++d) narrow(total[d] / sum, out[d]);
-  }
-}
-
-// c [ROWS, 2 * LANES] (+)= a [ROWS, depth] x b [depth, 2 * LANES], the tile in registers.
-template <int ROWS>
+// c [ROWS, WIDTH * LANES] (+)= a [ROWS, depth] x b [depth, WIDTH * LANES], the tile in registers.
+template <int ROWS, int WIDTH>
 inline void multiply_tile(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth, bool add) {
-  Lanes left[ROWS], right[ROWS];
-  for (int i = 0; i < ROWS; ++i) {
-    if (add) {
-      left[i] = load(c + i * ldc);
-      right[i] = load(c + i * ldc + LANES);
-    } else {
-      left[i] = right[i] = Lanes{};
-    }
-  }
+  Lanes sums[ROWS][WIDTH];
+  for (int i = 0; i < ROWS; ++i)
+    for (int w = 0; w < WIDTH; ++w) sums[i][w] = add ? load(c + i * ldc + w * LANES) : Lanes{};
   for (int64_t k = 0; k < depth; ++k) {
-    const Lanes b_left = load(b + k * ldb), b_right = load(b + k * ldb + LANES);
-    for (int i = 0; i < ROWS; ++i) {
-      const float scalar = a[i * lda + k];
-      left[i] += scalar * b_left;
-      right[i] += scalar * b_right;
-    }
+    Lanes row[WIDTH];
+    for (int w = 0; w < WIDTH; ++w) row[w] = load(b + k * ldb + w * LANES);
+    for (int i = 0; i < ROWS; ++i)
+      for (int w = 0; w < WIDTH; ++w) sums[i][w] += a[i * lda + k] * row[w];
   }
-  for (int i = 0; i < ROWS; ++i) {
-    save(c + i * ldc, left[i]);
-    save(c + i * ldc + LANES, right[i]);
-  }
+  for (int i = 0; i < ROWS; ++i)
+    for (int w = 0; w < WIDTH; ++w) save(c + i * ldc + w * LANES, sums[i][w]);
 }
 
 #ifdef __AVX512BF16__
-// As multiply_tile, of bfloat16 in pairs: a [ROWS, 2 * pairs], b [pairs, 2 * LANES] of two numbers each.
-template <int ROWS>
+// As multiply_tile, of bfloat16 in pairs: a [ROWS, 2 * pairs], b [pairs, WIDTH * LANES] of two numbers each.
+template <int ROWS, int WIDTH>
 inline void multiply_tile(float* c, int64_t ldc, const Bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs, bool add) {
-  __m512 left[ROWS], right[ROWS];
-  for (int i = 0; i < ROWS; ++i) {
-    left[i] = add ? _mm512_loadu_ps(c + i * ldc) : _mm512_setzero_ps();
-    right[i] = add ? _mm512_loadu_ps(c + i * ldc + LANES) : _mm512_setzero_ps();
-  }
+  __m512 sums[ROWS][WIDTH];
+  for (int i = 0; i < ROWS; ++i)
+    for (int w = 0; w < WIDTH; ++w) sums[i][w] = add ? _mm512_loadu_ps(c + i * ldc + w * LANES) : _mm512_setzero_ps();
   for (int64_t k = 0; k < pairs; ++k) {
-    const __m512bh b_left = (__m512bh)_mm512_loadu_si512(b + k * ldb), b_right = (__m512bh)_mm512_loadu_si512(b + k * ldb + LANES);
+    __m512bh row[WIDTH];
+    for (int w = 0; w < WIDTH; ++w) row[w] = (__m512bh)_mm512_loadu_si512(b + k * ldb + w * LANES);
     for (int i = 0; i < ROWS; ++i) {
       int32_t pair;
       std::memcpy(&pair, a + i * lda + 2 * k, sizeof pair);
-      left[i] = _mm512_dpbf16_ps(left[i], (__m512bh)_mm512_set1_epi32(pair), b_left);
-      right[i] = _mm512_dpbf16_ps(right[i], (__m512bh)_mm512_set1_epi32(pair), b_right);
+      for (int w = 0; w < WIDTH; ++w) sums[i][w] = _mm512_dpbf16_ps(sums[i][w], (__m512bh)_mm512_set1_epi32(pair), row[w]);
     }
   }
-  for (int i = 0; i < ROWS; ++i) {
-    _mm512_storeu_ps(c + i * ldc, left[i]);
-    _mm512_storeu_ps(c + i * ldc + LANES, right[i]);
-  }
+  for (int i = 0; i < ROWS; ++i)
+    for (int w = 0; w < WIDTH; ++w) _mm512_storeu_ps(c + i * ldc + w * LANES, sums[i][w]);
 }
 #endif
+
+// ROWS rows of a product: of few rows more columns at a time, for each sum waits for the one before.
+template <int ROWS, typename A, typename B>
+inline void multiply_rows(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t width, int64_t depth, bool add) {
+  constexpr int MANY = ROWS <= FEW ? 4 : 2;
+  int64_t column = 0;
+  for (; column + MANY * LANES <= width; column += MANY * LANES)
+    multiply_tile<ROWS, MANY>(c + column, ldc, a, lda, b + column, ldb, depth, add);
+  for (; column < width; column += 2 * LANES) multiply_tile<ROWS, 2>(c + column, ldc, a, lda, b + column, ldb, depth, add);
+}
 
 // c [rows, width] (+)= a [rows, depth] x b [depth, width]; width is a multiple of 2 * LANES. A row's sums do not depend on
 // which other rows there are.
 template <typename A, typename B>
 void multiply(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
-  for (int64_t column = 0; column < width; column += 2 * LANES) {
-    int64_t i = 0;
-    for (; i + TILE <= rows; i += TILE) multiply_tile<TILE>(c + i * ldc + column, ldc, a + i * lda, lda, b + column, ldb, depth, add);
-    for (; i < rows; ++i) multiply_tile<1>(c + i * ldc + column, ldc, a + i * lda, lda, b + column, ldb, depth, add);
-  }
+  int64_t i = 0;
+  for (; i + TILE <= rows; i += TILE) multiply_rows<TILE>(c + i * ldc, ldc, a + i * lda, lda, b, ldb, width, depth, add);
+  by_rows(rows - i, [&](int64_t g, auto count) {
+    multiply_rows<count()>(c + (i + g) * ldc, ldc, a + (i + g) * lda, lda, b, ldb, width, depth, add);
+  });
 }
 
-// ROWS rows of keys, as columns from j on of [dim / TOGETHER, KEY_BLOCK].
-template <typename T>
-inline void put_keys(float* keys, int64_t j, const T* rows, int64_t dim) {
-  for (int64_t i = 0; i < ROWS; ++i)
-    for (int64_t d = 0; d < dim; ++d) keys[d * KEY_BLOCK + j + i] = widen(rows[i * dim + d]);
-}
-
-#ifdef __AVX512BF16__
+// Of LANES vectors of as many 32-bit numbers, rows become columns.
+#ifdef __AVX512F__
 inline void transpose(__m512i* v) {
   __m512i two[16], four[16];
   for (int i = 0; i < 16; i += 2) {
@@ -489,6 +373,67 @@ inline void transpose(__m512i* v) {
   }
 }
 
+inline void transpose(Lanes* v) { transpose(reinterpret_cast<__m512i*>(v)); }
+#elif defined(__AVX2__)
+inline void transpose(Lanes* v) {
+  __m256 two[8], four[8];
+  for (int i = 0; i < 8; i += 2) {
+    two[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+    two[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {  // four[i + c]: of rows i to i + 3 the columns c and 4 + c
+    four[i] = _mm256_shuffle_ps(two[i], two[i + 2], 0x44);
+    four[i + 1] = _mm256_shuffle_ps(two[i], two[i + 2], 0xee);
+    four[i + 2] = _mm256_shuffle_ps(two[i + 1], two[i + 3], 0x44);
+    four[i + 3] = _mm256_shuffle_ps(two[i + 1], two[i + 3], 0xee);
+  }
+  for (int c = 0; c < 4; ++c) {
+    v[c] = _mm256_permute2f128_ps(four[c], four[4 + c], 0x20);
+    v[4 + c] = _mm256_permute2f128_ps(four[c], four[4 + c], 0x31);
+  }
+}
+#else
+inline void transpose(Lanes* v) {
+  for (int64_t i = 0; i < LANES; ++i)
+    for (int64_t j = 0; j < i; ++j) {
+      const float number = v[i][j];
+      v[i][j] = v[j][i];
+      v[j][i] = number;
+    }
+}
+#endif
+
+// ROWS rows of keys, as columns from j on of [dim / TOGETHER, KEY_BLOCK].
+template <typename T>
+inline void put_keys(float* keys, int64_t j, const T* rows, int64_t dim) {
+  for (int64_t i = 0; i < ROWS; i += LANES)
+    for (int64_t d = 0; d < dim; d += LANES) {
+      Lanes v[LANES];
+      for (int64_t row = 0; row < LANES; ++row) v[row] = load(rows + (i + row) * dim + d);
+      transpose(v);
+      for (int64_t column = 0; column < LANES; ++column) save(keys + (d + column) * KEY_BLOCK + j + i, v[column]);
+    }
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Pairs are transposed and then widened: half of the shuffles.
+inline void put_keys(float* keys, int64_t j, const Bf16* rows, int64_t dim) {
+  for (int64_t i = 0; i < ROWS; i += LANES)
+    for (int64_t d = 0; d < dim; d += 2 * LANES) {
+      Lanes v[LANES];
+      for (int64_t row = 0; row < LANES; ++row) std::memcpy(&v[row], rows + (i + row) * dim + d, sizeof v[row]);
+      transpose(v);
+      for (int64_t pair = 0; pair < LANES; ++pair) {
+        const __m256i both = reinterpret_cast<__m256i>(v[pair]);
+        float* column = keys + (d + 2 * pair) * KEY_BLOCK + j + i;
+        save(column, reinterpret_cast<Lanes>(_mm256_slli_epi32(both, 16)));
+        save(column + KEY_BLOCK, reinterpret_cast<Lanes>(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000))));
+      }
+    }
+}
+#endif
+
+#ifdef __AVX512BF16__
 inline void put_keys(uint32_t* keys, int64_t j, const Bf16* rows, int64_t dim) {
   for (int64_t d = 0; d < dim; d += 2 * ROWS) {
     const int64_t pairs = std::min<int64_t>(ROWS, (dim - d) / 2);
@@ -513,6 +458,97 @@ inline void put_value(uint32_t* values, int64_t j, const Bf16* value, int64_t di
     for (int64_t d = 0; d < dim; ++d) row[d] = value[d].bits;
 }
 
+// The scores of one query row and a block of keys, of which it sees those in [from, to), to weights; `max` and `sum` take
+// them in. Returns by what the values that were added before are to be multiplied.
+template <typename T>
+__attribute__((noinline)) float soften(const Call<T>& c, float* scores, int64_t from, int64_t to, typename Products<T>::Left* weights, float& max, float& sum) {
+  for (int64_t j = 0; j < KEY_BLOCK; ++j) scores[j] *= c.scaling;
+  if (c.softcap > 0)
+    for (int64_t j = from; j < to; ++j) scores[j] = c.score(scores[j]);
+  if (from > 0 || to < KEY_BLOCK)
+    for (int64_t j = 0; j < KEY_BLOCK; ++j) scores[j] = j >= from && j < to ? scores[j] : -INFINITY;
+  float most = max, total = 0;
+#pragma omp simd reduction(max : most)
+  for (int64_t j = 0; j < KEY_BLOCK; ++j) most = scores[j] > most ? scores[j] : most;
+#pragma omp simd reduction(+ : total)
+  for (int64_t j = 0; j < KEY_BLOCK; ++j) total += scores[j] = exp_of(scores[j] - most);
+  narrow_all(scores, KEY_BLOCK, weights);
+  const float shrink = exp_of(max - most);
+  sum = sum * shrink + total;
+  max = most;
+  return shrink;
+}
+
+// Row i of what the next span of a context contributes, into what the spans before it did.
+__attribute__((noinline)) void merge(const Partial& span, int64_t i, const Partial& before) {
+  const float max = std::max(before.max[i], span.max[i]);
+  const float old_share = exp_of(before.max[i] - max), share = exp_of(span.max[i] - max);
+  before.max[i] = max;
+  before.sum[i] = before.sum[i] * old_share + span.sum[i] * share;
+  float *total = before.rows + i * before.width, *rows = span.rows + i * span.width;
+  for (int64_t d = 0; d < before.width; ++d) total[d] = total[d] * old_share + rows[d] * share;
+}
+
+template <typename T>
+__attribute__((noinline)) void finish(const Partial& all, int64_t i, int64_t dim, T* out) {
+  for (int64_t d = 0; d < dim; ++d) narrow(all.rows[i * all.width + d] / all.sum[i], out[d]);
+}
+
+// The queries of tokens first..last-1 of a request for one key head, [tokens * group, wide].
+template <typename T>
+void put_queries(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, int64_t wide, typename Products<T>::Left* queries) {
+  for (int64_t i = 0; i < (last - first) * c.group; ++i) {
+    const int64_t token = c.starts[r] + first + i / c.group;
+    const T* q = c.query + (head * c.group + i % c.group) * c.query_head + token * c.query_token;
+    for (int64_t d = 0; d < c.dim; ++d) narrow(widen(q[d]), queries[i * wide + d]);
+  }
+}
+
+// What keys first..last-1, of one span, contribute to a decode, for the query heads of one key head.
+template <typename T>
+void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, const Partial& part) {
+  typedef Products<T> P;
+  thread_local std::vector<float> numbers;
+  thread_local std::vector<typename P::Left> lefts;
+  thread_local std::vector<typename P::Right> rights;
+  numbers.resize(c.group * KEY_BLOCK);
+  lefts.resize(c.group * (c.dim + KEY_BLOCK));
+  rights.resize(KEY_BLOCK * c.dim);
+  float* scores = numbers.data();
+  typename P::Left *queries = lefts.data(), *weights = queries + c.group * c.dim;
+  typename P::Right* keys = rights.data();
+  put_queries(c, r, head, 0, 1, c.dim, queries);
+  part.clear(c.group);
+  for (int64_t block = first / KEY_BLOCK * KEY_BLOCK; block < last; block += KEY_BLOCK) {
+    const int64_t count = std::min(KEY_BLOCK, last - block), from = std::max<int64_t>(0, first - block);
+    for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys behind `count` are not read
+      const T* values = c.rows(r, head, block + j, 1);
+      for (int64_t i = 0; i < ROWS; ++i) prefetch(values + i * c.dim, c.dim);
+      put_keys(keys, j, c.rows(r, head, block + j, 0), c.dim);
+    }
+    multiply(scores, KEY_BLOCK, queries, c.dim, keys, KEY_BLOCK, c.group, KEY_BLOCK, c.dim / P::TOGETHER, false);
+    for (int64_t g = 0; g < c.group; ++g) {
+      const float shrink = soften(c, scores + g * KEY_BLOCK, from, count, weights + g * KEY_BLOCK, part.max[g], part.sum[g]);
+      if (shrink != 1.0f)
+        for (int64_t d = 0; d < c.dim; ++d) part.rows[g * c.dim + d] *= shrink;
+    }
+    for (int64_t j = 0; j < count; j += ROWS)
+      by_rows(c.group, [&](int64_t g, auto rows) {
+        add_rows<rows()>(weights + g * KEY_BLOCK + j, c.rows(r, head, block + j, 1), std::max<int64_t>(0, from - j), std::min(ROWS, count - j), c.dim,
+                         part.rows + g * c.dim, part.width);
+      });
+  }
+}
+
+// The spans of one decode and key head, in order, into the output.
+template <typename T>
+void merge_spans(const Call<T>& c, int64_t r, int64_t head, const Partial* spans, int64_t count, const Partial& all) {
+  all.clear(c.group);
+  for (int64_t s = 0; s < count; ++s)
+    for (int64_t g = 0; g < c.group; ++g) merge(spans[s], g, all);
+  for (int64_t g = 0; g < c.group; ++g) finish(all, g, c.dim, c.out + (c.starts[r] * c.heads + head * c.group + g) * c.dim);
+}
+
 // Queries first..last-1 of a prompt chunk against all keys they see, for the query heads of one key head.
 template <typename T>
 void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last) {
@@ -522,20 +558,17 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   thread_local std::vector<float> numbers;
   thread_local std::vector<typename P::Left> lefts;
   thread_local std::vector<typename P::Right> rights;
-  numbers.resize(rows * (wide + KEY_BLOCK + 2));
+  numbers.resize(rows * (2 * wide + KEY_BLOCK + 4));
   lefts.resize(rows * (wide + KEY_BLOCK));
   rights.assign(2 * KEY_BLOCK * wide, 0);
-  float *sums = numbers.data(), *scores = sums + rows * wide, *maxima = scores + rows * KEY_BLOCK, *totals = maxima + rows;
+  float *scores = numbers.data(), *next = scores + rows * KEY_BLOCK;
+  const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
+  const Partial span{take(rows), take(rows), take(rows * wide), wide}, all{take(rows), take(rows), take(rows * wide), wide};
   typename P::Left *queries = lefts.data(), *weights = queries + rows * wide;
   typename P::Right *keys = rights.data(), *values = keys + KEY_BLOCK * wide;
-  for (int64_t i = 0; i < rows; ++i) {
-    const int64_t token = c.starts[r] + first + i / c.group;
-    const T* q = c.query + (head * c.group + i % c.group) * c.query_head + token * c.query_token;
-    for (int64_t d = 0; d < dim; ++d) narrow(widen(q[d]), queries[i * wide + d]);
-  }
-  std::fill(sums, sums + rows * wide, 0.0f);
-  std::fill(maxima, maxima + rows, LOWEST);
-  std::fill(totals, totals + rows, 0.0f);
+  put_queries(c, r, head, first, last, wide, queries);
+  span.clear(rows);
+  all.clear(rows);
   const int64_t end = before + last;  // behind the last key seen
   for (int64_t block = c.first_visible(before + first) / KEY_BLOCK * KEY_BLOCK; block < end; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, end - block);
@@ -547,30 +580,19 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
     for (int64_t i = skipped; i < rows; ++i) {
       const int64_t position = before + first + i / c.group;
       const int64_t from = std::max<int64_t>(0, c.first_visible(position) - block), to = std::min(KEY_BLOCK, position - block + 1);
-      float *mine = scores + i * KEY_BLOCK, max = maxima[i], total = 0;
-      for (int64_t j = 0; j < KEY_BLOCK; ++j) mine[j] *= c.scaling;
-      if (c.softcap > 0)
-        for (int64_t j = from; j < to; ++j) mine[j] = c.score(mine[j]);
-      if (from > 0 || to < KEY_BLOCK)
-        for (int64_t j = 0; j < KEY_BLOCK; ++j) mine[j] = j >= from && j < to ? mine[j] : -INFINITY;
-#pragma omp simd reduction(max : max)
-      for (int64_t j = 0; j < KEY_BLOCK; ++j) max = mine[j] > max ? mine[j] : max;
-#pragma omp simd reduction(+ : total)
-      for (int64_t j = 0; j < KEY_BLOCK; ++j) total += mine[j] = exp_of(mine[j] - max);
-      narrow_all(mine, KEY_BLOCK, weights + i * KEY_BLOCK);
-      const float shrink = exp_of(maxima[i] - max);
-      totals[i] = totals[i] * shrink + total;
-      maxima[i] = max;
+      const float shrink = soften(c, scores + i * KEY_BLOCK, from, to, weights + i * KEY_BLOCK, span.max[i], span.sum[i]);
       if (shrink != 1.0f)
-        for (int64_t d = 0; d < wide; ++d) sums[i * wide + d] *= shrink;
+        for (int64_t d = 0; d < wide; ++d) span.rows[i * wide + d] *= shrink;
     }
-    multiply(sums + skipped * wide, wide, weights + skipped * KEY_BLOCK, KEY_BLOCK, values, wide, rows - skipped, wide,
+    multiply(span.rows + skipped * wide, wide, weights + skipped * KEY_BLOCK, KEY_BLOCK, values, wide, rows - skipped, wide,
              KEY_BLOCK / P::TOGETHER, true);
+    if ((block + KEY_BLOCK) % SPAN == 0 || block + KEY_BLOCK >= end) {
+      for (int64_t i = 0; i < rows; ++i) merge(span, i, all);
+      span.clear(rows);
+    }
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    T* out = c.out + ((c.starts[r] + first + i / c.group) * c.heads + head * c.group + i % c.group) * dim;
-    for (int64_t d = 0; d < dim; ++d) narrow(sums[i * wide + d] / totals[i], out[d]);
-  }
+  for (int64_t i = 0; i < rows; ++i)
+    finish(all, i, dim, c.out + ((c.starts[r] + first + i / c.group) * c.heads + head * c.group + i % c.group) * dim);
 }
 
 struct Task {
@@ -617,11 +639,12 @@ void attend(const Call<T>& c) {
       if (first < last) store_new(c, r, first - c.starts[r], last - c.starts[r]);
     }
   });
-  std::unique_ptr<float[]> memory(new float[spans * c.group * (c.dim + 2)]);
-  std::vector<Partial> partials(spans);
-  for (int64_t s = 0; s < spans; ++s) {
+  const int64_t pairs = c.requests * c.kv_heads;
+  std::unique_ptr<float[]> memory(new float[(spans + pairs) * c.group * (c.dim + 2)]);
+  std::vector<Partial> partials(spans + pairs);  // of spans, then of decodes as a whole
+  for (int64_t s = 0; s < spans + pairs; ++s) {
     float* mine = memory.get() + s * c.group * (c.dim + 2);
-    partials[s] = {mine, mine + c.group, mine + 2 * c.group};
+    partials[s] = {mine, mine + c.group, mine + 2 * c.group, c.dim};
   }
   std::vector<std::atomic<int64_t>> left(c.requests * c.kv_heads);
   for (size_t i = 0; i < left.size(); ++i) left[i] = spans_left[i];
@@ -631,7 +654,8 @@ void attend(const Call<T>& c) {
     const Partial part = partials[task.span];
     decode_span(c, task.request, task.head, task.first, task.last, part);
     const int64_t pair = task.request * c.kv_heads + task.head;
-    if (left[pair].fetch_sub(1) == 1) merge_spans(c, task.request, task.head, &partials[first_span[pair]], spans_left[pair]);
+    if (left[pair].fetch_sub(1) == 1)
+      merge_spans(c, task.request, task.head, &partials[first_span[pair]], spans_left[pair], partials[spans + pair]);
   });
   const int64_t real = c.starts[c.requests];  // tokens beyond them are padding
   std::memset(static_cast<void*>(c.out + real * c.heads * c.dim), 0, (c.tokens - real) * c.heads * c.dim * sizeof(T));

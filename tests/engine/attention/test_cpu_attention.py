@@ -157,6 +157,39 @@ def test_a_request_gives_the_same_bits_in_any_batch_and_with_any_number_of_threa
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "scoring"),
+    [
+        ((3, 3, 16, 64), Scoring(0.125)),
+        ((1, 5, 32, 32), Scoring(0.2, window=70)),
+        ((2, 1, 16, 80), Scoring(0.1, softcap=20.0)),
+        ((1, 8, 64, 128), Scoring(0.09)),
+    ],
+)
+def test_a_token_gets_the_same_bits_as_a_decode_and_in_any_chunk_of_a_prompt(
+    dtype: torch.dtype, shape: tuple[int, int, int, int], scoring: Scoring
+) -> None:
+    """A decode and a prompt took sums in other orders: a stream that another worker went on with got other text."""
+    torch.manual_seed(0)
+    length = 600
+    case = Case(shape, dtype, [length], [length])
+
+    def in_chunks(*ends: int) -> torch.Tensor:
+        attention, first, parts = CpuAttention(case.pool, case.layout), 0, []
+        for end in ends:
+            step = attention.plan(StepShape([end - first], [end], case.tables))
+            query, key, value = (x[:, :, first:end] for x in (case.query, case.key, case.value))
+            parts.append(step.attend(0, query, key, value, scoring))
+            first = end
+        return torch.cat(parts, dim=1)
+
+    whole = in_chunks(length)
+    assert torch.equal(in_chunks(77, 203, 499, length), whole)
+    assert torch.equal(in_chunks(*range(1, length + 1)), whole)
+    assert torch.equal(in_chunks(150, *range(151, 400), length), whole)
+
+
 def test_tokens_beyond_the_plan_are_zero_and_write_nothing() -> None:
     torch.manual_seed(0)
     case = Case((2, 3, 16, 32), torch.float32, [1, 1], [9, 20])
