@@ -6,51 +6,22 @@ Nothing here runs per token: the transport says when it has more than it can sen
 """
 
 import asyncio
-import resource
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any, Final
 from uuid import uuid4
 
 import httptools
-from prometheus_client import CollectorRegistry, Counter
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from components.http_limits import REFUSALS, Closed, Closures, Patience
+from components.http_room import Room
 from components.http_writer import ConnectionWriter, HeldWrites
-from components.openai.errors import from_status
 
 PUSH: Final = "kvmesh.push"  # of a scope: a BodyPush
-SPARE_FILES: Final = 512  # that a process opens beside its connections
 LINGER_S: Final = 2.0  # for a client to read the last word: a socket closed under what it still sends would lose it
 AT_A_TIME: Final = 512  # connections looked at before others get their turn
-SHED: Final = 16  # one in so many idle connections goes when there are too many
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """What a client may take."""
-
-    head_bytes: int = 64 * 1024  # of request line and headers
-    head_s: float = 20.0  # from a request's first byte to the end of its headers
-    body_s: float = 20.0  # for a body, and more as it comes, by `bytes_per_s`
-    first_s: float = 75.0  # for the first byte of a new connection
-    unread_s: float = 20.0  # for what waits to be read, and more as it is
-    bytes_per_s: float = 4096.0
-    look_s: float = 1.0  # how often all this is looked at
-    connections: int | None = None  # at once; None: as many as the process may open, less SPARE_FILES
-
-
-class Closed(StrEnum):
-    """Why a connection was closed, by us."""
-
-    HEAD_LATE = auto()
-    BODY_LATE = auto()
-    NOTHING_SENT = auto()
-    UNREAD = auto()
-    HEAD_TOO_LARGE = auto()
-    MALFORMED = auto()
-    TOO_MANY = auto()
 
 
 class Waits(StrEnum):
@@ -59,48 +30,28 @@ class Waits(StrEnum):
     REQUEST = auto()
     HEAD = auto()
     BODY = auto()
-    END = auto()  # we have said our last word, and read nothing more
-
-
-class Closures:
-    """Counts of `Closed`."""
-
-    def __init__(self, registry: CollectorRegistry | None) -> None:
-        self._counter = Counter(
-            "http_connections_closed", "Connections closed for what the client did.", ["reason"], registry=registry
-        )
-        for reason in Closed:
-            self._counter.labels(reason)
-
-    def count(self, why: Closed) -> None:
-        """One more."""
-        self._counter.labels(why).inc()
-
-
-REFUSALS: Final = {
-    Closed.HEAD_LATE: from_status(408, "The request's headers took too long."),
-    Closed.BODY_LATE: from_status(408, "The request's body took too long."),
-    Closed.HEAD_TOO_LARGE: from_status(431),
-    Closed.MALFORMED: from_status(400, "This is not an HTTP request."),
-    Closed.TOO_MANY: from_status(503, "Too many connections are open. Try again shortly."),
-}
+    END = auto()  # we have said our last word, and drop what is read
 
 
 class Connection(HttpToolsProtocol):
     """See the module. Whatever closes it says so first, where an answer is still possible."""
 
-    def __init__(self, patience: Patience, most: int, closures: Closures, writes: HeldWrites, **options: Any) -> None:
-        """Of `most` connections, made by uvicorn with its `options`."""
+    def __init__(self, patience: Patience, room: Room, closures: Closures, writes: HeldWrites, **options: Any) -> None:
+        """One of those in `room`, made by uvicorn with its `options`."""
         super().__init__(**options)
         self._writes = writes
-        self._cycles: list[RequestResponseCycle] = []  # of requests that are not answered: others may wait behind one
+        self._cycles: deque[RequestResponseCycle] = deque()  # of requests that are not answered, in their order
         self._patience = patience
-        self._most = most
+        self._room = room
         self._closures = closures
         self._waits = Waits.REQUEST
-        self._since_s = 0.0  # it waits
+        self.since_s = 0.0  # it waits
         self._taken_bytes = 0  # of what it waits for
-        self._head_too_large = False
+        self._body_bytes = 0  # among them
+        self._bare_bytes = 0  # since the body grew last
+        self._rest_bytes = 0  # of a body, since its request was answered
+        self._moved = False  # what was read last brought a part of a body, or the end of what was waited for
+        self._fault = Closed.MALFORMED  # what the parser stops for
         self._unread_since_s = 0.0  # so much of ours waits, while nothing is added
         self._unread_bytes = 0
 
@@ -108,27 +59,31 @@ class Connection(HttpToolsProtocol):
         """A client has come."""
         super().connection_made(transport)
         # in uvicorn's hands too: what waits in it is sent before a close
-        self.transport = self._writer = ConnectionWriter(transport, self._writes)
-        self._since_s = self._unread_since_s = self.loop.time()
-        if len(self.connections) > self._most:
-            self._make_room()
+        self.transport = self._writer = ConnectionWriter(transport, self._writes, self._lingers)
+        self.since_s = self._unread_since_s = self.loop.time()
+        if not self._room.admit(self):
+            self._refuse(Closed.TOO_MANY)
 
     def data_received(self, data: bytes) -> None:
         """Some bytes of a request, or of several."""
         if self._waits is Waits.END:
+            self._drop(len(data))
             return
         if self._waits is Waits.REQUEST:
             self._wait(Waits.HEAD)
         self._taken_bytes += len(data)
+        self._moved = False
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
-            self._refuse(Closed.HEAD_TOO_LARGE if self._head_too_large else Closed.MALFORMED)
+            self._refuse(self._fault)
         except httptools.HttpParserUpgrade:
             return  # to nothing that we speak: the request is answered as it is
         if self._waits is Waits.HEAD and self._taken_bytes > self._patience.head_bytes:
             self._refuse(Closed.HEAD_TOO_LARGE)
+        elif self._waits is Waits.BODY:
+            self._bound_body(len(data))
 
     def on_message_begin(self) -> None:
         """A further request may follow in the same bytes."""
@@ -136,30 +91,50 @@ class Connection(HttpToolsProtocol):
             self._wait(Waits.HEAD)
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; trailers, which follow the body, are none."""
+        if self._waits is Waits.HEAD:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """The request can be served; its body may follow."""
-        if self._taken_bytes > self._patience.head_bytes and self._head_bytes() > self._patience.head_bytes:
-            self._head_too_large = True
-            raise httptools.HttpParserError("head too large")
+        fault = self._fault_of_head()
+        if fault is not None:
+            self._fault = fault
+            raise httptools.HttpParserError(fault)
         super().on_headers_complete()
         self._writer.expect_head()
-        self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
+        self._cycles.append(self.cycle)
         self.scope[PUSH] = BodyPush(self.cycle)  # type: ignore[typeddict-unknown-key]  # a server may add its own
         self._wait(Waits.BODY)
+
+    def on_body(self, body: bytes) -> None:
+        """A part of it."""
+        self._moved = True
+        self._body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request has come whole."""
         super().on_message_complete()
         self._wait(Waits.REQUEST)
 
+    def on_response_complete(self) -> None:
+        """An answer is out; the next request may have its turn."""
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        if self._waits is not Waits.END:
+            super().on_response_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
+        self._waits = Waits.END
         self._end_cycles()
         super().connection_lost(exc)
 
     def look(self, now_s: float) -> None:
         """Close the connection if its client is too late with anything."""
-        patience, waited_s = self._patience, now_s - self._since_s
+        patience, waited_s = self._patience, now_s - self.since_s
         if self._reads_too_little(now_s):
             self._closures.count(Closed.UNREAD)
             self.transport.abort()  # a close would wait for what is unsent to be sent
@@ -169,7 +144,7 @@ class Connection(HttpToolsProtocol):
             if waited_s > LINGER_S:
                 self.transport.close()
         elif self.flow.read_paused or (self._waits is Waits.HEAD and self._is_serving):
-            self._since_s = now_s  # it is our turn
+            self.since_s = now_s  # it is our turn
         elif self._waits is Waits.HEAD and waited_s > patience.head_s:
             self._refuse(Closed.HEAD_LATE)
         elif self._waits is Waits.BODY and waited_s > patience.body_s + self._taken_bytes / patience.bytes_per_s:
@@ -180,8 +155,47 @@ class Connection(HttpToolsProtocol):
 
     def _wait(self, what: Waits) -> None:
         self._waits = what
-        self._since_s = self.loop.time()
-        self._taken_bytes = 0
+        self._moved = True
+        self.since_s = self.loop.time()
+        self._taken_bytes = self._body_bytes = self._bare_bytes = self._rest_bytes = 0
+
+    def _fault_of_head(self) -> Closed | None:
+        """Why the request whose head has come is refused."""
+        version = self.parser.get_http_version()
+        if version not in {"1.0", "1.1"}:
+            return Closed.HTTP_VERSION
+        most = self._patience.head_bytes
+        if self._taken_bytes > most and self._head_bytes() > most:
+            return Closed.HEAD_TOO_LARGE
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            return Closed.HOST
+        return Closed.TOO_MANY_REQUESTS if len(self._cycles) >= self._patience.requests else None
+
+    def _bound_body(self, size: int) -> None:
+        """Look at `size` bytes that were read within a body: chunk sizes, extensions and trailers are counted, not kept.
+
+        Nothing of a body follows a trailer, so what brings no body is bounded by itself: httptools joins the parts of one
+        trailer, and each part costs a copy of those before it.
+        """
+        patience = self._patience
+        self._bare_bytes = 0 if self._moved else self._bare_bytes + size
+        framing_bytes = self._taken_bytes - self._body_bytes
+        if (
+            self._bare_bytes > patience.head_bytes
+            or framing_bytes > patience.head_bytes + patience.framing * self._body_bytes
+        ):
+            self._refuse(Closed.FRAMING_TOO_LARGE)
+        elif self.cycle.response_complete:
+            self._rest_bytes += size
+            if self._rest_bytes > patience.rest_bytes:
+                self._refuse(Closed.REST_TOO_LARGE)
+
+    def _drop(self, size: int) -> None:
+        """Of what comes behind our last word a bounded amount is read, so that the client gets to read it."""
+        self._rest_bytes += size
+        if self._rest_bytes > self._patience.rest_bytes:
+            self.transport.abort()
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -199,28 +213,18 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
         return self._waits is Waits.REQUEST and not self._is_serving
 
     def _reads_too_little(self, now_s: float) -> bool:
         """Whether too much of what waited for the client at an earlier look does so still; nothing was added since."""
         unsent = self.transport.get_write_buffer_size()
-        full = self.flow.write_paused or self.transport.is_closing() or self._is_idle
+        full = self.flow.write_paused or self.transport.is_closing() or self.is_idle
         if not unsent or not full or unsent > self._unread_bytes:
             self._unread_since_s, self._unread_bytes = now_s, unsent
         read_s = (self._unread_bytes - unsent) / self._patience.bytes_per_s
         return now_s - self._unread_since_s > self._patience.unread_s + read_s
-
-    def _make_room(self) -> None:
-        """Of connections that are too many, those go that have been idle for longest; without any of these, this one."""
-        others: Iterable[Any] = self.connections
-        idle = [other for other in others if isinstance(other, Connection) and other is not self and other._is_idle]
-        idle.sort(key=lambda other: other._since_s)
-        for other in idle[: len(idle) // SHED + 1]:
-            self._closures.count(Closed.TOO_MANY)
-            other.transport.close()
-        if not idle:
-            self._refuse(Closed.TOO_MANY)
 
     def _refuse(self, why: Closed) -> None:
         """Say why, unless an answer is under way, and close."""
@@ -238,15 +242,23 @@ class Connection(HttpToolsProtocol):
                 b"%bcontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\nconnection: close\r\n\r\n%b"
                 % (STATUS_LINE[error.status], len(body), uuid4().hex.encode(), body)
             )
+        self._end()
+
+    def _lingers(self) -> bool:
+        """Whether a close has to wait, because the client still sends a body: it would not get to read its answer."""
+        if self._waits is not Waits.BODY or self._writer.is_closing():
+            return False
+        self._end()
+        return True
+
+    def _end(self) -> None:
+        """Nothing more is said. What comes is dropped until the client leaves, or LINGER_S is over."""
         self._wait(Waits.END)
         self._unset_keepalive_if_required()
         self._end_cycles()
         self.flow.resume_writing()
         self.flow.resume_reading()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        else:  # TLS
-            self.transport.close()
+        self._writer.write_eof()
 
 
 class BodyPush:
@@ -283,9 +295,3 @@ async def look_at_connections(connections: Iterable[Any], patience: Patience) ->
                 connection.look(now_s)
             if number % AT_A_TIME == 0:  # about a millisecond
                 await asyncio.sleep(0)
-
-
-def most_connections() -> int:
-    """That this process may have at once."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**31 if soft == resource.RLIM_INFINITY else max(soft // 2, soft - SPARE_FILES)

@@ -20,7 +20,10 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from components.aio import background
-from components.http_connection import Closures, Connection, Patience, look_at_connections, most_connections
+from components.http_connection import Connection, look_at_connections
+from components.http_limits import Closures, Patience, most_connections
+from components.http_room import Room
+from components.http_tls import TlsListener
 from components.http_writer import HeldWrites
 
 BACKLOG: Final = 2048
@@ -64,15 +67,27 @@ class Tls(NamedTuple):
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, *, shares_port: bool) -> None:
+    def __init__(self, config: uvicorn.Config, room: Room, tls: TlsListener | None, *, shares_port: bool) -> None:
         super().__init__(config)
+        room.connections = self.server_state.connections
+        self._room = room
+        self._tls = tls
         self.listening = asyncio.Event()
         self.ending = asyncio.Event()
         self._shares_port = shares_port
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup(sockets if self._tls is None else [])
+        if self._tls is not None:
+            for listener in sockets or ():
+                self._tls.start(listener, self._new_connection)
         self.listening.set()
+
+    def _new_connection(self) -> Connection:
+        made: Connection = self.config.http_protocol_class(  # type: ignore[assignment]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     async def main_loop(self) -> None:
         """Until `ending`; uvicorn's own asks ten times a second whether it is over."""
@@ -87,6 +102,8 @@ class _Server(uvicorn.Server):
         self.server_state.default_headers.append((b"connection", b"close"))
         await self._stop_listening(sockets or [])
         await self._last_requests()
+        if self._tls is not None:
+            await self._tls.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         await asyncio.sleep(TICK_S)  # in which those without a request close
@@ -106,6 +123,8 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(TICK_S)
         for server in self.servers:
             server.close()
+        if self._tls is not None:
+            await self._tls.stop()
         for listener in sockets:
             listener.close()
 
@@ -118,7 +137,7 @@ class _Server(uvicorn.Server):
         until = time.monotonic() + min(LAST_REQUESTS_S, self.config.timeout_graceful_shutdown or 0)
         while time.monotonic() < until:
             waited_for = [connection for connection in self.server_state.connections if self._may_ask(connection)]
-            if not waited_for:
+            if not waited_for and not self._room.has_handshakes:
                 return
             await asyncio.sleep(TICK_S)
 
@@ -163,17 +182,15 @@ async def serve_http(
         writes: to hold what is sent in one turn of the loop.
     Raises: OSError, when the address cannot be bound or a file of `tls` not be used, saying what to do.
     """
-    if tls is not None:
-        _check_tls(tls)
+    context = None if tls is None else _tls_context(tls)
     listener = _bind(settings.host, settings.port, share_port=share_port)
-    protocol = partial(
-        Connection, patience, patience.connections or most_connections(), Closures(registry), writes or HeldWrites()
-    )
+    closures = Closures(registry)
+    room = Room(patience.connections or most_connections(), closures)
+    protocol = partial(Connection, patience, room, closures, writes or HeldWrites())
+    secured = None if context is None else TlsListener(context, patience, room, closures)
     config = uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]  # it is called, never subclassed
-        ssl_certfile=None if tls is None else tls.certificate,
-        ssl_keyfile=None if tls is None else tls.key,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -184,7 +201,7 @@ async def serve_http(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s),
     )
-    server = _Server(config, shares_port=share_port)
+    server = _Server(config, room, secured, shares_port=share_port)
     async with background(look_at_connections(server.server_state.connections, patience), "connections"):
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         try:
@@ -249,16 +266,18 @@ def _take_no_more(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
-def _check_tls(tls: Tls) -> None:
-    """Raises: OSError, naming the files."""
+def _tls_context(tls: Tls) -> ssl.SSLContext:
+    """TLS 1.2 and 1.3. Raises: OSError, naming the files."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(tls.certificate, tls.key)
+        context.load_cert_chain(tls.certificate, tls.key)
     except OSError as exc:  # ssl's errors are some too
         cause = exc.strerror or str(exc)
         raise OSError(
             exc.errno,
             f"cannot serve TLS with {tls.certificate} and {tls.key}: {cause}; --tls-cert and --tls-key name PEM files",
         ) from exc
+    return context
 
 
 def _url(listener: socket.socket, scheme: str) -> str:

@@ -5,6 +5,7 @@ makes the next one is thrown out of its caches at each.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Self
 
 
@@ -41,8 +42,12 @@ class HeldWrites:
 class ConnectionWriter(asyncio.Transport):
     """A connection's transport, whose writes can be held; closing it sends them first."""
 
-    def __init__(self, transport: asyncio.Transport, writes: HeldWrites) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, writes: HeldWrites, lingers: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`lingers`: asked before a close, whether somebody else closes the connection later."""
         super().__init__()
+        self._lingers = lingers
         self._transport = transport
         self._writes = writes
         self._unsent = b""
@@ -85,6 +90,8 @@ class ConnectionWriter(asyncio.Transport):
     def close(self) -> None:
         """After what was written."""
         self.flush()
+        if self._lingers():
+            return
         self._ended = True
         self._transport.close()
 
@@ -95,13 +102,14 @@ class ConnectionWriter(asyncio.Transport):
         self._transport.abort()
 
     def write_eof(self) -> None:
-        """After what was written, and nothing after it."""
+        """After what was written, and nothing after it; over TLS the client cannot be told so before the close."""
         self.flush()
         self._ended = True
-        self._transport.write_eof()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
 
     def can_write_eof(self) -> bool:
-        """Whether the connection can be closed in one direction: over TLS it cannot."""
+        """Whether the client is told that nothing follows."""
         return self._transport.can_write_eof()
 
     def is_closing(self) -> bool:

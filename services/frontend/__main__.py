@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Info
 
 from components.discovery.registry import Registration, join_registry
-from components.http_connection import Patience
+from components.http_limits import Patience
 from components.http_server import Tls, serve_http
 from components.http_writer import HeldWrites
 from components.messaging.bus import connect_bus

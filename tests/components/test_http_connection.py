@@ -2,133 +2,21 @@
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from components.http_connection import PUSH, BodyPush, Closed, Patience
-from components.http_server import serve_http
-from components.http_writer import HeldWrites
+from components.http_limits import Closed, Patience
+from tests.components.http_served import GET, PATIENCE, error_of, served
 
 pytestmark = pytest.mark.anyio
-
-PATIENCE: Final = Patience(
-    head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1000, first_s=0.2, unread_s=0.3, look_s=0.02
-)
-GET: Final = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-PIECE: Final = b"x" * 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    host: str = "127.0.0.1"
-    port: int = 0
-    drain_timeout_s: float = 1.0
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": True}
-
-
-class App:
-    """Reads a request's body, answers with its size; `/endless` writes until nobody is there, `/pushed` lets others write."""
-
-    def __init__(self) -> None:
-        self.left = asyncio.Event()
-        self.pushes: list[BodyPush] = []
-        self.written = 0
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        size, more = 0, True
-        if scope["path"] != "/refused":  # an answer before the body has come
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    self.left.set()
-                    return
-                size, more = size + len(message["body"]), message["more_body"]
-        if scope["path"] == "/endless":
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            watcher = asyncio.create_task(receive())
-            while not watcher.done():
-                await send({"type": "http.response.body", "body": PIECE, "more_body": True})
-                self.written += len(PIECE)
-                await asyncio.sleep(0)
-            self.left.set()
-            return
-        if scope["path"] == "/pushed":
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            self.pushes.append(scope[PUSH])
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.left.set()
-            return
-        body = str(size).encode()
-        headers = [(b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-
-class Served:
-    def __init__(self, url: str, app: App, registry: CollectorRegistry, writes: HeldWrites) -> None:
-        self.app = app
-        self.writes = writes
-        self._registry = registry
-        self._port = int(url.rpartition(":")[2])
-
-    @asynccontextmanager
-    async def client(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**16)
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
-
-    async def ask(self, request: bytes) -> bytes:
-        """Everything that comes until the server closes; fails if that takes ten seconds."""
-        async with asyncio.timeout(10), self.client() as (reader, writer):
-            writer.write(request)
-            return await reader.read()
-
-    async def answers(self) -> None:
-        """A request is served, and soon."""
-        began = time.monotonic()
-        async with asyncio.timeout(5), self.client() as (reader, writer):
-            writer.write(GET)
-            assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
-        assert time.monotonic() - began < 1.0
-
-    def closed(self, why: Closed) -> float:
-        return self._registry.get_sample_value("http_connections_closed_total", {"reason": why}) or 0.0
-
-    async def until_closed(self, why: Closed, count: int = 1) -> None:
-        async with asyncio.timeout(5):
-            while self.closed(why) < count:
-                await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def served(patience: Patience = PATIENCE) -> AsyncIterator[Served]:
-    app, registry, writes = App(), CollectorRegistry(), HeldWrites()
-    async with serve_http(app, Address(), patience=patience, registry=registry, writes=writes) as url:
-        yield Served(url, app, registry, writes)
-
-
-def error_of(answer: bytes, status: int) -> dict[str, Any]:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
-    assert b"\r\nconnection: close" in head
-    assert b"\r\nx-request-id: " in head
-    error = json.loads(body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return dict(error)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +107,7 @@ async def test_a_large_body_is_no_large_head() -> None:
         b"POST / HTTP/1.1\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",  # smuggling
         b"POST / HTTP/1.1\r\ncontent-length: 4\r\ncontent-length: 5\r\n\r\nabcd",
         b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"EAT / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
     ],
@@ -277,7 +165,7 @@ async def test_requests_one_behind_the_other_are_answered_in_order() -> None:
 async def test_of_too_many_connections_the_longest_idle_go_and_who_asks_is_served() -> None:
     patience = Patience(look_s=0.02, connections=20)
     async with served(patience) as server:
-        idle = [await asyncio.open_connection("127.0.0.1", server._port) for _ in range(100)]
+        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
         await server.answers()
         assert server.closed(Closed.TOO_MANY) >= 80
         for _, writer in idle:
@@ -287,7 +175,7 @@ async def test_of_too_many_connections_the_longest_idle_go_and_who_asks_is_serve
 async def test_when_all_connections_are_at_work_one_more_is_503() -> None:
     patience = Patience(look_s=0.02, connections=3)
     async with served(patience) as server:
-        working = [await asyncio.open_connection("127.0.0.1", server._port) for _ in range(3)]
+        working = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
         for _, writer in working:
             writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
         await asyncio.sleep(0.1)
@@ -304,7 +192,7 @@ PUSHED: Final = b"GET /pushed HTTP/1.1\r\nhost: x\r\n\r\n"
 @pytest.mark.parametrize("end", ["garbage", "close", "half a body"])
 async def test_a_client_whose_answer_breaks_off_holds_up_no_other(end: str) -> None:
     """What is pushed leaves together with what others get, and a further request may wait behind the one that breaks."""
-    late = b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nx" if end == "half a body" else b""
+    late = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx" if end == "half a body" else b""
     async with served() as server, server.client() as (_, bad), server.client() as (good_reader, good):
         async with asyncio.timeout(5):
             for number, (client, more) in enumerate([(bad, late), (good, b"")], 1):

@@ -32,6 +32,9 @@ class Recorded(asyncio.Transport):
     def write_eof(self) -> None:
         self.did.append("eof")
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def is_closing(self) -> bool:
         return self.closing
 

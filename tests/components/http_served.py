@@ -1,0 +1,135 @@
+"""A small application behind a real server, and what clients of it see."""
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry
+
+from components.http_connection import PUSH, BodyPush
+from components.http_limits import Closed, Patience
+from components.http_server import Tls, serve_http
+from components.http_writer import HeldWrites
+
+PATIENCE: Final = Patience(
+    head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1000, first_s=0.2, unread_s=0.3, look_s=0.02
+)
+GET: Final = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+PIECE: Final = b"x" * 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str = "127.0.0.1"
+    port: int = 0
+    drain_timeout_s: float = 1.0
+
+
+class App:
+    """Reads a request's body, answers with its size; `/endless` writes until nobody is there, `/pushed` lets others write,
+    `/headers` tells the request's, `/refused` is answered before the body has come.
+    """
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.pushes: list[BodyPush] = []
+        self.written = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size, more = 0, True
+        if scope["path"] != "/refused":
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    self.left.set()
+                    return
+                size, more = size + len(message["body"]), message["more_body"]
+        if scope["path"] == "/endless":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            watcher = asyncio.create_task(receive())
+            while not watcher.done():
+                await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+                self.written += len(PIECE)
+                await asyncio.sleep(0)
+            self.left.set()
+            return
+        if scope["path"] == "/pushed":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            self.pushes.append(scope[PUSH])
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+            return
+        body = str(size).encode()
+        if scope["path"] == "/headers":
+            body = b" ".join([*(b"%b=%b" % header for header in scope["headers"]), b"%d." % size])
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class Served:
+    def __init__(
+        self, url: str, app: App, registry: CollectorRegistry, writes: HeldWrites, trust: ssl.SSLContext | None
+    ) -> None:
+        self.app = app
+        self.writes = writes
+        self._registry = registry
+        self.port = int(url.rpartition(":")[2])
+        self._trust = trust
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", self.port, limit=2**16, ssl=self._trust, server_hostname=self._trust and "localhost"
+        )
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+    async def ask(self, request: bytes) -> bytes:
+        """Everything that comes until the server closes; fails if that takes ten seconds."""
+        async with asyncio.timeout(10), self.client() as (reader, writer):
+            writer.write(request)
+            return await reader.read()
+
+    async def answers(self) -> None:
+        """A request is served, and soon."""
+        began = time.monotonic()
+        async with asyncio.timeout(5), self.client() as (reader, writer):
+            writer.write(GET)
+            assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+        assert time.monotonic() - began < 1.0
+
+    def closed(self, why: Closed) -> float:
+        return self._registry.get_sample_value("http_connections_closed_total", {"reason": why}) or 0.0
+
+    async def until_closed(self, why: Closed, count: int = 1) -> None:
+        """Within five seconds."""
+        async with asyncio.timeout(5):
+            while self.closed(why) < count:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def served(patience: Patience = PATIENCE, tls: Tls | None = None) -> AsyncIterator[Served]:
+    app, registry, writes = App(), CollectorRegistry(), HeldWrites()
+    trust = None if tls is None else ssl.create_default_context(cafile=tls.certificate)
+    async with serve_http(app, Address(), tls=tls, patience=patience, registry=registry, writes=writes) as url:
+        yield Served(url, app, registry, writes, trust)
+
+
+def error_of(answer: bytes, status: int) -> dict[str, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert b"\r\nconnection: close" in head
+    assert b"\r\nx-request-id: " in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)

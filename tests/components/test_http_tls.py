@@ -1,0 +1,134 @@
+"""TLS connections on real sockets: those whose handshake does not end are counted with the others, and do not stay."""
+
+import asyncio
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from components.http_limits import Closed, Patience
+from components.http_server import Tls
+from tests.components.http_served import GET, PATIENCE, Served, served
+
+pytestmark = pytest.mark.anyio
+
+PEMS: Final = Path(__file__).parents[1] / "services/frontend"
+CERTIFICATE: Final = Tls(str(PEMS / "localhost.cert.pem"), str(PEMS / "localhost.key.pem"))
+MOST: Final = 256  # connections
+
+
+@pytest.fixture(scope="session", params=[True, False], ids=["uvloop", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": request.param}
+
+
+@asynccontextmanager
+async def silent(server: Served, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+    """So many TCP connections that say nothing."""
+    async with AsyncExitStack() as stack:
+        readers = []
+        for _ in range(count):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            stack.callback(writer.close)
+            readers.append(reader)
+        yield readers
+
+
+async def test_silent_handshakes_hold_up_no_new_client() -> None:
+    """490 silent connections took all 512 files of a process for a minute: no client was answered."""
+    async with served(Patience(look_s=0.02, connections=MOST), CERTIFICATE) as server, silent(server, 490):
+        for _ in range(3):
+            await server.answers()
+        assert server.closed(Closed.TOO_MANY) >= 490 - MOST
+
+
+async def test_a_handshake_that_does_not_end_is_given_up() -> None:
+    async with served(replace(PATIENCE, handshake_s=0.2), CERTIFICATE) as server, silent(server, 3) as readers:
+        async with asyncio.timeout(5):
+            for reader in readers:
+                assert await reader.read() == b""
+        assert server.closed(Closed.HANDSHAKE_LATE) == 3
+        await server.answers()
+
+
+async def test_handshakes_are_closed_before_connections_that_are_idle() -> None:
+    async with served(Patience(connections=20), CERTIFICATE) as server, server.client() as (reader, writer):
+        writer.write(GET)
+        await reader.readuntil(b"\r\n\r\n0")
+        async with silent(server, 100):
+            await server.answers()
+            writer.write(GET)
+            assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+
+
+async def test_connections_that_are_idle_are_closed_where_no_handshake_is_under_way() -> None:
+    async with served(Patience(connections=20), CERTIFICATE) as server, AsyncExitStack() as stack:
+        for _ in range(60):
+            await stack.enter_async_context(server.client())
+        assert server.closed(Closed.TOO_MANY) >= 40
+        await server.answers()
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"\0" * 1000])
+async def test_what_is_no_tls_is_closed_and_logs_nothing(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(replace(PATIENCE, handshake_s=0.5), CERTIFICATE) as server, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        writer.write_eof()
+        assert not (await reader.read()).startswith(b"HTTP")
+        writer.close()
+        await server.answers()
+    assert not caplog.records
+
+
+async def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered() -> None:
+    """Its bytes are there before the protocol that reads them."""
+    async with served(tls=CERTIFICATE) as server:
+        sent = subprocess.Popen(
+            ["openssl", "s_client", "-quiet", "-connect", f"127.0.0.1:{server.port}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            out, _ = await asyncio.to_thread(
+                sent.communicate, GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), 10
+            )
+        finally:
+            sent.kill()
+        assert out.startswith(b"HTTP/1.1 200")
+
+
+async def test_an_answer_before_the_end_of_its_body_can_be_read() -> None:
+    head = b"POST /refused HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 9999999\r\n\r\n"
+    async with served(replace(PATIENCE, body_s=20.0), CERTIFICATE) as server, server.client() as (reader, writer):
+        async with asyncio.timeout(10):
+            writer.write(head + b"x" * 2_000_000)
+            assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_stop_ends_handshakes_that_are_under_way() -> None:
+    async with AsyncExitStack() as stack:
+        async with served(tls=CERTIFICATE) as server:
+            readers = await stack.enter_async_context(silent(server, 5))
+            await asyncio.sleep(0.05)
+            began = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - began < 5.0
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(reader.read() for reader in readers), return_exceptions=True)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "tls-handshake"]
+
+
+async def test_only_versions_that_are_safe_are_spoken() -> None:
+    async with served(tls=CERTIFICATE) as server:
+        old = ssl.create_default_context(cafile=CERTIFICATE.certificate)
+        old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection("127.0.0.1", server.port, ssl=old, server_hostname="localhost")
