@@ -47,6 +47,7 @@ from services.frontend.response_routes import add_response_routes
 from services.frontend.responses import ResponsesDialect
 from services.frontend.schema import EVENTS, describe
 from services.frontend.shape import in_shape_of
+from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
 
 EXPOSED: Final = [  # headers that a page's script may see
@@ -98,7 +99,8 @@ def create_app(
     _add_models(app, mesh)
     _add_operations(app, mesh, operations or Operations(mesh), metrics.registry)
     _add_error_handlers(app)
-    app.add_middleware(Gate, ring=keys, metrics=metrics)
+    sites = Sites(settings.allowed_hosts, settings.cors_origins, settings.host)
+    app.add_middleware(Gate, ring=keys, metrics=metrics, sites=sites)
     _allow_origins(app, settings.cors_origins)  # outermost: a preflight request brings no key
     describe(app, BODIES)
     return app

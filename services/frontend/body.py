@@ -11,18 +11,17 @@ from components.errors import Cancelled
 
 DISCARD_TIMES: Final = 4  # a body up to so many times the limit is read to its end: its sender then sees the answer
 DISCARD_S: Final = 5.0
+UTF_8: Final = {"utf-8", "utf8"}
 
 
 async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """The whole body.
 
-    Raises: HTTPException, 415 when it is not declared as JSON and 413 when it is larger than `max_bytes`; Cancelled,
-        when the client leaves before its end.
+    Raises: HTTPException, 415 when it is not declared as plain JSON in UTF-8 and 413 when it is larger than `max_bytes`;
+        Cancelled, when the client leaves before its end.
     """
     headers = Headers(scope=scope)
-    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise HTTPException(415)
+    _check_type(headers)
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         waits = "expect" in headers  # for our word before it sends the body
@@ -37,6 +36,21 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> byte
         chunks.append(chunk)
         if not more:
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _check_type(headers: Headers) -> None:
+    """Raises: HTTPException."""
+    media_type, *parameters = (part.strip().lower() for part in headers.get("content-type", "").split(";"))
+    if media_type != "application/json":
+        raise HTTPException(415)
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        charset = value.strip().strip('"')
+        if name.strip() == "charset" and charset not in UTF_8:
+            raise HTTPException(415, f"Send the body in UTF-8: the charset '{charset[:64]}' is not supported.")
+    coding = ",".join(headers.getlist("content-encoding")).strip().lower()
+    if coding not in {"", "identity"}:
+        raise HTTPException(415, f"Send the body as it is: the Content-Encoding '{coding[:64]}' is not supported.")
 
 
 async def _read(receive: Receive) -> tuple[bytes, bool]:

@@ -47,6 +47,13 @@ class FrontendSettings(MeshSettings):
             description="origins whose pages may ask, comma-separated, such as https://chat.example; *: any. Default: none"
         ),
     ] = None
+    allowed_hosts: Annotated[
+        str | None,
+        Field(
+            description="further host names by which clients call this server where there are no API keys, comma-separated; "
+            "*.example: those below example; *: any. Default: addresses, names without dots, localhost and this machine's"
+        ),
+    ] = None
     request_timeout_s: Annotated[PositiveFloat, Field(description="longest life of one request, seconds")] = 600.0
     client_timeout_s: Annotated[
         PositiveFloat,

@@ -5,9 +5,9 @@ and no method gets around it: what is not exactly an open path needs a key, also
 """
 
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,12 +19,16 @@ from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account
 from services.frontend.shape import in_shape_of
+from services.frontend.sites import Sites
 
 OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers: whoever brings no key is told a status
 CALLER: Final = "kvmesh.caller"  # of a scope
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # of a request, given by a client
 MISSING: Final = from_status(401)
 WRONG: Final = from_status(401, "The API key is not a good one.")
+SEVERAL: Final = from_status(
+    400, "Send one API key: one 'Authorization' header, one 'x-api-key', or the same key in both."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +112,32 @@ def owner_of(scope: Scope) -> bytes:
 class Gate:
     """Looks at each request's headers once."""
 
-    def __init__(self, app: ASGIApp, ring: KeyRing | None, metrics: FrontendMetrics) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing | None, metrics: FrontendMetrics, sites: Sites) -> None:
+        """`sites`: asked where there is no `ring`."""
         self._app = app
         self._ring = ring
         self._metrics = metrics
+        self._sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 or 429."""
+        """Pass the request on, or answer 400, 401, 403 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        key, label = _told(scope)
-        ring = self._ring
+        told, ring = _told(scope["headers"]), self._ring
+        key, label = told.key, told.label
+        opened = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
+        refusal = None
+        if not opened:
+            refusal = SEVERAL if told.several else None if ring is not None else self._sites.refusal(scope["headers"])
+        if refusal is not None:
+            await _answer(scope, send, refusal, label or uuid4().hex, [])
+            return
         if ring is None:
             scope[CALLER] = Caller(label) if label else NOBODY
             await self._app(scope, receive, send)
             return
         account = None if key is None else ring.find(key)
-        opened = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
         if account is None and not (opened and key is None):
             self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
         if opened:
@@ -158,19 +170,30 @@ class Gate:
             account.leave()
 
 
-def _told(scope: Scope) -> tuple[bytes | None, str]:
-    """The key that a request brings, as OpenAI's clients do or as Anthropic's do, and its label."""
+class _Told(NamedTuple):
+    """What a request's headers say of who asks."""
+
+    key: bytes | None  # as OpenAI's clients bring it or as Anthropic's do
+    label: str
+    several: bool  # there is more than one key, and it is not for us to choose
+
+
+def _told(headers: Iterable[tuple[bytes, bytes]]) -> _Told:
     bearer = own = None
     label = ""
-    for name, value in scope["headers"]:
+    several = False
+    for name, value in headers:
         if name == b"authorization":
             kind, _, token = value.strip().partition(b" ")
+            several = several or bearer is not None
             bearer = token.strip() if kind.lower() == b"bearer" else b""
         elif name == b"x-api-key":
+            several = several or own is not None
             own = value.strip()
         elif name == b"x-request-id" and LABEL.fullmatch(value):
             label = value.decode()
-    return bearer or own or bearer, label
+    several = several or bool(bearer and own and bearer != own)
+    return _Told(bearer or own or bearer, label, several)
 
 
 def _with_headers(account: Account, send: Send) -> Send:

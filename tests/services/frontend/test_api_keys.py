@@ -99,7 +99,6 @@ async def test_a_good_key_comes_in_as_openais_and_as_anthropics_clients_bring_it
         {"authorization": f"Bearer {ALICE[:-1]}"},
         {"authorization": f"Bearer {ALICE.upper()}"},
         {"authorization": f"Bearer {sha256(ALICE.encode()).hexdigest()}"},
-        {"authorization": "Bearer wrong", "x-api-key": ALICE},  # it is not for us to choose among two
         {"x-api-key": ""},
         {"x-api-key": b"\xff\xfe"},
         {"cookie": f"authorization=Bearer {ALICE}"},
@@ -112,6 +111,39 @@ async def test_a_bad_key_or_none_is_401(mesh: FakeMesh, headers: dict[str, str])
         refused(await http.post(CHAT, json=HELLO, headers=headers))
         refused(await http.post(CHAT, params={"api_key": ALICE, "key": ALICE}, json=HELLO, headers=headers))
     assert not mesh.prompts
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", "Bearer wrong"), ("authorization", f"Bearer {ALICE}")],
+        [("authorization", f"Bearer {ALICE}"), ("authorization", "Bearer wrong")],
+        [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {ALICE}")],
+        [("x-api-key", "wrong"), ("x-api-key", ALICE)],
+        [("x-api-key", ALICE), ("x-api-key", ALICE)],
+        [("authorization", "Bearer wrong"), ("x-api-key", ALICE)],
+        [("authorization", f"Bearer {BOB}"), ("x-api-key", ALICE)],
+    ],
+    ids=str,
+)
+async def test_several_keys_are_400_with_keys_and_without(
+    mesh: FakeMesh, http: httpx.AsyncClient, headers: list[tuple[str, str]]
+) -> None:
+    """Of several Authorization headers the last one counted: who added one behind a proxy's was taken for another."""
+    async with served(mesh, BOTH) as keyed:
+        for client in (keyed, http):
+            for path in (CHAT, "/v1/messages"):
+                answer = await client.post(path, json=HELLO, headers=headers)
+                assert answer.status_code == 400
+                assert "one API key" in answer.text
+            assert (await client.get("/health", headers=headers)).status_code == 200
+    assert not mesh.prompts
+
+
+async def test_one_key_may_come_twice_under_both_names(mesh: FakeMesh) -> None:
+    async with served(mesh, BOTH) as http:
+        headers = {**AUTH, "x-api-key": ALICE}
+        assert (await http.post(CHAT, json=HELLO, headers=headers)).status_code == 200
 
 
 async def raw(url: httpx.URL, request: str) -> bytes:

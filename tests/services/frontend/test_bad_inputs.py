@@ -46,8 +46,27 @@ async def test_another_content_type_is_415(http: httpx.AsyncClient, path: str, h
 
 
 async def test_a_content_type_with_charset_is_json_too(http: httpx.AsyncClient) -> None:
-    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    headers = {"content-type": 'Application/JSON; charset="UTF-8"', "content-encoding": "identity"}
     assert (await http.post(CHAT, content=httpx.Request("POST", "/", json=HELLO).content, headers=headers)).is_success
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-encoding": "gzip"},
+        {"content-encoding": "identity, br"},
+        {"content-type": "application/json; charset=utf-16"},
+        {"content-type": 'application/json; charset="latin1"'},
+    ],
+    ids=str,
+)
+async def test_a_body_that_is_compressed_or_no_utf_8_is_415(
+    http: httpx.AsyncClient, path: str, headers: dict[str, str]
+) -> None:
+    """Both were ignored, and the body was read as it came."""
+    told = error_of(await http.post(path, json=HELLO, headers={**JSON, **headers}), 415, "unsupported_media_type")
+    assert "gzip" in told or "br" in told or "utf-16" in told or "latin1" in told
 
 
 @pytest.mark.parametrize("path", POSTS)
