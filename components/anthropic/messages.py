@@ -296,14 +296,19 @@ def turns(system: Sequence[TextBlock], messages: Iterable[Turn]) -> list[dict[st
                 if not made or made[-1]["role"] != message.role:
                     made.append({"role": message.role, "content": None})
                 _add(made[-1], block)
+    for turn in made:
+        if "reasoning_content" in turn:
+            turn["reasoning_content"] = "".join(turn["reasoning_content"])
     return made
 
 
 def _add(turn: dict[str, Any], block: TextBlock | ToolUse | Thinking) -> None:
+    """Add to a turn of which `reasoning_content` is a list as long as it grows."""
     if isinstance(block, TextBlock):
-        turn["content"] = [*(turn["content"] or ()), _chats_text(block.text)]
+        turn["content"] = turn["content"] or []
+        turn["content"].append(_chats_text(block.text))
     elif isinstance(block, Thinking):
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
+        turn.setdefault("reasoning_content", []).append(block.thinking)
     else:
         function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
         turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})

@@ -23,11 +23,11 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from components.errors import Rejected
+from components.openai.json_size import check_text, check_value
 from components.wire.sampling import Constraint
 
 MAX_CHOICES: Final = 128  # of one prompt
 MAX_BRANCHES: Final = 512  # of one request: choices of all its prompts
-MAX_KEYS: Final = 2048  # of one JSON object: pydantic makes an error of each that it does not know
 MAX_ERROR_CHARS: Final = 256  # of a reason that quotes the client
 MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 4
@@ -327,31 +327,15 @@ def _read_json(body: bytes) -> Any:
 
     NaN and numbers past a float's range come out as such: their fields refuse them by name. Raises: Rejected.
     """
+    check_text(body)
     try:
         value = jiter.from_json(body, catch_duplicate_keys=True)
     except ValueError as exc:
         raise Rejected(
             f"The request body is not valid JSON: {str(exc)[:MAX_ERROR_CHARS]}.", code="invalid_json"
         ) from None
-    if body.count(b":") > MAX_KEYS:
-        _check_keys(value)
+    check_value(body, value)
     return value
-
-
-def _check_keys(value: Any) -> None:
-    """Raises: Rejected, when an object has too many keys to look at each."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            if len(item) > MAX_KEYS:
-                raise Rejected(
-                    f"The request body has an object with {len(item)} keys; at most {MAX_KEYS} are allowed.",
-                    code="invalid_value",
-                )
-            stack.extend(item.values())
-        elif isinstance(item, list):
-            stack.extend(item)
 
 
 def _rejection(fault: ErrorDetails) -> Rejected:

@@ -141,6 +141,9 @@ def turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
             messages.append({"role": item.role, "content": _texts(item.content)})
         elif not isinstance(item, ReasoningItem) or item.content:
             _add(_assistants_turn(messages), item)
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return messages
 
 
@@ -151,14 +154,15 @@ def _assistants_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
+    """Add to a turn of which `reasoning_content` is a list as long as it grows."""
     if isinstance(item, MessageItem):
-        turn["content"] = [*(turn["content"] or ()), *_texts(item.content)]
+        turn["content"] = turn["content"] or []
+        turn["content"] += _texts(item.content)
     elif isinstance(item, CallItem):
         function = {"name": item.name, "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     else:
-        thought = [turn["reasoning_content"]] if "reasoning_content" in turn else []
-        turn["reasoning_content"] = "\n".join([*thought, *(part.text for part in item.content or ())])
+        turn.setdefault("reasoning_content", []).extend(part.text for part in item.content or ())
 
 
 def _texts(parts: Sequence[InputText | OutputText | Refusal]) -> list[dict[str, str]]:

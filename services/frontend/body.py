@@ -1,17 +1,40 @@
 """The request body, bounded before it is read."""
 
 import asyncio
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
 from components.errors import Cancelled
+from components.text.tokenizer import TextModel
 
 DISCARD_TIMES: Final = 4  # a body up to so many times the limit is read to its end: its sender then sees the answer
 DISCARD_S: Final = 5.0
 UTF_8: Final = {"utf-8", "utf8"}
+INLINE_BYTES: Final = 64 * 1024  # of a body that are parsed on the event loop, in 10 ms at worst
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A request body, and who works on a large one beside the event loop."""
+
+    data: bytes
+    text: TextModel
+
+    async def made_into(self, make: Callable[[bytes], T]) -> T:
+        """What `make` returns for it. Raises: what that raises; QueueFull."""
+        return await self.run(partial(make, self.data))
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work`, on all that it holds, returns. Raises: what that raises; QueueFull."""
+        return work() if len(self.data) <= INLINE_BYTES else await self.text.run(len(self.data), work)
 
 
 async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import ClassVar, NamedTuple, Self, cast
 
 from pydantic import BaseModel
@@ -24,6 +25,7 @@ from components.openai.logprobs import (
 from components.output.calls import Call, whole_calls
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
+from services.frontend.body import Body
 from services.frontend.conversation import encode_conversation, plan_answer
 from services.frontend.event_streams import EventStream, chunks
 from services.frontend.generation import Generation, Piece
@@ -70,7 +72,7 @@ class Dialect(ABC):
         self.asked: AskedConstraint | None = None  # what they must be, when that is not what the request's fields say
 
     @abstractmethod
-    async def read(self, body: bytes, scope: Scope) -> GenerationFields:
+    async def read(self, body: Body, scope: Scope) -> GenerationFields:
         """Take the request in; what of it all routes share. Raises: MeshError."""
 
     @abstractmethod
@@ -143,9 +145,9 @@ class ChatDialect(Conversing):
     id_prefix = "chatcmpl-"
     prompt_param = "messages"
 
-    async def read(self, body: bytes, scope: Scope) -> ChatRequest:
+    async def read(self, body: Body, scope: Scope) -> ChatRequest:
         """A chat request."""
-        self.chat = parse_body(ChatRequest, body)
+        self.chat = await body.made_into(partial(parse_body, ChatRequest))
         return self.chat
 
     def echoes(self, text: TextModel, prompts: Sequence[list[int]]) -> list[str]:
@@ -212,9 +214,9 @@ class CompletionDialect(Dialect):
     prompt_param = "prompt"
     request: CompletionRequest
 
-    async def read(self, body: bytes, scope: Scope) -> CompletionRequest:
+    async def read(self, body: Body, scope: Scope) -> CompletionRequest:
         """A completion request."""
-        self.request = parse_body(CompletionRequest, body)
+        self.request = await body.made_into(partial(parse_body, CompletionRequest))
         return self.request
 
     def token_limit(self) -> int | None:
@@ -229,7 +231,7 @@ class CompletionDialect(Dialect):
                 special = self.request.add_special_tokens is not False
                 prompts.append(await text.encode_text(prompt, add_special_tokens=special))
             else:
-                check_vocabulary(prompt, text.vocab_size, "prompt")
+                await text.run(len(prompt), partial(check_vocabulary, prompt, text.vocab_size, "prompt"))
                 prompts.append(prompt)
         return prompts
 

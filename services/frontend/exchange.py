@@ -25,7 +25,7 @@ from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
 from services.frontend import tracing
 from services.frontend.admission import Admission, Place
-from services.frontend.body import read_json_body
+from services.frontend.body import Body, read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.endpoints import Answer, Dialect
@@ -94,8 +94,8 @@ class Exchange(Response):
 
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
         with tracing.tracer.start_as_current_span("frontend.validate"):
-            body = await read_json_body(scope, receive, self._frontend.settings.max_body_bytes)
-            request = await self._dialect.read(body, scope)
+            data = await read_json_body(scope, receive, self._frontend.settings.max_body_bytes)
+            request = await self._dialect.read(Body(data, self._frontend.text), scope)
             limit = self._dialect.token_limit()
             check_token_fields(request, self._frontend.text.vocab_size)
             model = find_generator(self._frontend.mesh, request.model)

@@ -19,6 +19,7 @@ from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
 from components.output.blocks import Blocks
+from services.frontend.body import Body
 from services.frontend.endpoints import Answer, Conversing
 from services.frontend.event_streams import EventStream
 from services.frontend.generation import Generation, Piece
@@ -38,9 +39,9 @@ class MessagesDialect(Conversing):
         super().__init__(request_id)
         self._params = PARAMS
 
-    async def read(self, body: bytes, scope: Scope) -> ChatRequest:
+    async def read(self, body: Body, scope: Scope) -> ChatRequest:
         """As a chat."""
-        return self.take(parse_body(MessagesRequest, body))
+        return await body.made_into(lambda data: self.take(parse_body(MessagesRequest, data)))
 
     def take(self, request: CountRequest) -> ChatRequest:
         """As a chat. Raises: Rejected."""

@@ -23,7 +23,7 @@ from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import parse_body
 from components.openai.parts import Parts
 from services.frontend import tracing
-from services.frontend.body import read_json_body
+from services.frontend.body import Body, read_json_body
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.exchange import Frontend
 from services.frontend.gate import caller_of
@@ -66,9 +66,9 @@ async def answered(
         call = Call(frontend, request, span, request_id)
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
-                read = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
+                data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
-                    parsed = await frontend.text.run(len(read), partial(parse_body, body, read))
+                    parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
                     response = _told(await work(call, parsed))
         except MeshError as exc:
             response = _refused(call, from_mesh(exc, call.id), exc)

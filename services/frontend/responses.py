@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, Literal
 
 from starlette.types import Scope
@@ -25,6 +26,7 @@ from components.openai.responses import (
     ResponsesUsage,
 )
 from components.output.blocks import Block, Blocks
+from services.frontend.body import Body
 from services.frontend.endpoints import Answer, Conversing
 from services.frontend.event_streams import EventStream
 from services.frontend.gate import owner_of
@@ -51,17 +53,17 @@ class ResponsesDialect(Conversing):
         self._stored = stored
         self._remembered: Remembered | None = None  # of a response that is kept
 
-    async def read(self, body: bytes, scope: Scope) -> ChatRequest:
+    async def read(self, body: Body, scope: Scope) -> ChatRequest:
         """As a chat, behind what the response before it holds."""
-        self.request = request = parse_body(ResponsesRequest, body)
+        self.request = request = await body.made_into(partial(parse_body, ResponsesRequest))
         request.check()
         key = owner_of(scope)
         earlier = await self._earlier(key)
-        self.chat = request.chat(earlier)
+        self.chat = await body.run(partial(request.chat, earlier))
         if self._stored is None and request.stored:
             raise _cannot("background" if request.background else "store", NO_STORE)
         if self._stored is not None and request.store is not False:
-            self._remembered = Remembered.of(request.input, earlier, key)
+            self._remembered = await body.run(partial(Remembered.of, request.input, earlier, key))
         return self.chat
 
     async def _earlier(self, key: bytes) -> list[InputItem]:

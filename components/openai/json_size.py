@@ -1,0 +1,88 @@
+"""How much a JSON text holds, found before it is parsed: a parser makes objects of all of it in one go, and holds the GIL.
+
+A text of 8 MB may hold two million empty objects. Nothing that a model can use is like that: texts are few and long, and what
+is many is token ids. So strings, objects and arrays are bounded by one number, and numbers by another.
+"""
+
+import re
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, Final
+
+from components.errors import Rejected
+
+MAX_VALUES: Final = 100_000  # strings, keys among them, objects and arrays; also items of lists that are no token ids
+MAX_ITEMS: Final = 1 << 20  # of all lists; a million token ids
+MAX_KEYS: Final = 2048  # of one JSON object: pydantic makes an error of each that it does not know
+TOKEN_FIELDS: Final = frozenset({"prompt", "input", "tokens"})
+SLICE_BYTES: Final = 32 * 1024  # looked at in one go, in 0.1 ms, and 2 ms at worst
+SMALL_BYTES: Final = 64 * 1024  # a text up to this cannot hold too much
+ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
+
+
+def check_text(body: bytes) -> None:
+    """Look at a text before it is parsed, whether it is JSON or not. Raises: Rejected."""
+    if len(body) <= SMALL_BYTES:
+        return
+    opened = quotes = commas = 0
+    rest = b""  # a backslash at the end of a slice
+    for start in range(0, len(body), SLICE_BYTES):
+        some = rest + body[start : start + SLICE_BYTES]
+        if b"\\" in some:
+            some = ESCAPE.sub(b"", some)
+        rest = b"\\" if some.endswith(b"\\") else b""
+        between = some.removesuffix(b"\\").split(b'"')
+        outside = b"".join(between[quotes % 2 :: 2])  # of strings
+        quotes += len(between) - 1
+        opened += outside.count(b"{") + outside.count(b"[")
+        commas += outside.count(b",")
+        if opened + (quotes + 1) // 2 > MAX_VALUES or commas > MAX_ITEMS + MAX_VALUES:
+            raise _too_many()
+
+
+def check_value(body: bytes, value: Any) -> None:
+    """Look at what was parsed: no object has too many keys, and long lists are token ids. Raises: Rejected."""
+    if body.count(b":") <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
+        return
+    if isinstance(value, dict):
+        _check_keys(value)
+        stack = [part for name, field in value.items() for part in _bounded(name, field)]
+    else:
+        stack = [*_containers([value])]
+    items = 0
+    while stack:
+        container = stack.pop()
+        if isinstance(container, dict):
+            _check_keys(container)
+            stack += _containers(container.values())
+        else:
+            items += len(container)
+            if items > MAX_VALUES:
+                raise _too_many()
+            stack += _containers(container)
+
+
+def _check_keys(found: dict[str, Any]) -> None:
+    if len(found) > MAX_KEYS:
+        raise Rejected(
+            f"The request body has an object with {len(found)} keys; at most {MAX_KEYS} are allowed.",
+            code="invalid_value",
+        )
+
+
+def _bounded(name: str, field: Any) -> Iterable[Any]:
+    """What of a field's objects and arrays is bounded: all but a list of token ids, or of lists of them."""
+    if name not in TOKEN_FIELDS or not isinstance(field, list):
+        return _containers([field])
+    return chain.from_iterable(_containers(item) if isinstance(item, list) else (item,) for item in _containers(field))
+
+
+def _containers(values: Iterable[Any]) -> Iterable[Any]:
+    return (value for value in values if isinstance(value, dict | list))
+
+
+def _too_many() -> Rejected:
+    return Rejected(
+        f"The request body holds too much: at most {MAX_VALUES} strings, objects and arrays, and {MAX_ITEMS} token ids.",
+        code="invalid_value",
+    )

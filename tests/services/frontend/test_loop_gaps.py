@@ -1,0 +1,118 @@
+"""No request keeps the event loop from others: the longest time without a turn, while large bodies come in."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import pytest
+
+from components.http_server import serve_http
+from components.process import GIL_SWITCH_S
+from services.frontend.app import create_app
+from services.frontend.config import FrontendSettings
+from services.frontend.ports import ServedModel
+from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.services.frontend.raw_http import send
+
+pytestmark = pytest.mark.anyio
+CHAT: Final = "/v1/chat/completions"
+TEXT: Final = {"type": "text", "text": "a"}
+MOST_S: Final = 0.2  # a bound for a busy machine; they are 10 to 50 ms
+
+
+@pytest.fixture(autouse=True)
+def _as_services_run() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(GIL_SWITCH_S)
+    yield
+    sys.setswitchinterval(before)
+
+
+@asynccontextmanager
+async def longest_gap() -> AsyncIterator[list[float]]:
+    """Seconds between two turns of a task that sleeps a millisecond; filled at the end."""
+    longest = [0.0]
+
+    async def watch() -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            longest[0] = max(longest[0], now - last)
+            last = now
+
+    task = asyncio.create_task(watch())
+    try:
+        yield longest
+        await asyncio.sleep(0.01)
+    finally:
+        task.cancel()
+
+
+async def asked(url: str, path: str, body: bytes) -> tuple[int, bytes, float]:
+    """Status and body of the answer, and the longest gap meanwhile."""
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    async with asyncio.timeout(60), longest_gap() as gap:
+        reader, writer = await send(url, f"{head}connection: close\r\n\r\n".encode() + body)
+        answer = bytearray()
+        while some := await reader.read(2**16):
+            answer += some
+        writer.close()
+    return int(answer[9:12]), bytes(answer), gap[0]
+
+
+def packed(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def chat(content: Any, count: int) -> bytes:
+    return packed({"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": content}] * count})
+
+
+BODIES: Final = {
+    "empty parts": lambda: (CHAT, chat([{}] * 1024, 2600)),
+    "empty blocks": lambda: ("/v1/messages", chat([{}] * 1024, 2600)),
+    "keys": lambda: (CHAT, packed({"model": MODEL, "x": {str(i): 0 for i in range(500_000)}})),
+    "good parts": lambda: (CHAT, chat([TEXT] * 60, 4000)),
+    "as many parts as may be": lambda: (CHAT, chat([TEXT] * 60, 330)),
+    "as many blocks as may be": lambda: ("/v1/messages", chat([TEXT] * 60, 330)),
+    "token ids": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [5] * 1_000_000})),
+    "too many token ids": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [5] * 3_900_000})),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+async def test_a_body_as_large_as_it_may_be_blocks_nobody(mesh: FakeMesh, kind: str) -> None:
+    """Bodies of 8 MB blocked the event loop for up to a second each, and one of many blocks for more than a minute."""
+    path, body = BODIES[kind]()
+    settings = FrontendSettings(port=0, drain_timeout_s=2)
+    async with serve_http(create_app(mesh, mesh.text, settings), settings) as url:
+        await asked(url, CHAT, chat("a", 1))  # what is made once is made
+        status, _, gap_s = await asked(url, path, body)
+    assert status == 400
+    assert gap_s < MOST_S
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_thousands_of_blocks_of_one_turn_take_linear_time(mesh: FakeMesh, path: str) -> None:
+    """Each block was added to a copy of those before it."""
+    mesh.served = [ServedModel(MODEL, 2**20, 1)]
+    settings = FrontendSettings(port=0, drain_timeout_s=2)
+    block = {"type": "thinking", "thinking": "a" * 1000} if path == "/v1/messages" else None
+    item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a" * 1000}]}
+    value: dict[str, Any] = {"model": MODEL, "max_tokens": 2}
+    if block is None:
+        value = {"model": MODEL, "max_output_tokens": 2, "input": [item] * 4000 + [{"role": "user", "content": "a"}]}
+    else:
+        turns = [{"role": "assistant", "content": [block] * 1000}] * 4
+        value["messages"] = [{"role": "user", "content": "a"}, *turns, {"role": "user", "content": "a"}]
+    async with serve_http(create_app(mesh, mesh.text, settings), settings) as url:
+        began = time.process_time()
+        status, answer, gap_s = await asked(url, path, packed(value))
+        assert status == 200, answer[:500]
+        assert time.process_time() - began < 2.0, "of processor time; it is a tenth of that, and was eight seconds"
+    assert gap_s < MOST_S
