@@ -93,7 +93,7 @@ def embedding_list(
         for i, vector in enumerate(vectors)
     )
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return filled(EmbeddingList(data=[], model=request.model, usage=usage), shown)
+    return filled(EmbeddingList(data=[], model=request.model, usage=usage), data=shown)
 
 
 def _shown(

@@ -17,7 +17,7 @@ import msgspec
 from components.errors import MalformedMessage, MeshError
 from components.wire.codec import Struct, message, unpack_plain
 from components.wire.dated import Dated
-from components.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
+from components.wire.logprobs import PackedLogprobs, TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused, refusal
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
@@ -96,7 +96,9 @@ class StreamItem(NamedTuple):
     num_cached_tokens: int = 0  # meaningful in the item with the first token
     sent_unix_ns: int = 0  # set with the first token only, for the trace
     logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
-    prompt_logprobs: list[TokenLogprobs] | None = None  # from the prompt's second token on; with branch 0's first token
+    prompt_logprobs: Sequence[TokenLogprobs] | None = (
+        None  # from the prompt's second token on; with branch 0's first token
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ def _item(value: Any) -> StreamItem:
     )
 
 
-def _prompt_logprobs(value: Any) -> list[TokenLogprobs] | None:
+def _prompt_logprobs(value: Any) -> Sequence[TokenLogprobs] | None:
     if value is None:
         return None
     if not (isinstance(value, list) and len(value) == 2):
@@ -277,7 +279,7 @@ def _prompt_logprobs(value: Any) -> list[TokenLogprobs] | None:
     count, data = value
     if not (isinstance(count, int) and count >= 0 and isinstance(data, bytes)):
         raise MalformedMessage("token frame: bad log-probabilities of the prompt")
-    return unpack_logprobs(data, count)
+    return PackedLogprobs(data, count)
 
 
 def _error(value: Any) -> Refused | None:

@@ -4,7 +4,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from components.errors import MalformedMessage
 
@@ -39,17 +39,50 @@ def pack_logprobs(told: Sequence[TokenLogprobs]) -> bytes:
     return b"".join([_bytes(array("i", [count])), _bytes(chosen), _bytes(ids), _bytes(values)])
 
 
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """The log-probabilities of many tokens, made into objects one by one: those of a long prompt are half a million."""
+
+    __slots__ = ("_chosen", "_count", "_ids", "_values")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, data: bytes, num_tokens: int) -> None:
+        """Of what `pack_logprobs` made. Raises: MalformedMessage, when `data` are not those of as many tokens."""
+        self._count, self._chosen, self._ids, self._values = _columns(data, num_tokens)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[TokenLogprobs]: ...
+    def __getitem__(self, at: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        start = range(len(self))[at] * self._count
+        end = start + self._count
+        return TokenLogprobs(self._chosen[at], tuple(zip(self._ids[start:end], self._values[start:end], strict=True)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
 def unpack_logprobs(data: bytes, num_tokens: int) -> list[TokenLogprobs]:
     """The log-probabilities of `num_tokens` tokens. Raises: MalformedMessage, when `data` are not those of as many."""
+    count, chosen, ids, values = _columns(data, num_tokens)
+    if not count:
+        return [TokenLogprobs(logprob) for logprob in chosen]
+    tops = tuple(zip(ids, values, strict=True))
+    return [TokenLogprobs(logprob, tops[i * count : (i + 1) * count]) for i, logprob in enumerate(chosen)]
+
+
+def _columns(data: bytes, num_tokens: int) -> "tuple[int, array[float], array[int], array[float]]":
+    """How many alternatives each token has; then what `pack_logprobs` has packed."""
     count = int.from_bytes(data[:4], "little", signed=True)
     if count < 0 or len(data) != packed_bytes(num_tokens, count):
         raise MalformedMessage(f"{len(data)} bytes are not log-probabilities of {num_tokens} tokens")
     ids_at, values_at = 4 + 4 * num_tokens, 4 + 4 * num_tokens * (1 + count)
-    chosen = _array("f", data[4:ids_at])
-    if not count:
-        return [TokenLogprobs(logprob) for logprob in chosen]
-    tops = tuple(zip(_array("i", data[ids_at:values_at]), _array("f", data[values_at:]), strict=True))
-    return [TokenLogprobs(logprob, tops[i * count : (i + 1) * count]) for i, logprob in enumerate(chosen)]
+    return count, _array("f", data[4:ids_at]), _array("i", data[ids_at:values_at]), _array("f", data[values_at:])
 
 
 def _bytes(values: "array[Any]") -> bytes:

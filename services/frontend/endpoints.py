@@ -15,13 +15,8 @@ from components.openai.completions import Completion, CompletionChoice, Completi
 from components.openai.errors import ApiError
 from components.openai.events import Events
 from components.openai.fields import AskedConstraint, FinishReason, GenerationFields, parse_body
-from components.openai.logprobs import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprobs,
-    ShownToken,
-    prompt_logprobs,
-)
+from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, ShownToken, prompt_parts
+from components.openai.parts import Items, Parts, filled
 from components.output.calls import Call, whole_calls
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
@@ -96,8 +91,8 @@ class Dialect(ABC):
         """The bytes of a stream."""
 
     @abstractmethod
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
-        """The JSON of an answer in one piece."""
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
+        """The JSON of an answer that is not streamed."""
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
         """Status and JSON of a request that failed."""
@@ -110,14 +105,19 @@ class Dialect(ABC):
 
 def _told_prompt(
     request: GenerationFields, generation: Generation, index: int
-) -> tuple[list[int] | None, PromptLogprobs | None]:
+) -> tuple[list[int] | None, Items | None]:
     """Of the prompt of a choice, what is asked for: its token ids, its log-probabilities."""
     choice, count = generation.choices[index], request.prompt_logprobs
     token_ids = choice.prompt.token_ids
     told = None
     if count is not None and choice.prompt_told is not None:
-        told = prompt_logprobs(token_ids, choice.prompt_told, count, generation.text.token_bytes.of)
+        told = prompt_parts(token_ids, choice.prompt_told, count, generation.text.token_bytes.of)
     return token_ids if request.return_token_ids else None, told
+
+
+def _told(logprobs: type[ChatLogprobs | CompletionLogprobs], choice: Answer) -> dict[str, Items]:
+    """The lists to fill the log-probabilities of a choice with."""
+    return {} if choice.tokens is None else logprobs.parts(choice.tokens)
 
 
 class Conversing(Dialect):
@@ -166,29 +166,30 @@ class ChatDialect(Conversing):
         )
         return chunks(request, events, self.logprobs, generation)
 
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
         """A chat completion."""
-        made = [
-            ChatChoice(
-                index=i,
-                message=said(choice),
-                logprobs=self.logprobs(choice.tokens),
-                finish_reason=choice.finish,
-                token_ids=choice.token_ids,
-            )
-            for i, choice in enumerate(choices)
-        ]
-        token_ids, logprobs = _told_prompt(self.chat, generation, 0)
+        token_ids, told = _told_prompt(self.chat, generation, 0)
         completion = ChatCompletion(
             id=self.response_id,
             created=self.created,
             model=self.chat.model,
-            choices=made,
+            choices=[],
             usage=generation.usage(),
             prompt_token_ids=token_ids,
-            prompt_logprobs=logprobs,
+            prompt_logprobs=None if told is None else [],
         )
-        return completion.model_dump_json().encode()
+        made = (self._choice(i, choice) for i, choice in enumerate(choices))
+        return filled(completion, choices=made, **({} if told is None else {"prompt_logprobs": told}))
+
+    def _choice(self, index: int, choice: Answer) -> Parts:
+        made = ChatChoice(
+            index=index,
+            message=said(choice),
+            logprobs=None if choice.tokens is None else ChatLogprobs.of(()),
+            finish_reason=choice.finish,
+            token_ids=choice.token_ids,
+        )
+        return filled(made, **_told(ChatLogprobs, choice))
 
     def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
         """A list of tokens."""
@@ -247,25 +248,26 @@ class CompletionDialect(Dialect):
         events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
         return chunks(request, events, self.logprobs, generation)
 
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
         """A text completion."""
-        made = [self._choice(i, choice, generation) for i, choice in enumerate(choices)]
         completion = Completion(
-            id=self.response_id, created=self.created, model=self.request.model, choices=made, usage=generation.usage()
+            id=self.response_id, created=self.created, model=self.request.model, choices=[], usage=generation.usage()
         )
-        return completion.model_dump_json().encode()
+        return filled(completion, choices=(self._choice(i, choice, generation) for i, choice in enumerate(choices)))
 
-    def _choice(self, index: int, choice: Answer, generation: Generation) -> CompletionChoice:
-        token_ids, logprobs = _told_prompt(self.request, generation, index)
-        return CompletionChoice(
+    def _choice(self, index: int, choice: Answer, generation: Generation) -> Parts:
+        token_ids, told = _told_prompt(self.request, generation, index)
+        made = CompletionChoice(
             index=index,
             text=choice.text,
-            logprobs=self.logprobs(choice.tokens),
+            logprobs=None if choice.tokens is None else CompletionLogprobs.of(()),
             finish_reason=choice.finish,
             token_ids=choice.token_ids,
             prompt_token_ids=token_ids,
-            prompt_logprobs=logprobs,
+            prompt_logprobs=None if told is None else [],
         )
+        lists = _told(CompletionLogprobs, choice)
+        return filled(made, **lists, **({} if told is None else {"prompt_logprobs": told}))
 
     def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
         """Parallel lists."""

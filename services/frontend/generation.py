@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -80,7 +80,7 @@ class Choice:
         self.generated_tokens = 0
         self.told_s = 0.0  # when its last piece was made, of a clock of ours; 0: none was
         self.prompt_tokens: list[ShownToken] = []  # to tell of before the first token, by then
-        self.prompt_told: list[TokenLogprobs] | None = None  # of the prompt, from its second token on
+        self.prompt_told: Sequence[TokenLogprobs] | None = None  # of the prompt, from its second token on
         self._echo = spec.echo
         self._ends: frozenset[int] = frozenset()  # tokens whose text is not shown when the answer ends with them
         if not spec.shows_end:
@@ -199,8 +199,8 @@ class Branches:
             for each in self.choices:
                 each.prompt_told = delta.prompt_logprobs
             if (count := self._echo_alternatives) is not None:
-                cut = [replace(told, top=told.top[:count]) for told in delta.prompt_logprobs]
-                self._tokens = shown_prompt(self._text, self.prompt.token_ids, cut)
+                shown = partial(shown_prompt, self._text, self.prompt.token_ids, delta.prompt_logprobs, count)
+                self._tokens = await self._text.run(len(self.prompt.token_ids) * (1 + count), shown)
             self._told.set()
         await self._told.wait()
         choice.prompt_tokens = self._tokens

@@ -18,6 +18,7 @@ from components.anthropic.messages import (
 from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
+from components.openai.parts import Parts, filled
 from components.output.blocks import Blocks
 from services.frontend.body import Body
 from services.frontend.endpoints import Answer, Conversing
@@ -54,7 +55,7 @@ class MessagesDialect(Conversing):
         """Events of content blocks."""
         return MessageStream(self, generation)
 
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
         """The message, whole."""
         [choice] = choices
         blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all
@@ -64,7 +65,7 @@ class MessagesDialect(Conversing):
             "stop_reason": reason,
             "stop_sequence": sequence,
         }
-        return self.begun(generation).model_copy(update=changes).model_dump_json().encode()
+        return filled(self.begun(generation).model_copy(update=changes))
 
     def begun(self, generation: Generation) -> MessageObject:
         """The message before its first block."""

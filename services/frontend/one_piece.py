@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, closing
 from functools import partial
 from http import HTTPStatus
-from typing import Final, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from opentelemetry.trace import Span
@@ -21,7 +21,7 @@ from components.aio import time_limit
 from components.errors import MeshError
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import parse_body
-from components.openai.parts import Parts
+from components.openai.parts import AT_ONCE_BYTES, Parts, some_of
 from services.frontend import tracing
 from services.frontend.body import Body, read_json_body
 from services.frontend.disconnect import cancelled_on_disconnect
@@ -29,8 +29,6 @@ from services.frontend.exchange import Frontend
 from services.frontend.gate import caller_of
 from services.frontend.metrics import NO_MODEL
 from services.frontend.shape import in_shape_of
-
-AT_ONCE_BYTES: Final = 64 * 1024  # of an answer that are written before others get their turn, in 1 to 3 ms
 
 R = TypeVar("R", bound=BaseModel)
 Refusal = Callable[[ApiError], tuple[int, bytes]]  # an error to status and JSON
@@ -86,7 +84,7 @@ async def answered(
 
 def _told(parts: Parts) -> Response:
     """The answer; a long one is written as its client reads it."""
-    first = _some(parts)
+    first = some_of(parts)
     if len(first) < AT_ONCE_BYTES:
         return Response(first, media_type="application/json")
     return _Long(_in_turns(first, parts))
@@ -112,18 +110,7 @@ async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
         while some:
             yield some
             await asyncio.sleep(0)
-            some = _some(parts)
-
-
-def _some(parts: Parts) -> bytes:
-    """The next ones; less than AT_ONCE_BYTES only at the end."""
-    taken, size = [], 0
-    for part in parts:
-        taken.append(part)
-        size += len(part)
-        if size >= AT_ONCE_BYTES:
-            break
-    return b"".join(taken)
+            some = some_of(parts)
 
 
 def _refused(call: Call, error: ApiError, exc: Exception) -> Response:

@@ -31,7 +31,7 @@ class TokenDelta(NamedTuple):
     finish: str | None  # "stop" or "length", with the last tokens
     num_cached_tokens: int  # of the prompt; meaningful in branch 0's first delta
     logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
-    prompt_logprobs: list[TokenLogprobs] | None = None  # from its second token on; in branch 0's first delta
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # from its second token on; in branch 0's first delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from components.openai.errors import ApiError, from_mesh, in_other_words, intern
 from components.openai.fields import parse_body
 from components.openai.items import InputItem, OutputItem, Status
 from components.openai.logprobs import ChatLogprobs, ShownToken, TokenLogprob
+from components.openai.parts import Parts, filled
 from components.openai.response_events import ResponseEvents, item_of
 from components.openai.responses import (
     PARAMS,
@@ -113,16 +114,17 @@ class ResponsesDialect(Conversing):
         """Events of items."""
         return ResponseStream(self, generation)
 
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> bytes:
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
         """The response, whole."""
         [choice] = choices
         blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all or [Block("text", 0)]
         status = status_of(generation)
-        told = [] if choice.tokens is None else ChatLogprobs.of(choice.tokens).content
+        tokens = choice.tokens or []
+        told = (await generation.text.run(len(tokens), partial(ChatLogprobs.of, tokens))).content
         items = [item_of(block, self.request_id, "completed", told) for block in blocks[:-1]]
         items.append(item_of(blocks[-1], self.request_id, end_of(blocks, generation), told))
         response = await self.kept(self.over(status, items, generation))
-        return response.model_dump_json().encode()
+        return filled(response)
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
         """Parameters by this API's names."""

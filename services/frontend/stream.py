@@ -1,9 +1,12 @@
 """The answer on its way out: JSON with a status as long as no token has left, server-sent events from then on."""
 
 import asyncio
+from contextlib import closing
 from typing import Final
 
 from starlette.types import Send
+
+from components.openai.parts import AT_ONCE_BYTES, Parts, some_of
 
 FAREWELL_S: Final = 5.0  # for the last words to a client that may not be reading
 
@@ -28,6 +31,20 @@ class Reply:
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, [(b"content-type", b"application/json"), length, *(headers or [])])
         await self._body(body, more=False)
+
+    async def parts(self, parts: Parts) -> None:
+        """Answer with JSON. A long answer is made and sent part by part, as the client reads it: others have their turn."""
+        with closing(parts):
+            some = some_of(parts)
+            if len(some) < AT_ONCE_BYTES:
+                await self.json(some)
+                return
+            await self._start(200, [(b"content-type", b"application/json")])
+            while some:
+                await self._body(some, more=True)
+                await asyncio.sleep(0)
+                some = some_of(parts)
+            await self._body(b"", more=False)
 
     async def events(self, data: bytes, *, last: bool = False) -> None:
         """Send events; the first call sends the headers before them."""

@@ -21,8 +21,9 @@ async def tokenize(call: Call, request: TokenizeRequest) -> Parts:
         tokens = await encode_conversation(text, request.conversation())
     answer = Tokenized(count=len(tokens), max_model_len=model.max_context, tokens=[])
     if not request.return_token_strs:
-        return filled(answer, items_of(tokens))
-    return filled(answer.model_copy(update={"token_strs": []}), items_of(tokens), items_of(tokens, text.names))
+        return filled(answer, tokens=items_of(tokens))
+    both = answer.model_copy(update={"token_strs": []})
+    return filled(both, tokens=items_of(tokens), token_strs=items_of(tokens, text.names))
 
 
 async def detokenize(call: Call, request: DetokenizeRequest) -> Parts:

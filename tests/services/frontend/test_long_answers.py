@@ -14,14 +14,13 @@ from starlette.types import Message
 
 from components.http_server import serve_http
 from components.openai.embeddings import EmbeddingList
-from components.openai.parts import PART, filled, items_of, text_filled
+from components.openai.parts import AT_ONCE_BYTES, PART, filled, items_of, text_filled
 from components.openai.tokens import Detokenized, Tokenized
 from components.text.tokenizer import INLINE_CHARS, TextModel
 from components.wire.embedding_model import EmbeddingModel
 from services.frontend import embeddings
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.one_piece import AT_ONCE_BYTES
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import FakeMesh, vector_of
 from tests.services.frontend.raw_http import post
@@ -163,10 +162,10 @@ def test_parts_make_the_answer_they_stand_for(count: int) -> None:
         assert json.loads(b"".join(parts)) == json.loads(answer.model_dump_json())
 
     blank = Tokenized(count=count, max_model_len=7, tokens=[])
-    same(filled(blank, items_of(ids)), blank.model_copy(update={"tokens": ids}))
+    same(filled(blank, tokens=items_of(ids)), blank.model_copy(update={"tokens": ids}))
     both = blank.model_copy(update={"token_strs": []})
     same(
-        filled(both, items_of(ids), items_of(ids, lambda some: names[: len(some)])),
+        filled(both, tokens=items_of(ids), token_strs=items_of(ids, lambda some: names[: len(some)])),
         both.model_copy(update={"tokens": ids, "token_strs": names}),
     )
     text = 'a"é\\\n😀'[: max(1, count)] * count
