@@ -48,7 +48,7 @@ class Closed(StrEnum):
     TOO_MANY_REQUESTS = auto()
 
 
-REFUSALS: Final = {
+REFUSALS: Final = {  # of those that may have to be told: the others come behind an answer, or when nothing was asked
     Closed.HEAD_LATE: from_status(408, "The request's headers took too long."),
     Closed.BODY_LATE: from_status(408, "The request's body took too long."),
     Closed.HEAD_TOO_LARGE: from_status(431),
@@ -59,7 +59,6 @@ REFUSALS: Final = {
     Closed.HOST: from_status(400, "A request needs one Host header, and no more than one."),
     Closed.HTTP_VERSION: from_status(505, "Only HTTP/1.1 and HTTP/1.0 are supported."),
     Closed.TOO_MANY: from_status(503, "Too many connections are open. Try again shortly."),
-    Closed.TOO_MANY_REQUESTS: from_status(429, "Too many requests wait for their answer on this connection."),
 }
 
 

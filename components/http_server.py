@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -84,7 +84,8 @@ class _Server(uvicorn.Server):
         self.listening.set()
 
     def _new_connection(self) -> Connection:
-        made: Connection = self.config.http_protocol_class(  # type: ignore[assignment]
+        """As uvicorn makes them."""
+        made: Connection = cast("partial[Connection]", self.config.http_protocol_class)(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return made

@@ -223,9 +223,9 @@ class Exchange(Response):
                 parts[piece.choice].append(piece)
         told, tells_ids = request.alternatives is not None, bool(request.return_token_ids)
         choices = [Answer.of(mine, told=told, tells_ids=tells_ids) for mine in parts]
-        parts = await self._dialect.answer(choices, generation)
+        answer = await self._dialect.answer(choices, generation)
         if not reply.answered:
-            await reply.parts(parts)
+            await reply.parts(answer)
 
     def _names(self) -> dict[str, str]:
         """Ours, and the client's own if it gave one."""

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -76,7 +76,7 @@ def chat(content: Any, count: int) -> bytes:
     return packed({"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": content}] * count})
 
 
-BODIES: Final = {
+BODIES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
     "empty parts": lambda: (CHAT, chat([{}] * 1024, 2600)),
     "empty blocks": lambda: ("/v1/messages", chat([{}] * 1024, 2600)),
     "keys": lambda: (CHAT, packed({"model": MODEL, "x": {str(i): 0 for i in range(500_000)}})),
