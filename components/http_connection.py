@@ -30,7 +30,7 @@ class Waits(StrEnum):
     REQUEST = auto()
     HEAD = auto()
     BODY = auto()
-    END = auto()  # we have said our last word, and drop what is read
+    END = auto()  # nothing: our last answer is sent, and what arrives is dropped
 
 
 class Connection(HttpToolsProtocol):
@@ -173,10 +173,10 @@ class Connection(HttpToolsProtocol):
         return Closed.TOO_MANY_REQUESTS if len(self._cycles) >= self._patience.requests else None
 
     def _bound_body(self, size: int) -> None:
-        """Look at `size` bytes that were read within a body: chunk sizes, extensions and trailers are counted, not kept.
+        """Bound chunk sizes, extensions and trailers by the body that comes with them, after a read of `size` bytes.
 
-        Nothing of a body follows a trailer, so what brings no body is bounded by itself: httptools joins the parts of one
-        trailer, and each part costs a copy of those before it.
+        Reads that bring no part of a body have a bound of their own. All trailers are such reads, and httptools copies what
+        it has of one trailer with each read.
         """
         patience = self._patience
         self._bare_bytes = 0 if self._moved else self._bare_bytes + size
@@ -192,7 +192,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(Closed.REST_TOO_LARGE)
 
     def _drop(self, size: int) -> None:
-        """Of what comes behind our last word a bounded amount is read, so that the client gets to read it."""
+        """Drop `size` bytes that follow our last answer; after `rest_bytes` of them abort the connection."""
         self._rest_bytes += size
         if self._rest_bytes > self._patience.rest_bytes:
             self.transport.abort()
@@ -245,14 +245,14 @@ class Connection(HttpToolsProtocol):
         self._end()
 
     def _lingers(self) -> bool:
-        """Whether a close has to wait, because the client still sends a body: it would not get to read its answer."""
+        """Postpone a close while the client still sends a body: it could not read its answer. Returns whether it does."""
         if self._waits is not Waits.BODY or self._writer.is_closing():
             return False
         self._end()
         return True
 
     def _end(self) -> None:
-        """Nothing more is said. What comes is dropped until the client leaves, or LINGER_S is over."""
+        """Send nothing more, and drop what arrives until the client closes or LINGER_S is over."""
         self._wait(Waits.END)
         self._unset_keepalive_if_required()
         self._end_cycles()

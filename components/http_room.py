@@ -23,7 +23,7 @@ class Room:
 
     @property
     def has_handshakes(self) -> bool:
-        """Whether a TLS handshake is under way."""
+        """Whether some TLS handshake is not over."""
         return bool(self._handshakes)
 
     def expect(self, connection: object, end: Callable[[], object]) -> None:

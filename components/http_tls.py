@@ -5,7 +5,6 @@ the process for a minute, and nothing would see them.
 """
 
 import asyncio
-import errno
 import socket
 import ssl
 from collections.abc import Callable
@@ -16,8 +15,7 @@ from components.http_connection import Connection
 from components.http_limits import Closed, Closures, Patience
 from components.http_room import Room
 
-NO_FILES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-NO_FILES_S: Final = 0.1  # until the next try to accept
+NO_FILES_S: Final = 0.1  # until the next try to accept, when this process may open no more
 Make = Callable[[], Connection]
 
 
@@ -54,9 +52,10 @@ class TlsListener:
         while True:
             try:
                 client, _ = await loop.sock_accept(listener)
-            except OSError as exc:  # the client has gone already, or this process may open no more
-                if exc.errno in NO_FILES:
-                    await asyncio.sleep(NO_FILES_S)
+            except ConnectionAbortedError:  # the client has gone already
+                continue
+            except OSError:
+                await asyncio.sleep(NO_FILES_S)
                 continue
             connection = make()
             task = asyncio.create_task(self._shake_hands(client, connection), name="tls-handshake")

@@ -1,7 +1,7 @@
 """How much a JSON text holds, found before it is parsed: a parser makes objects of all of it in one go, and holds the GIL.
 
-A text of 8 MB may hold two million empty objects. Nothing that a model can use is like that: texts are few and long, and what
-is many is token ids. So strings, objects and arrays are bounded by one number, and numbers by another.
+A text of 8 MB may hold two million empty objects. A useful request has fewer and longer texts; only token ids are many. So
+strings, objects and arrays have one bound, and token ids another.
 """
 
 import re

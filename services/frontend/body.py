@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request body, and who works on a large one beside the event loop."""
+    """A request body, and the text model, whose threads work on a large one beside the event loop."""
 
     data: bytes
     text: TextModel

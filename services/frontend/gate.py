@@ -1,7 +1,8 @@
 """Who may come in: every request needs a good API key, where there are keys, but those for a few open paths.
 
 What is open is told by the very path that routes are found by, compared whole, so no spelling of another path, no Host header
-and no method gets around it: what is not exactly an open path needs a key, also what does not exist.
+and no method gets around it: what is not exactly an open path needs a key, also what does not exist. Where there are no keys,
+requests are refused by their Host and Origin (`services.frontend.sites`).
 """
 
 import re

@@ -1,8 +1,8 @@
-"""Which pages' requests are answered where there are no API keys: those of this machine's own sites, and of none beside.
+"""Which hosts and origins are answered where there are no API keys, so that pages of other sites cannot use the model.
 
-A browser sends a page's requests to whatever address the page's host name has. So a page of another site may point its own
-name here (DNS rebinding), and then Host has that name; or it may post here across origins, and then Origin has its own. A name
-with dots is taken only when it is known to be ours: what has none is nobody's to register.
+A page may point its own host name at this machine (DNS rebinding). Then `Host` has that name. A page may also post here across
+origins. Then `Origin` has its own. A host name with dots is answered only when it is known to be ours; one without dots cannot
+be registered by others.
 """
 
 import socket
