@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
@@ -35,14 +35,18 @@ class Planning:
         connector: Connector | None,
         leadership: Leadership,
         metrics: PlannerMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` is the observer's: what it saw and what was done about it are compared."""
+        self._clock = clock
         self._settings = settings
         self._observer = observer
         self._connector = connector
         self._leadership = leadership
         self._metrics = metrics
         self._planner = Planner(settings.targets(), settings.bounds(), settings.pace())
-        self._seen = Observation(time.monotonic(), {}, {})
+        self._seen = Observation(clock(), {}, {})
         self._verdict = Verdict({}, None, "nothing was seen yet")
         self._said = ""  # of what would be done
         self._silent = False  # whether the connector's silence was told
@@ -98,12 +102,12 @@ class Planning:
         except MeshError as exc:
             log.warning("not scaled", extra={**_facts(change), "cause": exc.message})
             self._metrics.refused(change)
-            self._planner.failed(time.monotonic())
+            self._planner.failed(self._clock())
             return
         log.info("scaling", extra=_facts(change))
         self._metrics.changed(change)
         self._keep(change, "")
-        self._planner.took(change, time.monotonic())
+        self._planner.took(change, self._clock())
 
     def _keep(self, change: Change, how: str) -> None:
         at = f"{datetime.now(UTC):%H:%M:%S}"

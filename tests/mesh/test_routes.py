@@ -3,12 +3,14 @@
 import asyncio
 import re
 import time
+from collections import Counter
 
 import httpx
 import pytest
 from rich.console import Console
 
 from components.settings import MeshSettings
+from components.telemetry.trace_store import TraceStore
 from components.wire.routes import ExplainRoute
 from services.inspect.route import show_route
 from tests.mesh.harness import MeshProcesses
@@ -53,3 +55,26 @@ def test_where_a_prompt_would_go_is_told_with_its_reasons_and_nothing_is_sent(mo
     rows = [re.split(r"\s*│\s*", line) for line in shown.splitlines() if line.startswith("│ →")]
     assert [row[3] for row in rows] == [str(pages)] * 2, "the one chosen has it, of both phases"
     assert _ask(frontend.url, longer) == pages
+
+
+def test_policies_from_the_settings_are_those_that_choose(mock_mesh: MeshProcesses) -> None:
+    """With the default of each phase the same prompt meets the instances again that have it."""
+    *_, frontend = mock_mesh.start(
+        *("bootstrap", "prefill", "prefill", "decode", "decode", "frontend"),
+        MESH_FRONTEND_DECODE_POLICY="round_robin",
+        MESH_DECODE_PREFILL_POLICY="prefix_hash@load_factor=9,slack_tokens=99999",
+    )
+    deadline = time.monotonic() + 20
+    while (shown := _shown(mock_mesh, STORY)).count("closed") < 4:
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.2)
+    assert "tokens, by round_robin" in shown
+    assert "a prefill instance, by prefix_hash@load_factor=9,slack_tokens=99999" in " ".join(shown.split())
+    for turn in range(4):
+        _ask(frontend.url, f"{STORY}{turn}")
+    time.sleep(1)  # the last spans are on their way to the disk
+    store = TraceStore(mock_mesh.home)
+    traces = [{s.name: s.attributes for s in store.trace(trace_id)} for trace_id in store.last_trace_ids(4)]
+    decodes = Counter(spans["frontend.route"]["kvmesh.decode.instance"] for spans in traces)
+    assert sorted(decodes.values()) == [2, 2], "they take turns, whatever they have cached"
+    assert len({spans["decode.choose_prefill"]["kvmesh.prefill.instance"] for spans in traces}) == 1

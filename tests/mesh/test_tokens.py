@@ -93,7 +93,10 @@ def test_32_prompts_give_transformers_own_ids_with_8_in_flight(together: Served)
 def test_kv_moves_as_pages_over_nixl_and_decode_computes_no_prompt_token(
     together: Served, prompts: list[list[int]]
 ) -> None:
-    """NIXL's own count of bytes is pages times page bytes, request by request."""
+    """Prefill reports pages times page bytes, request by request; test_nixl_transfer.py compares its count with NIXL's.
+
+    That these bytes are the right ones, the ids prove: decode computes no prompt token, so it has them from there.
+    """
     assert together.prompt_tokens == 0
     moved = []
     for spans in together.traces:

@@ -151,6 +151,7 @@ class Posts:
     def __init__(self, transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: list[int] = []
         self.descriptors: list[int] = []
+        self.num_bytes: list[int] = []  # by NIXL's own telemetry
         self._agent = transfer._agent
         self._post = self._agent.transfer
         monkeypatch.setattr(self._agent, "transfer", self._transfer)
@@ -160,7 +161,9 @@ class Posts:
         state = self._post(handle)
         while state == "PROC":  # the first one, until there is a connection
             state = self._agent.check_xfer_state(handle)
-        self.descriptors.append(self._agent.get_xfer_telemetry(handle).descCount)
+        counted = self._agent.get_xfer_telemetry(handle)
+        self.descriptors.append(counted.descCount)
+        self.num_bytes.append(counted.totalBytes)
         return state
 
 
@@ -175,10 +178,15 @@ async def test_neighbours_on_both_sides_merge_into_one_descriptor(
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    await transfer.write_pages(agent, range(16), range(32, 48))
-    await transfer.write_pages(agent, [0, 1, 4, 5], [7, 8, 9, 10])
-    await transfer.write_pages(agent, [0, 2, 4], [1, 3, 5])
+    moved = [
+        await transfer.write_pages(agent, range(16), range(32, 48)),
+        await transfer.write_pages(agent, [0, 1, 4, 5], [7, 8, 9, 10]),
+        await transfer.write_pages(agent, [0, 2, 4], [1, 3, 5]),
+    ]
     assert posts.descriptors == [1, 2, 3]
+    assert posts.num_bytes == moved, "NIXL counts the bytes that we report"
+    await transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(16), [0], [0]))
+    assert posts.num_bytes[-1] == LAYOUT.page_bytes
 
 
 async def test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces(

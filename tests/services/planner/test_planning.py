@@ -50,7 +50,9 @@ def planning(fleet: Fleet, *, acts: bool = True, leads: bool = True) -> tuple[Pl
     if leads:
         leadership.held_until(time.monotonic() + 60)
     settings = PlannerSettings(prefill="1..4", decode="1..2", connector="local" if acts else "none")
-    return Planning(settings, fleet, fleet if acts else None, leadership, PlannerMetrics()), leadership
+    connector = fleet if acts else None
+    clock = lambda: fleet.fleet.now_s  # noqa: E731
+    return Planning(settings, fleet, connector, leadership, PlannerMetrics(), clock=clock), leadership
 
 
 async def test_who_leads_acts_and_who_waits_acts_when_it_leads() -> None:
@@ -87,8 +89,11 @@ async def test_without_a_connector_it_says_once_what_it_would_do(caplog: pytest.
     assert (await plan.plan(AskPlan())).connector == "none"
 
 
-async def test_a_connector_that_fails_is_left_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("up_s", [10.0, 1e9], ids=["just started", "long up"])
+async def test_a_connector_that_fails_is_left_for_a_while(up_s: float, caplog: pytest.LogCaptureFixture) -> None:
+    """On a machine that had just started it was asked every five seconds: the pause was measured on another clock."""
     fleet = Fleet()
+    fleet.fleet.now_s = up_s
     fleet.broken = True
     plan, _ = planning(fleet)
     for _ in range(30):
