@@ -73,7 +73,7 @@ class Registry:
         self.book = InstanceBook()
         self.connected = False  # whether the mirror follows etcd now; may be read from any thread
         self._url = url
-        self._prefix = f"{namespace}/instances/"
+        self._prefix = _prefix(namespace)
         self._ttl_s = math.ceil(ttl_s)
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
@@ -128,21 +128,18 @@ class Registry:
         with etcd_client(self._url) as client:
             asked = time.monotonic()  # etcd counts from a moment later
             lease_id = int(client.lease(self._ttl_s).id)
-            client.put(self._key(record), dump_record(record), lease_id)
+            client.put(_key(self._prefix, record.role, record.instance_id), dump_record(record), lease_id)
         registration.renewed(asked + self._ttl_s)
         return lease_id
 
     def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until: float) -> None:
         """The lease stands until then. Write the record again if it was deleted under a lease that stands."""
         registration.renewed(until)
-        key = self._key(record)
+        key = _key(self._prefix, record.role, record.instance_id)
         if self.connected and (self.book.at(key) is None or key in self.book.doubted):
             log.warning("the record has vanished from etcd, writing it again", extra={"epoch": record.epoch})
             with etcd_client(self._url) as client:
                 client.put(key, dump_record(record), lease_id)
-
-    def _key(self, record: InstanceRecord) -> str:
-        return f"{self._prefix}{record.role}/{record.instance_id}"
 
     def _revoke(self, lease_id: int) -> None:
         """Leave etcd at once. If etcd cannot be reached, the lease expires by itself."""
@@ -249,6 +246,23 @@ async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator
     finally:
         registry.close()
         await asyncio.to_thread(thread.join)
+
+
+def remove_record(url: str, namespace: str, role: str, instance_id: str) -> None:
+    """Take an instance out of etcd whose process is known to have ended: its lease would keep the record for seconds.
+
+    Blocks. Raises: BackendUnavailable.
+    """
+    with etcd_client(url) as client:
+        client.delete(_key(_prefix(namespace), role, instance_id))
+
+
+def _prefix(namespace: str) -> str:
+    return f"{namespace}/instances/"
+
+
+def _key(prefix: str, role: str, instance_id: str) -> str:
+    return f"{prefix}{role}/{instance_id}"
 
 
 def _requests(create: Any, ended: threading.Event) -> Any:

@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +18,8 @@ FIRST_DELAY_S: Final = 0.5
 LONGEST_DELAY_S: Final = 10.0
 STEADY_S: Final = 30.0  # a child that lived this long starts again at the first delay
 GIVE_UP_AFTER: Final = 3  # deaths before the first "ready": a mistake in the set-up, which no restart mends
+
+Announce = Callable[[str, str], Awaitable[None]]  # (child's name, instance id) of a process that has died
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,26 @@ class Supervision:
         self.gave_up: asyncio.Future[CannotStart] = asyncio.get_running_loop().create_future()
 
 
+async def announce_nothing(_name: str, _instance_id: str) -> None:
+    """For children that nobody else knows."""
+
+
 class Child:
     """One service process and its successors."""
 
-    def __init__(self, spec: ChildSpec, supervision: Supervision, *, essential: bool = True) -> None:
-        """The run ends when an essential child cannot be started."""
+    def __init__(
+        self,
+        spec: ChildSpec,
+        supervision: Supervision,
+        *,
+        essential: bool = True,
+        announce: Announce = announce_nothing,
+    ) -> None:
+        """The run ends when an essential child cannot be started. `announce` is called for a process that dies."""
         self.spec = spec
         self._essential = essential
+        self._announce = announce
+        self._instance_id: str | None = None  # under which the process that runs now is registered
         self.ready = asyncio.Event()  # the process that runs now has said "ready"
         self.metrics_url: str | None = None  # where it said then that its own page is
         self._shared = supervision
@@ -96,8 +111,15 @@ class Child:
 
     async def _live_once(self) -> int:
         try:
-            return await run(self.spec.command, self._show, env=self.spec.env, started=self._started)
+            async with asyncio.TaskGroup() as beside:
+
+                def started(process: Process) -> None:
+                    self._started(process)
+                    beside.create_task(self._announce_death(process))
+
+                return await run(self.spec.command, self._show, env=self.spec.env, started=started)
         finally:
+            self._instance_id = None
             self.ready.clear()
             self._shared.output.end_progress(self.spec.name)
             if self._process is not None:
@@ -108,10 +130,16 @@ class Child:
         if self._stopping.is_set():  # `stop` came while it was being started, and missed it
             process.kill()
 
+    async def _announce_death(self, process: Process) -> None:
+        """Announce the end of `process`. One that ends with exit code 0 has said goodbye itself."""
+        if await process.wait() != 0 and self._instance_id is not None and not self._shared.hurry.is_set():
+            await self._announce(self.spec.name, self._instance_id)
+
     def _show(self, line: str) -> None:
         if self._shared.output.show(self.spec.name, line) == "ready" and self._process is not None:
             self._was_ready = True
-            self.metrics_url = json.loads(line).get("metrics")
+            facts = json.loads(line)
+            self.metrics_url, self._instance_id = facts.get("metrics"), facts.get("instance")
             self._shared.shared_memory.remember(self._process.pid)
             self.ready.set()
 
@@ -138,10 +166,11 @@ class Child:
 class Tier:
     """Children that start together and stop together; more may come meanwhile, and the newest may go."""
 
-    def __init__(self, supervision: Supervision, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, supervision: Supervision, tasks: asyncio.TaskGroup, announce: Announce) -> None:
         self.children: list[Child] = []  # without those that are leaving
         self._shared = supervision
         self._tasks = tasks
+        self._announce = announce
         self._leaving: set[asyncio.Task[None]] = set()
         self._no_longer = asyncio.Event()  # those that are leaving have had their time
 
@@ -150,7 +179,7 @@ class Tier:
 
     def start(self, spec: ChildSpec, *, essential: bool = True) -> None:
         """Start a child and keep it running."""
-        child = Child(spec, self._shared, essential=essential)
+        child = Child(spec, self._shared, essential=essential, announce=self._announce)
         self.children.append(child)
         self._tasks.create_task(self._keep(child), name=spec.name)
 
@@ -191,10 +220,12 @@ class Tier:
 
 
 @asynccontextmanager
-async def running_children(specs: list[ChildSpec], supervision: Supervision) -> AsyncIterator[Tier]:
+async def running_children(
+    specs: list[ChildSpec], supervision: Supervision, announce: Announce = announce_nothing
+) -> AsyncIterator[Tier]:
     """Children of one tier, all started at once, all stopped at once when the block ends."""
     async with asyncio.TaskGroup() as tasks:
-        tier = Tier(supervision, tasks)
+        tier = Tier(supervision, tasks, announce)
         for spec in specs:
             tier.start(spec)
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from components.settings import MeshSettings
 from components.urls import without_password
 from services.local.children import Backoff, Child, Supervision, running_children
+from services.local.departures import Departures
 from services.local.greeting import greeting
 from services.local.model import prepare_model
 from services.local.output import Output
@@ -48,8 +49,9 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
         stack.enter_context(own_ports(plan))
         backends = await stack.enter_async_context(_backends(plan, settings, supervision))
         await prepare_model(settings.model, plan.model_command(settings), supervision.output)
+        departures = Departures(backends[0], settings.namespace, supervision.output)
         tiers = {
-            role: await stack.enter_async_context(running_children(specs, supervision))
+            role: await stack.enter_async_context(running_children(specs, supervision, departures.announce))
             for role, specs in zip(TIERS, plan.children(settings, *backends), strict=True)
         }
         children = [child for tier in tiers.values() for child in tier]
