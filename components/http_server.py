@@ -4,16 +4,14 @@ import asyncio
 import contextlib
 import ctypes
 import math
-import os
 import select
 import socket
-import ssl
 import struct
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, Protocol, cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -25,6 +23,9 @@ from components.http_limits import Closures, Patience, most_connections
 from components.http_room import Room
 from components.http_tls import TlsListener
 from components.http_writer import HeldWrites
+from components.listening import cannot_listen
+from components.startup import CannotServe
+from components.tls import Tls, tls_context
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection: the server must not close it under a request
@@ -57,13 +58,6 @@ class Listener(Protocol):
     @property
     def drain_timeout_s(self) -> float:
         """For requests in flight."""
-
-
-class Tls(NamedTuple):
-    """PEM files."""
-
-    certificate: str  # and those that vouch for it
-    key: str
 
 
 class _Server(uvicorn.Server):
@@ -181,9 +175,9 @@ async def serve_http(
         patience: with slow clients.
         registry: shows how many connections were closed, and why.
         writes: to hold what is sent in one turn of the loop.
-    Raises: OSError, when the address cannot be bound or a file of `tls` not be used, saying what to do.
+    Raises: CannotServe, when the address cannot be bound; WrongSettings, when a file of `tls` cannot be used.
     """
-    context = None if tls is None else _tls_context(tls)
+    context = None if tls is None else tls_context(tls)
     listener = _bind(settings.host, settings.port, share_port=share_port)
     closures = Closures(registry)
     room = Room(patience.connections or most_connections(), closures)
@@ -237,12 +231,7 @@ def _bind(host: str, port: int, *, share_port: bool) -> socket.socket:
         listener.listen(BACKLOG)  # only now is the port ours: two sockets may be bound to it
     except OSError as exc:
         listener.close()
-        cause = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
-        raise OSError(
-            exc.errno,
-            f"cannot listen on {host}:{port}: {cause}; stop what uses the address, or choose another with "
-            "--port or --host (of a worker: --metrics-port)",
-        ) from exc
+        raise CannotServe(cannot_listen(host, port, exc)) from exc
     listener.setblocking(False)
     return listener
 
@@ -265,20 +254,6 @@ def _take_no_more(listener: socket.socket) -> None:
     program = struct.pack("HP", len(NO_NEW_CONNECTION), ctypes.addressof(buffer))
     with contextlib.suppress(OSError):  # a system without filters closes as it is
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
-
-
-def _tls_context(tls: Tls) -> ssl.SSLContext:
-    """TLS 1.2 and 1.3. Raises: OSError, naming the files."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as exc:  # ssl's errors are some too
-        cause = exc.strerror or str(exc)
-        raise OSError(
-            exc.errno,
-            f"cannot serve TLS with {tls.certificate} and {tls.key}: {cause}; --tls-cert and --tls-key name PEM files",
-        ) from exc
-    return context
 
 
 def _url(listener: socket.socket, scheme: str) -> str:

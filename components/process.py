@@ -19,6 +19,7 @@ import uvloop
 
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
+from components.startup import CannotServe, WrongSettings, refuse
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from components.wire.protocol import OLDEST, PROTOCOL
@@ -137,7 +138,7 @@ async def drain(service: Draining, timeout_s: float, beat: Callable[[], None]) -
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service's `main` on uvloop; an interrupt is a clean stop, and what is missing outside is said in one line."""
+    """Run a service's `main` on uvloop; an interrupt is a clean stop, and what prevents it from serving is one line."""
     sys.setswitchinterval(GIL_SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # shells give 1024 for select(), which nothing here uses
@@ -146,5 +147,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BackendUnavailable as exc:
+    except WrongSettings as exc:
+        refuse(exc.message)
+    except (BackendUnavailable, CannotServe) as exc:
         sys.exit(exc.message)

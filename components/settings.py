@@ -4,7 +4,6 @@
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -22,6 +21,7 @@ from pydantic_settings import (
 
 from components.routing.kv_index import MAX_BLOCKS
 from components.routing.policies import POLICIES, check_policy
+from components.startup import refuse
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
 WITH_SETTINGS: Final = (*ROLES, "planner")  # each with a prefix of its own
@@ -96,8 +96,8 @@ class MeshSettings(BaseSettings):
 
     @property
     def home(self) -> Path:
-        """`state_dir`, expanded."""
-        return self.state_dir.expanduser()
+        """`state_dir`, the same in processes that work in other directories, such as servers in their own."""
+        return self.state_dir.expanduser().absolute()
 
     @classmethod
     def settings_customise_sources(
@@ -116,13 +116,13 @@ class MeshSettings(BaseSettings):
         """Settings of this process; exits with a line that names the fault when one is wrong."""
         faults = misspelled(os.environ, cls)
         if faults:
-            sys.exit("\n".join(faults))
+            refuse("\n".join(faults))
         try:
             return CliApp.run(cls, cli_args=argv)
         except ValidationError as exc:
-            sys.exit("\n".join(shown_fault(error) for error in exc.errors()))
+            refuse("\n".join(shown_fault(error) for error in exc.errors()))
         except SettingsError as exc:
-            sys.exit(f"settings: {exc}")
+            refuse(f"settings: {exc}")
 
 
 SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine", "verify_kv"}  # names that may follow a bare MESH_

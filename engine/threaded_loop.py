@@ -12,6 +12,7 @@ from queue import Empty, Queue
 from time import sleep
 from typing import TypeVar
 
+from components.startup import WrongSettings
 from engine.loop import BLOCKED_TICK_S, Call, Done, EngineLoop, dead, resolve, tell
 from engine.ports import Engine, Pause, StepOutput
 
@@ -108,6 +109,8 @@ class ThreadedLoop(EngineLoop):
             self._hand_on(self._receive, engine.step())  # nothing to do yet: the size of the pool
             tell(self._loop, resolve, self._ready, engine)
             self._run(engine)
+        except WrongSettings as exc:  # the service says so in one line
+            error = exc
         except Exception as exc:  # the process's edge: whatever it was, the service learns of it
             log.exception("engine died")
             error = exc

@@ -16,6 +16,7 @@ FOR_THE_ENGINE: Final = {
     "components.kv_transfer.layout",
     "components.lifecycle",
     "components.routing.block_hash",
+    "components.startup",
     "components.text.byte_letters",
     "components.turns",
     "components.wire.codec",

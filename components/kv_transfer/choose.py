@@ -11,8 +11,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 from urllib.parse import urlsplit
 
-from components.errors import BackendUnavailable
 from components.kv_transfer.backend import KvTransfer, OpenTransfer, PageRegion
+from components.startup import WrongSettings
 
 GROUP: Final = "kvmesh.kv_transfer"
 OURS: Final = {
@@ -28,21 +28,28 @@ def known_backends() -> dict[str, EntryPoint]:
     return theirs | {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
 
 
+def check_name(setting: str) -> EntryPoint:
+    """The backend that the setting `kv_transfer` names, not loaded. Raises: WrongSettings, listing all known names."""
+    name = setting.partition("/")[0]
+    backends = known_backends()
+    if name not in backends:
+        raise WrongSettings(
+            f"setting kv_transfer: no backend {name!r}; there are {', '.join(sorted(backends))}, and nixl/<PLUGIN>"
+        )
+    return backends[name]
+
+
 def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsyncContextManager[KvTransfer]]:
     """By the backend that the setting `kv_transfer` names: (region, agent name, host, pages of the longest request).
 
-    Raises: BackendUnavailable, listing all known names, or saying why this one cannot be loaded.
+    Raises: WrongSettings, listing all known names, or saying why this one cannot be loaded.
     """
     name, _, plugin = setting.partition("/")
-    backends = known_backends()
-    if name not in backends:
-        raise BackendUnavailable(
-            f"setting kv_transfer: no backend {name!r}; there are {', '.join(sorted(backends))}, and nixl/<PLUGIN>"
-        )
+    point = check_name(setting)
     try:
-        opener: OpenTransfer = backends[name].load()
+        opener: OpenTransfer = point.load()
     except (ImportError, AttributeError) as exc:
-        raise BackendUnavailable(f"setting kv_transfer: {name!r} cannot be loaded: {exc}") from exc
+        raise WrongSettings(f"setting kv_transfer: {name!r} cannot be loaded: {exc}") from exc
     return lambda region, agent_name, host, pages: opener(
         region, agent_name, plugin=plugin, host=host, max_request_pages=pages
     )

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from components.errors import BackendUnavailable
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import Bell
@@ -17,6 +16,7 @@ from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
 from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.runs import runs
+from components.startup import WrongSettings
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint
 
@@ -86,7 +86,7 @@ async def open_fake(
 ) -> AsyncIterator[FakeKvTransfer]:
     """A fake backend while inside."""
     if plugin:
-        raise BackendUnavailable(f"the fake KV transfer has no plugin {plugin!r}: say fake")
+        raise WrongSettings(f"setting kv_transfer: the fake KV transfer has no plugin {plugin!r}: say fake")
     log.warning("KV transfer is fake: no KV moves, and what is generated after a transfer means nothing")
     transfer = FakeKvTransfer(region, agent_name, host, max_request_pages)
     async with transfer.bell.listening():

@@ -20,6 +20,7 @@ from components.kv_transfer.mooncake_api import start_engine
 from components.kv_transfer.mooncake_peer import MooncakePeer, Piece
 from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.runs import runs
+from components.startup import WrongSettings
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint
 
@@ -136,9 +137,11 @@ async def open_mooncake(
 ) -> AsyncIterator[MooncakeTransfer]:
     """Mooncake over `region` while inside; the region must outlive it."""
     if plugin:
-        raise BackendUnavailable(f"mooncake moves KV over TCP and has no plugin {plugin!r}: say mooncake")
+        raise WrongSettings(
+            f"setting kv_transfer: mooncake moves KV over TCP and has no plugin {plugin!r}: say mooncake"
+        )
     if region.device != "cpu":
-        raise BackendUnavailable(f"mooncake moves KV in host memory, not on {region.device}: use nixl")
+        raise WrongSettings(f"setting kv_transfer: mooncake moves KV in host memory, not on {region.device}: use nixl")
     transfer = MooncakeTransfer(region, agent_name, host, max_request_pages)
     try:
         await transfer.start()

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from components.errors import BackendUnavailable, TransferFailed
+from components.errors import TransferFailed
 from components.kv_transfer.arrivals import Arrivals
 from components.kv_transfer.aux import HEAD, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
@@ -25,6 +25,7 @@ from components.kv_transfer.network import choose_devices, listeners_told
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
+from components.startup import WrongSettings
 from components.wire.instances import KvEndpoint
 
 log = logging.getLogger(__name__)
@@ -83,9 +84,14 @@ class NixlTransfer:
         return self._endpoint
 
     async def start(self) -> None:
-        """Create the agent and register the pool, on the thread that will own them."""
+        """Create the agent and register the pool, on the thread that will own them. Raises: WrongSettings."""
         self._thread.start()
-        self._endpoint = await self._thread.ask(self._create_agent)
+        try:
+            self._endpoint = await self._thread.ask(self._create_agent)
+        except TransferFailed as exc:  # what the thread makes of NIXL's own errors
+            raise WrongSettings(
+                f"setting kv_transfer: NIXL's plugin {self._backend} cannot be used here ({exc.message}); the usual one is UCX"
+            ) from exc
 
     async def stop(self) -> None:
         """End the thread; writes in flight are awaited by nobody any more."""
@@ -166,7 +172,9 @@ class NixlTransfer:
         self._agent = nixl_agent(self._name, config)
         plugins = self._agent.get_plugin_list()
         if self._backend not in plugins:
-            raise BackendUnavailable(f"NIXL has no plugin {self._backend!r}; it has {', '.join(sorted(plugins))}")
+            raise WrongSettings(
+                f"setting kv_transfer: NIXL has no plugin {self._backend!r}; it has {', '.join(sorted(plugins))}"
+            )
         region, aux, layout = self._region, self.aux, self._region.layout
         memory, device_id = _memory_type(region.device)
         self._agent.register_memory(

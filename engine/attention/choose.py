@@ -10,8 +10,8 @@ from typing import Final
 
 import torch
 
-from components.errors import MeshError
 from components.kv_transfer.layout import KvLayout
+from components.startup import WrongSettings
 from engine.attention.backend import AttentionBackend
 from engine.attention.cpu import CpuAttention
 from engine.attention.plain import PlainAttention
@@ -29,7 +29,7 @@ ON_CUDA: Final = {
 }
 
 
-class BackendUnavailable(MeshError):
+class BackendUnavailable(WrongSettings):
     """The attention backend that was asked for cannot run here; the message says what would."""
 
 

@@ -1,14 +1,17 @@
 """How many pages a pool has."""
 
 from components.kv_transfer.layout import KvLayout
+from components.startup import WrongSettings
 from engine.config import EngineConfig
 
 
 def count_pages(config: EngineConfig, layout: KvLayout) -> int:
-    """Pages that the settings ask for. Raises: ValueError, when kv_memory_gb holds not even one."""
+    """Pages that the settings ask for. Raises: WrongSettings, when kv_memory_gb holds not even one."""
     if config.num_pages is not None:
         return config.num_pages
     pages = int(config.kv_memory_gb * 1e9) // layout.page_bytes
     if pages < 1:
-        raise ValueError(f"kv_memory_gb={config.kv_memory_gb} holds no page of {layout.page_bytes} bytes")
+        raise WrongSettings(
+            f"setting engine.kv_memory_gb: {config.kv_memory_gb:g} GB hold no page of {layout.page_bytes} bytes"
+        )
     return pages

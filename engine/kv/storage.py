@@ -5,7 +5,9 @@ from typing import Final
 import torch
 
 from components.kv_transfer.layout import KvLayout
+from components.startup import WrongSettings
 from engine.huge_pages import HugeMemory
+from engine.machine_memory import check_fits
 
 TORCH_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -14,8 +16,20 @@ def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> 
     """Zeroed pool [num_pages, kv_heads, layers, 2, page_size, head_dim].
 
     Zeroed, because attention multiplies slots behind a request's end by a weight of 0, and 0 x NaN is NaN.
+
+    Raises: WrongSettings, when the device has no memory for it.
     """
     shape = (num_pages, layout.kv_heads, layout.layers, 2, layout.page_size, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
-    # a layer's share of a page is some kilobytes: where the system's pages are small, each is an address to look up
-    return HugeMemory().take(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        check_fits(num_pages * layout.page_bytes, "settings engine.kv_memory_gb and engine.num_pages: KV pages")
+        # a layer's share of a page is some kilobytes: where the system's pages are small, each is an address to look up
+        return HugeMemory().take(shape, dtype)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as exc:
+        free, total = torch.cuda.mem_get_info(device)
+        raise WrongSettings(
+            f"settings engine.kv_memory_gb and engine.num_pages: KV pages take {num_pages * layout.page_bytes / 1e9:.1f} GB, "
+            f"and of the {total / 1e9:.1f} GB of {device} {free / 1e9:.1f} GB are free"
+        ) from exc

@@ -72,7 +72,8 @@ def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
     try:
         given = json.loads(path.read_text())
     except (OSError, ValueError) as exc:
-        raise ModelUnavailable(f"LoRA adapter {name!r}: {path} cannot be read: {exc}") from exc
+        cause = exc.strerror if isinstance(exc, OSError) else exc
+        raise ModelUnavailable(f"LoRA adapter {name!r}: {path} cannot be read: {cause}") from exc
     if not isinstance(given, dict):
         raise ModelUnavailable(f"LoRA adapter {name!r}: {path} is not a JSON object")
     if reasons := _reasons_against(given):

@@ -13,6 +13,7 @@ from typing import Final
 from zlib import crc32
 
 from components.kv_transfer.layout import KvLayout
+from components.startup import WrongSettings
 from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
 from engine.inflight import StepFailed
@@ -24,14 +25,23 @@ BLOCK: Final = min(PAGE_SIZES)  # tokens
 
 
 class MarkedPages:
-    """A pool of `num_pages` pages. Memory is taken by the kernel page by page, as it is first written."""
+    """A pool of `num_pages` pages. Memory is taken by the kernel page by page, as it is first written.
+
+    Raises: WrongSettings, when the kernel does not give so much.
+    """
 
     def __init__(self, layout: KvLayout, num_pages: int) -> None:
         self._page_bytes = layout.page_bytes
         self._block_bytes = BLOCK * layout.row_bytes  # in one stripe
         self._blocks = layout.page_size // BLOCK  # of a page
         self._last_stripe = (layout.num_stripes - 1) * layout.page_size * layout.row_bytes
-        self._memory = mmap.mmap(-1, num_pages * layout.page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        num_bytes = num_pages * layout.page_bytes
+        try:
+            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as exc:
+            raise WrongSettings(
+                f"settings engine.kv_memory_gb and engine.num_pages: no memory for KV pages of {num_bytes / 1e9:.1f} GB"
+            ) from exc
         self.region = KvRegion(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_pages, layout, "cpu")
 
     def extend(self, pages: Sequence[int], token_id: int, at: int) -> int | None:

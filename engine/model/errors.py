@@ -1,11 +1,11 @@
 """Why a model cannot be served; the message says what to do about it."""
 
-from components.errors import MeshError
+from components.startup import WrongSettings
 
 
-class ModelUnavailable(MeshError):
+class ModelUnavailable(WrongSettings):
     """The model named cannot be found, fetched or read."""
 
 
-class UnsupportedModel(MeshError):
+class UnsupportedModel(WrongSettings):
     """The model was found, but this engine cannot compute it right, and refuses to compute it wrong."""

@@ -1,6 +1,5 @@
 """python -m services.decode: requests in, KV from a prefill instance, tokens out."""
 
-import sys
 from functools import partial
 
 from components.aio import first, raises
@@ -18,6 +17,7 @@ from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import keep_profiles
 from components.messaging.service import serve_calls
 from components.process import drain, new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.startup import refuse
 from components.structured.masks import open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
@@ -39,7 +39,7 @@ def page_checksums(region: KvRegion) -> PageChecksums:
     try:
         return PageChecksums(region)
     except Rejected as exc:
-        sys.exit(f"setting verify_kv: {exc.message}")
+        refuse(f"setting verify_kv: {exc.message}")
 
 
 async def main(settings: DecodeSettings) -> None:
@@ -48,7 +48,7 @@ async def main(settings: DecodeSettings) -> None:
     subject = subject_of(settings.namespace, "decode", me)
     model = settings.served_model_name or served_name(settings.model)
     if model in settings.engine.lora:
-        sys.exit(f"setting engine.lora: {model!r} is the name of the model itself")
+        refuse(f"setting engine.lora: {model!r} is the name of the model itself")
     open_transfer = kv_opener(settings.kv_transfer)  # before the engine: a wrong name shall not cost a model's start
     registration = Registration(me)
     metrics = WorkerMetrics()

@@ -3,14 +3,14 @@
 import asyncio
 import ipaddress
 import logging
-import sys
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Info
 
+from components.api_keys import BadKeys, read_keys
 from components.discovery.registry import Registration, join_registry
 from components.http_limits import Patience
-from components.http_server import Tls, serve_http
+from components.http_server import serve_http
 from components.http_writer import HeldWrites
 from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
@@ -21,6 +21,7 @@ from components.messaging.service import serve_calls
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.startup import refuse
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
@@ -28,11 +29,12 @@ from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
 from components.text.sampling_defaults import read_sampling_defaults
 from components.text.tokenizer import TextModel
+from components.tls import Tls
 from engine.model.resolve import model_dir, served_name
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.explain import explaining
-from services.frontend.keys import BadKeys, KeyRing, follow_keys, read_keys
+from services.frontend.keys import KeyRing, follow_keys
 from services.frontend.operations import Operations, workers_of
 from services.frontend.router import MeshClient
 from services.frontend.stored import open_stored
@@ -47,7 +49,7 @@ def key_ring(given: str | None, file: Path | None) -> KeyRing | None:
     try:
         return KeyRing(read_keys(given, file))
     except BadKeys as exc:
-        sys.exit(f"API keys: {exc}")
+        refuse(f"API keys: {exc}")
 
 
 def warn_of_strangers(settings: FrontendSettings, keys: KeyRing | None) -> None:
@@ -95,7 +97,7 @@ async def main(settings: FrontendSettings) -> None:
         try:
             text = await asyncio.to_thread(TextModel.load, folder, options)
         except ValueError as exc:
-            sys.exit(f"settings: {exc}")
+            refuse(f"settings: {exc}")
         mesh = MeshClient(bus, inbox, decodes, model, no_worker_wait_s=settings.no_worker_wait_s)
         metrics.register(bus.refusals)
         Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(

@@ -6,27 +6,12 @@ answer's when it is over. So a key may go into debt, by what it has under way, a
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
+from components.api_keys import KeyLimits
 from components.errors import KeyLimited
 
 RETRY_AT_ONCE_S: Final = 1.0  # for a place of one's own: nobody knows when
-
-
-@dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """None: no limit."""
-
-    requests_at_once: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    best_priority: int | None = None  # lower is better; None: the frontend's
-
-    @property
-    def per_minute(self) -> bool:
-        """Whether there is anything to tell of in headers."""
-        return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
 
 class Minute:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from components.startup import EX_CONFIG
 from services.local.output import Output
 from services.local.process import CannotStart, describe_exit, run, stop
 from services.local.shared_memory import SharedMemoryFiles
@@ -82,6 +83,7 @@ class Child:
         self._stopping = asyncio.Event()
         self._process: Process | None = None
         self._was_ready = False
+        self._last_words = ""  # of the process that runs now, outside of its log
 
     @property
     def leaving(self) -> bool:
@@ -96,10 +98,15 @@ class Child:
             returncode = await self._live_once()
             if self._stopping.is_set():
                 return
+            if returncode == EX_CONFIG:
+                self._give_up(f"{self.spec.name}: {self._last_words or 'its settings are wrong; see its lines'}")
+                return
             deaths += 1
             cause = describe_exit(returncode)
             if not self._was_ready and deaths == GIVE_UP_AFTER:
-                self._give_up(cause)
+                self._give_up(
+                    f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause}); see its lines"
+                )
                 return
             delay_s = backoff.after(time.monotonic() - started)
             self._shared.output.say(
@@ -110,6 +117,7 @@ class Child:
                     await self._stopping.wait()
 
     async def _live_once(self) -> int:
+        self._last_words = ""
         try:
             async with asyncio.TaskGroup() as beside:
 
@@ -136,15 +144,17 @@ class Child:
             await self._announce(self.spec.name, self._instance_id)
 
     def _show(self, line: str) -> None:
-        if self._shared.output.show(self.spec.name, line) == "ready" and self._process is not None:
+        event = self._shared.output.show(self.spec.name, line)
+        if event is None:
+            self._last_words = line or self._last_words
+        if event == "ready" and self._process is not None:
             self._was_ready = True
             facts = json.loads(line)
             self.metrics_url, self._instance_id = facts.get("metrics"), facts.get("instance")
             self._shared.shared_memory.remember(self._process.pid)
             self.ready.set()
 
-    def _give_up(self, cause: str) -> None:
-        why = f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause}); see its lines"
+    def _give_up(self, why: str) -> None:
         if not self._essential:
             self._shared.output.say(self.spec.name, f"{why}; it is given up", level="error")
         elif not self._shared.gave_up.done():

@@ -4,6 +4,7 @@ Children read `MESH_*` like anywhere else. What was given here overlays our own 
 `MESH_DECODE_*` that the caller exported still wins for decode alone.
 """
 
+import json
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -54,10 +55,20 @@ class Plan:
         scheme = "https" if self.frontend_has("tls_cert") else "http"
         return [f"{scheme}://{reachable(host)}:{port}" for host, port in self.addresses]
 
+    def frontend(self, setting: str) -> str | None:
+        """A setting of the frontends' own that was given; None: it was not."""
+        name = f"frontend_{setting}"
+        return self.given.get(name) or os.environ.get(f"MESH_{name.upper()}") or None
+
     def frontend_has(self, *settings: str) -> bool:
         """Whether frontends are given one of these settings of theirs."""
-        names = [f"frontend_{setting}" for setting in settings]
-        return any(name in self.given or os.environ.get(f"MESH_{name.upper()}") for name in names)
+        return any(self.frontend(setting) for setting in settings)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """LoRA adapters that the command line named."""
+        found: dict[str, str] = json.loads(self.given.get("engine__lora", "{}"))
+        return found
 
     def settings(self) -> MeshSettings:
         """What all services will see. Raises: CannotStart, naming the setting that is wrong."""

@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from components.startup import refuse
 from components.telemetry.logs import configure_logs, log_progress
 from engine.model.errors import ModelUnavailable
 from engine.model.resolve import model_dir
@@ -15,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 def main(model: str, state_dir: Path) -> None:
-    """Convert or fetch `model` where needed; exits with 1 when there is no such model."""
+    """Convert or fetch `model` where needed; exits with `EX_CONFIG` when there is no such model."""
     configure_logs("info", "json")
     try:
         directory = model_dir(model, state_dir, log_progress)
     except ModelUnavailable as exc:
-        sys.exit(exc.message)
+        refuse(exc.message)
     log.info("ready", extra={"directory": str(directory)})
 
 

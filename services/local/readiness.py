@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
+from components.listening import cannot_listen
 from services.local.children import Child
 from services.local.output import Output
 from services.local.plan import Plan
@@ -36,9 +37,7 @@ def own_ports(plan: Plan) -> Iterator[None]:
                     probe.bind(address)
                     probe.listen()
             except OSError as exc:
-                raise CannotStart(
-                    f"cannot listen on {host}:{port} ({exc.strerror}): free it, or give another --port"
-                ) from exc
+                raise CannotStart(cannot_listen(host, port, exc)) from exc
         yield
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from components.settings import MeshSettings
 from components.urls import without_password
+from services.local.checks import check_plan
 from services.local.children import Backoff, Child, Supervision, running_children
 from services.local.departures import Departures
 from services.local.greeting import greeting
@@ -45,6 +46,7 @@ async def run_mesh(plan: Plan) -> int:
 async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
     """Serve until cancelled. Returns: why a child could not be kept; raises CannotStart when it did not come to children."""
     settings = plan.settings()
+    await check_plan(plan)
     async with AsyncExitStack() as stack:
         stack.enter_context(own_ports(plan))
         backends = await stack.enter_async_context(_backends(plan, settings, supervision))

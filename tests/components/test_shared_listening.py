@@ -12,6 +12,7 @@ import pytest
 import uvloop
 
 from components.http_server import _has_connections, _take_no_more, serve_http
+from components.startup import CannotServe
 from tests.components.echo_server import Address, app
 from tests.conftest import RunService, ServiceProcess
 
@@ -168,7 +169,7 @@ def test_a_process_that_does_not_share_its_port_has_it_alone(start: Start, host:
             pass
 
     process = start()
-    with pytest.raises(OSError, match=f"cannot listen on {host}:{port}: Address already in use"):
+    with pytest.raises(CannotServe, match=f"cannot listen on {host}:{port}: Address already in use"):
         asyncio.run(run(share=False))
     asyncio.run(run(share=True))
     process.kill()
@@ -177,7 +178,7 @@ def test_a_process_that_does_not_share_its_port_has_it_alone(start: Start, host:
         async with serve_http(app, Address(host, port)):
             await run(share=True)
 
-    with pytest.raises(OSError, match=f"cannot listen on {host}:{port}: Address already in use"):
+    with pytest.raises(CannotServe, match=f"cannot listen on {host}:{port}: Address already in use"):
         asyncio.run(alone())
 
 

@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.load.client import Run, exchange
+from components.api_keys import parse_list
 from components.errors import Rejected
 from components.openai.chat import ChatRequest
 from components.openai.completions import CompletionRequest
 from components.openai.fields import parse_body
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.keys import KeyRing, parse_list
+from services.frontend.keys import KeyRing
 from tests.components.text.tiny_model import tiny_text_model
 from tests.fuzz.mutations import JSON, damaged, twisted
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh

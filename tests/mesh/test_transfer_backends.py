@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import pytest
 
-from components.errors import BackendUnavailable, InvariantBroken
+from components.errors import InvariantBroken
 from components.kv_transfer.choose import kv_opener
+from components.startup import WrongSettings
 from components.telemetry.trace_store import TraceStore
 from engine.ports import SamplingParams
 from tests.mesh.harness import MeshProcesses, open_client
@@ -43,7 +44,7 @@ def _spans(mesh: MeshProcesses, name: str, count: int) -> list[dict[str, Any]]:
 def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses, page_size: int) -> None:
     try:
         kv_opener("mooncake")
-    except BackendUnavailable as exc:
+    except WrongSettings as exc:
         pytest.skip(exc.message)
     prompts = random_prompts(100)
     expected = one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))

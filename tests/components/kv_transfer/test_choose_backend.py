@@ -5,9 +5,9 @@ from typing import Final
 
 import pytest
 
-from components.errors import BackendUnavailable
 from components.kv_transfer.choose import known_backends, kv_opener, own_address
 from components.settings import MeshSettings
+from components.startup import EX_CONFIG, WrongSettings
 from tests.components.kv_transfer.nixl_peer import Pages
 
 REPO: Final = Path(__file__).resolve().parents[3]
@@ -23,9 +23,7 @@ def test_the_default_is_one_that_there_is() -> None:
 
 
 def test_an_unknown_name_is_refused_with_all_that_there_are() -> None:
-    with pytest.raises(
-        BackendUnavailable, match="no backend 'nixel'; there are fake, mooncake, nixl, and nixl/<PLUGIN>"
-    ):
+    with pytest.raises(WrongSettings, match="no backend 'nixel'; there are fake, mooncake, nixl, and nixl/<PLUGIN>"):
         kv_opener("nixel")
 
 
@@ -33,7 +31,7 @@ def test_an_unknown_name_is_refused_with_all_that_there_are() -> None:
 async def test_nixl_takes_a_plugin_and_names_those_it_has_when_asked_for_another() -> None:
     assert await _opens("nixl", Pages()) == "nixl/UCX"
     assert await _opens("nixl/UCX", Pages()) == "nixl/UCX"
-    with pytest.raises(BackendUnavailable, match=r"NIXL has no plugin 'UXC'; it has .*\bUCX\b"):
+    with pytest.raises(WrongSettings, match=r"NIXL has no plugin 'UXC'; it has .*\bUCX\b"):
         await _opens("nixl/UXC", Pages())
 
 
@@ -41,16 +39,16 @@ async def test_nixl_takes_a_plugin_and_names_those_it_has_when_asked_for_another
 async def test_the_fake_backend_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert await _opens("fake", Pages()) == "fake"
     assert "KV transfer is fake: no KV moves, and what is generated after a transfer means nothing" in caplog.messages
-    with pytest.raises(BackendUnavailable, match="no plugin 'UCX'"):
+    with pytest.raises(WrongSettings, match="no plugin 'UCX'"):
         await _opens("fake/UCX", Pages())
 
 
 @pytest.mark.anyio
 async def test_mooncake_refuses_what_it_cannot_move() -> None:
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
-    with pytest.raises(BackendUnavailable, match="not on cuda:0: use nixl"):
+    with pytest.raises(WrongSettings, match="not on cuda:0: use nixl"):
         await _opens("mooncake", Pages(device="cuda:0"))
-    with pytest.raises(BackendUnavailable, match="no plugin 'rdma'"):
+    with pytest.raises(WrongSettings, match="no plugin 'rdma'"):
         await _opens("mooncake/rdma", Pages())
 
 
@@ -59,7 +57,7 @@ def test_a_library_that_is_missing_is_named_with_what_to_install(monkeypatch: py
         monkeypatch.delitem(sys.modules, f"components.kv_transfer.mooncake_{module}", raising=False)
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(
-        BackendUnavailable, match=r"'mooncake' cannot be loaded: .*pip install 'kvmesh\[mooncake\]'.*libibverbs1"
+        WrongSettings, match=r"'mooncake' cannot be loaded: .*pip install 'kvmesh\[mooncake\]'.*libibverbs1"
     ):
         kv_opener("mooncake")
 
@@ -77,9 +75,9 @@ async def test_another_package_can_bring_a_backend(tmp_path: Path, monkeypatch: 
         "agent",
         {"plugin": "x", "host": "10.0.0.1", "max_request_pages": 8},
     )
-    with pytest.raises(BackendUnavailable, match="there are broken, elsewhere, fake, mooncake, nixl"):
+    with pytest.raises(WrongSettings, match="there are broken, elsewhere, fake, mooncake, nixl"):
         kv_opener("nothing")
-    with pytest.raises(BackendUnavailable, match=r"'broken' cannot be loaded: .*no_such"):
+    with pytest.raises(WrongSettings, match=r"'broken' cannot be loaded: .*no_such"):
         kv_opener("broken")
     assert await _opens("fake", Pages()) == "fake"  # ours, whoever takes the name
 
@@ -93,7 +91,7 @@ def test_beside_etcd_a_worker_is_reached_by_the_loopback(url: str) -> None:
 def test_a_worker_with_a_wrong_name_ends_with_one_line_before_it_loads_a_model(role: str) -> None:
     command = [sys.executable, "-m", f"services.{role}", "--kv-transfer", "nixel", "--model", "no-such-model"]
     ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == EX_CONFIG
     assert ended.stderr.splitlines() == [
         "setting kv_transfer: no backend 'nixel'; there are fake, mooncake, nixl, and nixl/<PLUGIN>"
     ]

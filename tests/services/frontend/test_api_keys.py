@@ -16,14 +16,17 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError, RateLimitError
 
+from components.api_keys import BadKeys, KeyLimits, parse_file, parse_list, read_keys
 from components.errors import KeyLimited
-from components.http_server import Tls, serve_http
+from components.http_server import serve_http
+from components.startup import WrongSettings
+from components.tls import Tls
 from services.frontend import keys as keys_module
 from services.frontend.admission import LOOK_EVERY_S
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.keys import BadKeys, KeyRing, follow_keys, parse_file, parse_list, read_keys
-from services.frontend.quota import Account, KeyLimits
+from services.frontend.keys import KeyRing, follow_keys
+from services.frontend.quota import Account
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.raw_http import send
 from tests.services.frontend.test_admission_http import FULL
@@ -521,11 +524,21 @@ async def test_https_is_served_with_a_certificate_and_http_is_not(mesh: FakeMesh
                 await stranger.get(f"{url}/health".replace("https", "http"))
 
 
-@pytest.mark.parametrize("tls", [Tls("/nowhere.pem", "/nowhere.pem"), Tls(CERTIFICATE.certificate, __file__)])
+@pytest.mark.parametrize(
+    ("tls", "why"),
+    [
+        (Tls("/nowhere.pem", CERTIFICATE.key), "--tls-cert /nowhere.pem: No such file or directory"),
+        (Tls(CERTIFICATE.certificate, "/nowhere.pem"), "--tls-key /nowhere.pem: No such file or directory"),
+        (Tls(CERTIFICATE.certificate, __file__), "cannot serve TLS with .*--tls-key its private key"),
+        (Tls(CERTIFICATE.key, CERTIFICATE.certificate), r"cannot serve TLS with .*\(the two files look swapped\)"),
+    ],
+    ids=["no certificate", "no key", "no PEM", "swapped"],
+)
 async def test_a_certificate_that_cannot_be_used_is_a_clear_error(
-    mesh: FakeMesh, settings: FrontendSettings, tls: Tls
+    mesh: FakeMesh, settings: FrontendSettings, tls: Tls, why: str
 ) -> None:
-    with pytest.raises(OSError, match=r"cannot serve TLS with .*--tls-cert and --tls-key"):
+    """Swapped files said "[Errno 524297]", in a traceback."""
+    with pytest.raises(WrongSettings, match=why):
         async with serve_http(create_app(mesh, mesh.text, settings), settings, tls=tls):
             pass
 

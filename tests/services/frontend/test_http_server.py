@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from components.http_server import serve_http
+from components.startup import CannotServe
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
@@ -22,14 +23,14 @@ async def test_a_taken_port_is_a_clear_error(mesh: FakeMesh, text: TextModel, se
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}: Address already in use.*--port"):
+        with pytest.raises(CannotServe, match=rf"127\.0\.0\.1:{port}: Address already in use.*--port"):
             async with serve_http(app, FrontendSettings(port=port)):
                 pass
 
 
 async def test_an_address_of_another_machine_is_a_clear_error(mesh: FakeMesh, text: TextModel) -> None:
     settings = FrontendSettings(host="192.0.2.1", port=0)
-    with pytest.raises(OSError, match=r"192\.0\.2\.1:0: Cannot assign requested address.*--host"):
+    with pytest.raises(CannotServe, match=r"192\.0\.2\.1:0: Cannot assign requested address.*--host"):
         async with serve_http(create_app(mesh, text, settings), settings):
             pass
 

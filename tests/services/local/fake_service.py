@@ -1,8 +1,8 @@
 """A service as its supervisor sees it: logs JSON lines, says "ready", ends on SIGTERM; or misbehaves as told.
 
 `fake_service.py [--http PORT] [habit …]`, habits: `hangs` on SIGTERM, `dies` right after "ready", `dies-early` before it,
-`breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `progresses` before it is ready, `drains` for
-0.3 s when told to stop.
+`is-misconfigured`, `breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `progresses` before it is
+ready, `drains` for 0.3 s when told to stop.
 """
 
 import http.server
@@ -46,6 +46,9 @@ def main(argv: list[str]) -> None:
     if "progresses" in habits:
         for done in range(11):
             log("progress", task="loading", done=done, total=10)
+    if "is-misconfigured" in habits:
+        sys.stderr.write("setting flavour: no such thing\n")
+        sys.exit(78)
     if "dies-early" in habits:
         sys.exit("Traceback of fake: no such thing")
     if "breeds" in habits:

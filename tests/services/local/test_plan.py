@@ -124,6 +124,12 @@ def test_a_misspelled_variable_and_a_wrong_value_are_named(monkeypatch: pytest.M
         Plan({}).settings()
 
 
+def test_a_relative_state_directory_is_the_same_for_servers_that_work_in_their_own() -> None:
+    """NATS did not start: it looked for its configuration below its own directory."""
+    settings = Plan({}, given={"state_dir": "build/mesh"}).settings()
+    assert settings.home == Path.cwd() / "build/mesh"
+
+
 @pytest.mark.parametrize(
     ("host", "address"),
     [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]"), ("10.0.0.1", "10.0.0.1")],

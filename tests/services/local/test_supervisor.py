@@ -137,6 +137,15 @@ def test_a_child_that_never_gets_ready_ends_the_run_with_its_own_words(mesh: Cal
     assert not alive(process)
 
 
+def test_wrong_settings_of_a_child_end_the_run_at_once_with_its_line(mesh: Callable[..., ServiceProcess]) -> None:
+    """It was started three times, and the last line said how often."""
+    process = mesh("decode=is-misconfigured")
+    assert process.popen.wait(10) == 1
+    assert process.logged().count("decode-0     starting") == 1
+    assert process.logged().splitlines()[-1] == "error: decode-0: setting flavour: no such thing"
+    assert not alive(process)
+
+
 def test_a_killed_server_is_started_again_at_its_address(mesh: Callable[..., ServiceProcess]) -> None:
     process = mesh()
     process.wait_for_log("Ready:")
@@ -160,7 +169,8 @@ def test_a_taken_port_is_one_line_and_starts_nothing(mesh: Callable[..., Service
         process = mesh()
         assert process.popen.wait(5) == 1
     assert process.logged() == (
-        f"error: cannot listen on 127.0.0.1:{port} (Address already in use): free it, or give another --port\n"
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; stop what uses the address, or choose another "
+        "with --port\n"
     )
 
 

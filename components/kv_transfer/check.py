@@ -1,0 +1,43 @@
+"""`python -m components.kv_transfer.check <setting>`: whether a KV transfer backend can be used here; one line where it cannot.
+
+In a process of its own, because a backend's library is large, and stays loaded.
+"""
+
+import asyncio
+import ctypes
+import mmap
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+from components.errors import BackendUnavailable
+from components.kv_transfer.choose import kv_opener
+from components.kv_transfer.layout import KvLayout
+from components.startup import WrongSettings, refuse
+
+LAYOUT: Final = KvLayout(model="check", dtype="float32", page_size=16, layers=1, kv_heads=1, head_dim=16)
+
+
+@dataclass(frozen=True)
+class OnePage:
+    """The smallest pool that there is."""
+
+    address: int
+    num_pages: int = 1
+    layout: KvLayout = LAYOUT
+    device: str = "cpu"
+
+
+async def check(setting: str) -> None:
+    """Open the backend, and close it. Raises: WrongSettings, BackendUnavailable."""
+    memory = mmap.mmap(-1, LAYOUT.page_bytes)
+    page = OnePage(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    async with kv_opener(setting)(page, "check", "127.0.0.1", 1):
+        pass
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(check(sys.argv[1]))
+    except (WrongSettings, BackendUnavailable) as exc:
+        refuse(exc.message)
