@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from components.errors import Cancelled, MeshError
 from components.settings import MeshSettings
 from components.telemetry.logs import configure_logs
 from components.telemetry.trace_rate import TraceRate
@@ -141,6 +142,14 @@ def trace_context(headers: Mapping[str, str] | None) -> Context:
     context = _propagator.extract(dict(headers))
     of_caller = trace.get_current_span(context).get_span_context()
     return _IN_NOT_KEPT if of_caller.is_valid and not of_caller.trace_flags.sampled else context
+
+
+def mark_outcome(span: trace.Span, error: MeshError) -> None:
+    """Show on a span why its work ended early. A client that has gone is no failure."""
+    if isinstance(error, Cancelled):
+        span.set_attribute("kvmesh.cancelled", error.message)
+    else:
+        span.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
 
 
 def record_span(

@@ -90,6 +90,9 @@ class WorkerMetrics:
         )
         self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes that were moved.")
         self._transfer_failures = self._counter("kv_transfer_failures", "Transfers that did not complete.")
+        self._cancelled = self._counter(
+            "kv_transfers_cancelled", "Transfers that ended early as their client had gone."
+        )
         self._corrupt = self._counter("kv_transfers_corrupt", "Transfers that did not arrive as they were sent.")
         self._queues = Gauge(
             "queue_length", "Requests in each state of this role's lifecycle.", ["queue"], registry=self.registry
@@ -126,6 +129,10 @@ class WorkerMetrics:
     def transfer_failed(self) -> None:
         """One transfer will not complete."""
         self._transfer_failures.inc()
+
+    def transfer_cancelled(self) -> None:
+        """The client of one transfer has gone."""
+        self._cancelled.inc()
 
     def corrupt(self) -> None:
         """One transfer did not arrive as it was sent."""

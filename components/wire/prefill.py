@@ -43,6 +43,7 @@ class Quiesce(Struct):
 
     request_id: str
     cause: str
+    cancelled: bool = False  # its client has gone: nothing has failed
 
 
 @message("quiet.v1")

@@ -292,6 +292,7 @@ class DecodeService:
             self._settle_later(fetch)
             self._go_on_without_kv(active, exc)
         except BaseException:  # cancelled, or our bug: the pages must come back all the same
+            fetch.is_cancelled = isinstance(active.error, Cancelled)
             self._settle_later(fetch)
             raise
         else:

@@ -68,6 +68,7 @@ class Fetch:
     asking: asyncio.Task[None] | None = None  # the call to prefill; nobody cancels it while the answer matters
     is_open: bool = False  # the room, with our pages in it
     deadline_unix_ms: int = 0  # of the offer: prefill posts no write after it
+    is_cancelled: bool = False  # the client has gone
 
     @property
     def waits_for_prefill(self) -> bool:
@@ -321,4 +322,5 @@ def _answered(fetch: Fetch, _: asyncio.Task[None]) -> None:
 
 
 def _quiesce(fetch: Fetch) -> Quiesce:
-    return Quiesce(request_id=fetch.engine_id, cause="decode gave this transfer up")
+    cause = "the client has gone" if fetch.is_cancelled else "decode gave this transfer up"
+    return Quiesce(request_id=fetch.engine_id, cause=cause, cancelled=fetch.is_cancelled)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Final
 
-from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
 from components.routing.block_hash import PromptBlocks
-from components.telemetry.spans import record_span
+from components.telemetry.spans import mark_outcome, record_span
 from components.wire.generate import GenerateRequest
 from engine.ports import SamplingParams, TokenMask, TokenOutput
 
@@ -60,6 +59,7 @@ class ActiveRequest:
     first_token_ns: int = 0
     num_generated: int = 0  # over all branches
     expiry: asyncio.TimerHandle | None = None  # ends it at its deadline
+    error: MeshError | None = None  # why it ended before its last token
     lifecycle: Lifecycle[DecodeState] = field(init=False)  # from `ActiveRequests.add` on
 
     def enter(self, state: DecodeState) -> None:
@@ -150,7 +150,8 @@ class ActiveRequests:
         """Tell the frontend why there will be no more tokens; one that is over already needs no telling."""
         if self._by_engine_id.get(active.engine_id) is not active:
             return
-        active.span.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
+        active.error = error
+        mark_outcome(active.span, error)
         for stream in active.streams.values():
             self.outbox.put(stream, stream.error(error))
             del self._by_stream[stream.reply_to, stream.stream_id]

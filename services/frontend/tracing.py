@@ -7,6 +7,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from starlette.types import Scope
 
+from components.errors import Cancelled
 from components.openai.errors import ApiError
 from components.openai.fields import GenerationFields
 from components.telemetry import spans
@@ -78,6 +79,9 @@ def describe_response(span: Span, response_id: str, model: str, generation: Gene
 
 
 def describe_error(span: Span, error: ApiError, kind: str) -> None:
-    """Say how the request failed; `kind` is the class of what was raised."""
+    """Say how the request failed; `kind` is the class of what was raised. A client that has gone is no failure."""
+    if kind == Cancelled.__name__:
+        span.set_attribute("kvmesh.cancelled", error.message)
+        return
     span.set_attributes({"error.type": kind, "http.response.status_code": error.status})
     span.set_status(Status(StatusCode.ERROR, error.message))

@@ -179,7 +179,8 @@ class PrefillService:
         """Stop a transfer; the answer means that nothing of it is in flight and nothing will be posted."""
         job = self._jobs.get(request.request_id)
         if job is not None:
-            job.failure.tell(Cancelled(request.cause))
+            kind = Cancelled if request.cancelled else TransferFailed
+            job.failure.tell(kind(request.cause))
             await asyncio.wait((job.task,))
         self._rooms.end(request.request_id)
         return Quiet(request_id=request.request_id)
@@ -294,6 +295,8 @@ class PrefillService:
                 self._rooms.close_later(job.offer)
             if outcome is None:
                 self._metrics.transferred(job.sender.num_bytes, job.sender.duration_s)
+            elif isinstance(outcome, Cancelled):
+                self._metrics.transfer_cancelled()
             else:
                 self._metrics.transfer_failed()
                 await self._rooms.tell_decode(request, outcome)

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Final
 
-from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from components.aio import Failure
-from components.errors import DeadlineExceeded, InvariantBroken, MeshError
+from components.errors import Cancelled, DeadlineExceeded, InvariantBroken, MeshError
 from components.kv_transfer.sender import Sender
 from components.lifecycle import Lifecycle
 from components.messaging.deadline import now_ms
-from components.telemetry.spans import record_span, use_span
+from components.telemetry.spans import mark_outcome, record_span, use_span
 from components.wire.instances import KvEndpoint
 from components.wire.prefill import PrefillRequest
 from components.wire.rooms import PagesOffered
@@ -107,8 +106,12 @@ class PrefillJob:
         with use_span(self.span, end_on_exit=True):
             outcome = await self._outcome(work)
             if outcome is not None:
-                self.span.set_status(trace.Status(trace.StatusCode.ERROR, outcome.message))
-                log.warning("transfer failed", extra={"request": self.request.request_id, "cause": outcome.message})
+                mark_outcome(self.span, outcome)
+                facts = {"request": self.request.request_id, "cause": outcome.message}
+                if isinstance(outcome, Cancelled):
+                    log.debug("cancelled by the client", extra=facts)
+                else:
+                    log.warning("transfer failed", extra=facts)
             else:
                 record_span("prefill.inflight", self._computed_ns)
                 self.lifecycle.advance(S.DONE)

@@ -873,6 +873,18 @@ async def test_a_client_that_leaves_while_the_first_token_is_delivered_leaves_no
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_prefill_is_told_whether_the_client_has_gone(decode: Decode, leaves: bool) -> None:
+    await decode.ask(life_ms=60_000 if leaves else 200)
+    await decode.reserve()
+    if leaves:
+        await decode.cancel()
+    async with asyncio.timeout(5):
+        while not decode.prefill.called_off:
+            await asyncio.sleep(0.005)
+    assert [asked.cancelled for asked in decode.prefill.called_off] == [leaves]
+
+
 async def test_a_request_past_its_deadline_ends_though_nobody_cancels_it(decode: Decode) -> None:
     """A frontend that was killed cancels nothing: its streams went on to their last token."""
     decode.registry.book.remove("p")

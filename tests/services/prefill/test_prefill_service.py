@@ -1,4 +1,5 @@
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 from zlib import crc32
@@ -95,8 +96,9 @@ class Prefill:
     def computed(self, num_computed: int = 10, first_token: int | None = 42) -> None:
         self.engine.step(computed=[Computed("r", PAGES, num_computed, 0, first_token)])
 
-    def quiesce(self, request_id: str = "r") -> asyncio.Task[Quiet]:
-        return asyncio.ensure_future(self.service.quiesce(Quiesce(request_id=request_id, cause="gone")))
+    def quiesce(self, request_id: str = "r", *, cancelled: bool = False) -> asyncio.Task[Quiet]:
+        asked = Quiesce(request_id=request_id, cause="gone", cancelled=cancelled)
+        return asyncio.ensure_future(self.service.quiesce(asked))
 
     def queues(self) -> dict[str, int]:
         """Those that somebody stands in."""
@@ -386,6 +388,27 @@ async def test_pages_that_nobody_asks_about_are_given_back(prefill: Prefill, mon
         await prefill.offer(request_id="another")
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_client_that_leaves_is_no_failed_transfer(
+    prefill: Prefill, cancelled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load test that ended filled a screen with "transfer failed"."""
+    caplog.set_level(logging.DEBUG)
+    await prefill.ask()
+    await prefill.offer()
+    assert await prefill.quiesce(cancelled=cancelled) == Quiet(request_id="r")
+    await turns()
+    said = {record.message: record.levelno for record in caplog.records if record.name == "services.prefill.jobs"}
+    assert said == ({"cancelled by the client": logging.DEBUG} if cancelled else {"transfer failed": logging.WARNING})
+    counts = [
+        prefill.metrics.registry.get_sample_value(f"{name}_total")
+        for name in ("kv_transfers_cancelled", "kv_transfer_failures")
+    ]
+    assert counts == ([1, 0] if cancelled else [0, 1])
+    assert prefill.failures == ([] if cancelled else ["TransferFailed"])
+    prefill.assert_nothing_is_kept()
+
+
 @pytest.mark.parametrize("how", ["quiesced", "refused", "done"])
 async def test_nothing_is_written_for_a_request_that_was_over_once(prefill: Prefill, how: str) -> None:
     """Decode was told that its pages are safe, or has them: a question and an offer that come twice write nothing there."""
@@ -476,7 +499,7 @@ async def test_quiet_is_told_when_the_write_in_flight_has_ended_and_not_before(p
     prefill.transfer.gate.set()
     await asyncio.gather(*quiet)
     await turns()
-    assert prefill.failures == ["Cancelled"]
+    assert prefill.failures == ["TransferFailed"]
     assert len(prefill.transfer.writes) == 1
     prefill.assert_nothing_is_kept()
 
@@ -489,7 +512,7 @@ async def test_quiet_told_before_the_offer_keeps_the_request_from_writing(prefil
     with pytest.raises(TransferFailed, match="is over"):
         await prefill.offer()
     assert not prefill.transfer.writes
-    assert prefill.failures == ["Cancelled", "TransferFailed"]
+    assert prefill.failures == ["TransferFailed", "TransferFailed"]
     prefill.assert_nothing_is_kept()
 
 
