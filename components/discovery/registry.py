@@ -27,6 +27,7 @@ from components.discovery.etcd import (
 )
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import BackendUnavailable, MalformedMessage, StaleInstance
+from components.telemetry.waiting import tells_of_waiting
 from components.wire.instances import InstanceRecord, dump_record, load_record
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class Registry:
         )
         thread.start()
         try:
-            await registered.wait()
+            async with tells_of_waiting("etcd", self._url):
+                await registered.wait()
             yield
         finally:
             registration.leaving = True
@@ -241,7 +243,8 @@ async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()
     try:
-        await registry._synced.wait()
+        async with tells_of_waiting("etcd", url):
+            await registry._synced.wait()
         yield registry
     finally:
         registry.close()

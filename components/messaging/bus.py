@@ -28,6 +28,7 @@ from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
 from components.telemetry.spans import trace_headers
+from components.telemetry.waiting import tells_of_waiting
 from components.urls import login_of, without_password
 from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import Refused, raised
@@ -210,7 +211,8 @@ async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
         name: of this connection, as NATS's monitoring shows it.
     """
     reports = _ConnectionReports(url)
-    client = await _connect(url, name, reports)
+    async with tells_of_waiting("NATS", url):
+        client = await _connect(url, name, reports)
     bus = reports.bus = Bus(client, url)
     try:
         async with background(_watch(client, url), "nats-watch"), bus.answers():

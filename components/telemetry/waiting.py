@@ -1,0 +1,32 @@
+"""A process that waits for a server says so: soon, and again and again, as silence looks like a hang."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from components.aio import background
+
+log = logging.getLogger(__name__)
+
+FIRST_S: Final = 1.0  # a server that is there answers sooner
+AGAIN_S: Final = 10.0
+
+
+@asynccontextmanager
+async def tells_of_waiting(what: str, url: str) -> AsyncIterator[None]:
+    """While inside, log after `FIRST_S` that this process waits for `what` at `url`, and then every `AGAIN_S`."""
+    async with background(_tell(what, re.sub(r"//[^/@,]*@", "//", url)), f"waiting-for-{what}"):
+        yield
+
+
+async def _tell(what: str, url: str) -> None:
+    began_s = time.monotonic()
+    await asyncio.sleep(FIRST_S)
+    log.warning(f"waiting for {what}", extra={"url": url})
+    while True:
+        await asyncio.sleep(AGAIN_S)
+        log.warning(f"still waiting for {what}", extra={"url": url, "waited_s": round(time.monotonic() - began_s)})
