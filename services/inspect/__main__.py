@@ -22,10 +22,11 @@ from components.wire.routes import ExplainRoute
 from services.inspect.planner import show_planner
 from services.inspect.profile import profile_worker
 from services.inspect.route import show_route
-from services.inspect.trace_view import trace_table
+from services.inspect.trace_view import trace_line, trace_table
 from services.inspect.workers import show_workers
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look inside a running kvmesh mesh.")
+WIDE: Final = 240
 PIPED_WIDTH: Final = 200  # rich's 80 would cut addresses that somebody wants to grep for
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
 
@@ -41,10 +42,12 @@ def workers(
     nats_url: NatsUrl = None,
     namespace: Namespace = None,
     state_dir: StateDir = None,
+    *,
+    wide: Annotated[bool, typer.Option("--wide", help="with epochs, hosts, pages and calls")] = False,
 ) -> None:
     """What etcd knows and what NATS answers, side by side."""
     settings = _settings(state_dir, etcd_url=etcd_url, nats_url=nats_url, namespace=namespace)
-    asyncio.run(show_workers(settings, console))
+    asyncio.run(show_workers(settings, _console(wide=wide), wide=wide))
 
 
 @app.command()
@@ -62,6 +65,10 @@ def planner(
 def trace(
     which: Annotated[str, typer.Argument(help="last, or the beginning of a trace id or request id")] = "last",
     state_dir: StateDir = None,
+    *,
+    wide: Annotated[
+        bool, typer.Option("--wide", "--verbose", help="with all attributes, such as route.compared")
+    ] = False,
 ) -> None:
     """One request as a tree with times, from the traces kept on this host."""
     settings = _settings(state_dir)
@@ -74,7 +81,7 @@ def trace(
     if not spans:
         kept = "no trace is kept" if not newest else f"no kept trace begins with {which!r}"
         sys.exit(f"{kept} in {settings.home}: send a request first, or name the services' --state-dir")
-    console.print(trace_table(spans))
+    _console(wide=wide).print(trace_table(spans, console.width, wide=wide))
 
 
 @app.command()
@@ -83,11 +90,9 @@ def traces(count: Annotated[int, typer.Option(help="how many")] = 20, state_dir:
     home = _settings(state_dir).home
     store = TraceStore(home)
     with _readable(home):
-        kept = [(trace_id, store.trace(trace_id)) for trace_id in store.last_trace_ids(count)]
-    for trace_id, spans in [(t, s) for t, s in kept if s]:  # else trimmed meanwhile
-        root = next((s for s in spans if s.parent_id is None), spans[0])
-        total_ms = (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e6
-        console.print(f"{trace_id}  {total_ms:9.1f} ms  {len(spans):3d} spans  {root.name}  {root.status}")
+        kept = [store.trace(trace_id) for trace_id in store.last_trace_ids(count)]
+    for spans in filter(None, kept):  # else trimmed meanwhile
+        console.print(trace_line(spans), soft_wrap=True)
 
 
 @app.command()
@@ -155,6 +160,13 @@ def shell_variables(settings: MeshSettings) -> dict[str, str]:
     if members[0].user is not None:
         variables["ETCDCTL_USER"] = f"{members[0].user}:{members[0].password}"
     return variables
+
+
+def _console(*, wide: bool) -> Console:
+    """Where to print; with `wide`, lines may be longer than the terminal's."""
+    if not wide:
+        return console
+    return Console(file=console.file, width=max(console.width, WIDE), force_terminal=console.is_terminal)
 
 
 @contextmanager

@@ -1,33 +1,51 @@
 """One request as a tree: who did what, when after acceptance, for how long."""
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Final
 
 from rich.table import Table
 from rich.text import Text
 
 from components.telemetry.trace_store import Span
+from services.inspect.ages import age
 
 BAR_WIDTH: Final = 24
+SHOWN_ID: Final = 16  # hex digits of a trace id; `trace` takes its beginning
+NARROW_BAR_WIDTH: Final = 10
+ROOMY: Final = 110  # columns
+OLD_S: Final = 180.0  # a trace that old is hardly of the request that was just sent
 REQUEST_ID: Final = "kvmesh.request_id"
 
 
-def trace_table(spans: Sequence[Span]) -> Table:
-    """The spans of one trace as an indented tree; a span whose parent was not kept stands at the root."""
+def trace_table(spans: Sequence[Span], width: int = ROOMY, *, wide: bool = False) -> Table:
+    """The spans of one trace as an indented tree; a span whose parent was not kept stands at the root.
+
+    Args:
+        spans: of one trace.
+        width: columns of the terminal; below `ROOMY` there is no room for attributes.
+        wide: all attributes, however long the lines get.
+    """
+    shows_facts, bar_width = wide or width >= ROOMY, BAR_WIDTH if wide or width >= ROOMY else NARROW_BAR_WIDTH
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     root = spans[0]
     table = Table(title=_title(spans, root, end - start), title_justify="left", box=None, pad_edge=False)
     for name in ("span", "start", "ms", "", "who"):
-        table.add_column(name, justify="right" if name in ("start", "ms") else "left", no_wrap=name != "who")
+        table.add_column(
+            name, justify="right" if name in ("start", "ms") else "left", no_wrap=not wide or name != "who"
+        )
+    if not wide:
+        table.caption, table.caption_justify = "--wide: with all attributes", "left"
     for depth, span in _in_order(spans):
         style = "red" if span.status == "ERROR" else ""
         table.add_row(
             Text("  " * depth + span.name, style=style or ("bold" if depth == 0 else "")),
             Text(f"{(span.start_ns - start) / 1e6:.1f}", style="dim"),
             f"{(span.end_ns - span.start_ns) / 1e6:.1f}",
-            Text(_bar(span, start, end), style=style or "cyan"),
-            Text(f"{span.service}  {_facts(span)}", style="dim"),
+            Text(_bar(span, start, end, bar_width), style=style or "cyan"),
+            Text(f"{span.service}  {_facts(span, wide=wide)}" if shows_facts else span.service, style="dim"),
         )
     return table
 
@@ -47,17 +65,36 @@ def _in_order(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
 
 def _title(spans: Sequence[Span], root: Span, total_ns: int) -> Text:
     request_id = next((s.attributes[REQUEST_ID] for s in spans if REQUEST_ID in s.attributes), "unknown")
-    text = Text(f"{root.name}: {len(spans)} spans, {total_ns / 1e6:.1f} ms", style="bold")
+    old_s = time.time() - root.start_ns / 1e9
+    ago = f"; {age(old_s)} ago" if old_s > OLD_S else ""
+    text = Text(f"{root.name}: {len(spans)} spans, {total_ns / 1e6:.1f} ms, at {clock(root.start_ns)}", style="bold")
+    text.append(ago, style="yellow")
     return text.append(f"\ntrace {root.trace_id}  request {request_id}", style="dim")
 
 
-def _bar(span: Span, start_ns: int, end_ns: int) -> str:
-    scale = BAR_WIDTH / max(1, end_ns - start_ns)
-    first = min(BAR_WIDTH - 1, int((span.start_ns - start_ns) * scale))
-    last = max(first + 1, min(BAR_WIDTH, round((span.end_ns - start_ns) * scale)))
+def _bar(span: Span, start_ns: int, end_ns: int, width: int) -> str:
+    scale = width / max(1, end_ns - start_ns)
+    first = min(width - 1, int((span.start_ns - start_ns) * scale))
+    last = max(first + 1, min(width, round((span.end_ns - start_ns) * scale)))
     return " " * first + "█" * (last - first)
 
 
-def _facts(span: Span) -> str:
+def _facts(span: Span, *, wide: bool) -> str:
     ours = {k.removeprefix("kvmesh."): v for k, v in span.attributes.items() if k.startswith("kvmesh.")}
-    return " ".join(f"{name}={value}" for name, value in ours.items() if name != "request_id")
+    hidden = {"request_id"} if wide else {"request_id", "route.compared"}
+    return " ".join(f"{name}={value}" for name, value in ours.items() if name not in hidden)
+
+
+def trace_line(spans: Sequence[Span]) -> str:
+    """One trace of a list: when it began, what became of it."""
+    root = next((span for span in spans if span.parent_id is None), spans[0])
+    total_ms = (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e6
+    status = "cancelled" if "kvmesh.cancelled" in root.attributes else {"UNSET": "OK"}.get(root.status, root.status)
+    began = clock(root.start_ns)
+    return f"{began}  {root.trace_id[:SHOWN_ID]}  {total_ms:8.1f} ms  {len(spans):3d} spans  {status:<9}  {root.name}"
+
+
+def clock(unix_ns: int) -> str:
+    """The time of day here, and the date of another day."""
+    then, now = (datetime.fromtimestamp(s).astimezone() for s in (unix_ns / 1e9, time.time()))
+    return f"{then:%H:%M:%S}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M:%S}"

@@ -1,23 +1,26 @@
 import io
 import json
+import re
+import time
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from components.telemetry.trace_store import Span
 from components.wire.heartbeat import Heartbeat
 from services.inspect.profile import join_segments
-from services.inspect.trace_view import BAR_WIDTH, trace_table
-from services.inspect.workers import _table
+from services.inspect.trace_view import BAR_WIDTH, trace_line, trace_table
+from services.inspect.workers import address_table, load_table, summary
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import endpoint
 
 MS = 1_000_000
 
 
-def rendered(renderable: Any) -> list[str]:
+def rendered(renderable: Any, width: int = 220) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=220, color_system=None).print(renderable)
+    Console(file=out, width=width, color_system=None).print(renderable)
     return out.getvalue().splitlines()
 
 
@@ -61,6 +64,45 @@ def test_a_trace_is_a_tree_in_time_with_offsets_and_durations() -> None:
     assert "request_id" not in rows[0]
 
 
+def test_a_trace_fits_into_80_columns_and_shows_all_attributes_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """route.compared, JSON of some hundred characters, was wrapped into lines of ten."""
+    monkeypatch.setattr(time, "time", lambda: 10.0)
+    spans = [
+        span("chat smollm2-135m", None, 0, 253),
+        *(span(f"frontend.{name}", "chat smollm2-135m", 1, 100) for name in ("tokenize", "dispatch")),
+        span("decode.request", "frontend.dispatch", 3, 250),
+        span("decode.choose_prefill", "decode.request", 3, 4, **{"route.why": "cached", "route.compared": "x" * 300}),
+    ]
+    lines = rendered(trace_table(spans, 80), 80)
+    assert len(lines) == len(spans) + 4, "a line each, and title, heading and a word on --wide"
+    assert "…" not in "".join(lines)
+    assert any("route.why=cached" in line for line in rendered(trace_table(spans, 120), 120))
+    assert "xxxx" not in "".join(rendered(trace_table(spans, 220)))
+    assert "route.compared=xxxx" in "".join(rendered(trace_table(spans, 220, wide=True), 400))
+
+
+def test_a_trace_says_when_it_was_if_that_is_not_just_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 10_000.0)
+    fresh, old = (span("root", None, (10_000 - age_s) * 1000, 10_000_000) for age_s in (5, 35 * 60))
+    assert "ago" not in rendered(trace_table([fresh]))[0]
+    assert rendered(trace_table([old]))[0].rstrip().endswith("; 35 min ago")
+
+
+@pytest.mark.parametrize(
+    ("one", "status"),
+    [
+        (span("r", None, 0, 1), "OK"),
+        (span("r", None, 0, 1, "ERROR"), "ERROR"),
+        (span("r", None, 0, 1, cancelled="the client has gone"), "cancelled"),
+    ],
+)
+def test_a_line_of_a_list_tells_the_time_and_what_became_of_it(one: Span, status: str) -> None:
+    line = trace_line([one])
+    assert line.split()[-2:] == [status, "r"]
+    assert re.match(r"1970-01-0\d \d\d:\d\d:\d\d  f{16}  ", line)
+    assert len(line) <= 90
+
+
 def test_a_span_whose_parent_was_not_kept_stands_at_the_root() -> None:
     rows = [line for line in rendered(trace_table([span("orphan", "lost", 0, 0)])) if "decode-1" in line]
     assert rows[0].startswith("orphan")
@@ -92,21 +134,35 @@ def test_workers_stand_with_what_etcd_knows_beside_what_nats_answers() -> None:
         held_pages=1,
         total_pages=16,
     )
-    worker = record("d1", kv=endpoint(), model="m", adapters={"legal": "w1"})
-    lines = rendered(_table([worker], {"d1": beat}, {"d1": stats(errors=2)}))
-    [row] = [line for line in lines if "d1" in line]
-    for fact in ("decode", "e1", "h:1", "m legal", "generate:7", "2", "3/2/1 draining", "10/5/1 of 16"):
+    worker = record("d1", kv=endpoint(), model="m", adapters={"legal": "w1"}, http="http://10.0.0.1:12345")
+    frontend = record("f1", role="frontend", http="http://127.0.0.1:8000", metrics="http://127.0.0.1:34567")
+    records, services = [worker, frontend], {"d1": stats(errors=2), "f1": stats()}
+    assert summary(records, "kvmesh") == "namespace kvmesh: 2 instances of legal, m"
+    lines = rendered(load_table(records, {"d1": beat}, services, wide=False), 80)
+    [row] = [line.split() for line in lines if "d1" in line]
+    assert row[:3] == ["decode", "d1", "1"]
+    assert row[-9:] == ["draining", "3", "2", "1", "6", "%", "of", "16", "2"]
+    [row] = [line for line in rendered(load_table(records, {"d1": beat}, services, wide=True)) if "d1" in line]
+    for fact in ("e1", "m legal", "10/5/1", "generate:7 cancel:1"):
         assert fact in row
+    lines += rendered(address_table(records), 80)
+    assert "…" not in "".join(lines), "80 columns hold it all"
+    assert [line.split() for line in lines if "http" in line and "://" in line] == [
+        ["decode", "d1", "http://10.0.0.1:12345"],
+        ["frontend", "f1", "http://127.0.0.1:8000", "http://127.0.0.1:34567"],
+    ]
 
 
 def test_a_worker_that_does_not_answer_and_one_that_does_not_beat_are_seen() -> None:
-    frontend_record = record("f1", role="frontend", http="http://h:8000", metrics="http://h:9")
-    lines = rendered(_table([record("d1", kv=endpoint()), frontend_record], {}, {"f1": stats()}))
+    frontend_record = record("f1", role="frontend")
+    lines = rendered(load_table([record("d1", kv=endpoint()), frontend_record], {}, {"f1": stats()}, wide=False), 80)
     [decode], [frontend] = ([line for line in lines if name in line] for name in ("d1", "f1"))
     assert "no answer" in decode
+    assert " ok " in frontend
+    [decode] = [
+        x for x in rendered(load_table([record("d1", kv=endpoint())], {}, {"d1": stats()}, wide=False), 80) if "d1" in x
+    ]
     assert "silent" in decode
-    assert "silent" not in frontend
-    assert "http://h:8000 http://h:9" in frontend
 
 
 def test_segments_of_a_profile_become_one_trace() -> None:
