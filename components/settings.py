@@ -4,6 +4,7 @@
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -21,6 +22,7 @@ from pydantic_settings import (
 
 from components.routing.kv_index import MAX_BLOCKS
 from components.routing.policies import POLICIES, check_policy
+from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
@@ -40,8 +42,8 @@ class MeshSettings(BaseSettings):
         env_ignore_empty=True,
         frozen=True,
         cli_kebab_case=True,
-        cli_show_env_vars=True,
         hide_input_in_errors=True,
+        cli_exit_on_error=False,  # one line, and not the usage of all settings
     )
 
     namespace: Annotated[
@@ -117,12 +119,16 @@ class MeshSettings(BaseSettings):
         faults = misspelled(os.environ, cls)
         if faults:
             refuse("\n".join(faults))
+        arguments = sys.argv[1:] if argv is None else argv
+        if asked := set(arguments) & set(HELP):
+            sys.stdout.write(help_text(cls, SHARED, everything=HELP_ALL in asked))
+            sys.exit(0)
         try:
             return CliApp.run(cls, cli_args=argv)
         except ValidationError as exc:
             refuse("\n".join(shown_fault(error) for error in exc.errors()))
         except SettingsError as exc:
-            refuse(f"settings: {exc}")
+            refuse(f"settings: {str(exc).removeprefix('error parsing CLI: ')}")
 
 
 SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine", "verify_kv"}  # names that may follow a bare MESH_
@@ -151,7 +157,9 @@ def misspelled(environ: Mapping[str, str], settings: type[BaseSettings]) -> list
         shared = name.removeprefix("MESH_").split("__")[0].lower() in SHARED  # MESH_BOOTSTRAP_TIMEOUT_S is everybody's
         if field not in known and not shared:
             hint = (
-                f"did you mean {own}{field.upper()}?" if field in settings.model_fields else "--help lists every name"
+                f"did you mean {own}{field.upper()}?"
+                if field in settings.model_fields
+                else "--help-all lists every name"
             )
             faults.append(f"unknown setting {name}: {hint}")
     return faults

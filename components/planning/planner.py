@@ -20,6 +20,9 @@ class Bounds:
     least: int = 1
     most: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most}"
+
     def within(self, workers: int) -> int:
         """The nearest number allowed."""
         return min(self.most, max(self.least, workers))

@@ -15,6 +15,10 @@ from services.local.plan import Plan
 from services.local.supervisor import run_mesh
 
 Count = Annotated[int, typer.Option(min=1)]
+HELP_ALL = "--help-all"
+SELDOM = HELP_ALL not in sys.argv  # whether options that are seldom needed stay out of the help
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)  # rich cuts the names of variables
 
 
 def _policy(given: str | None) -> str | None:
@@ -25,12 +29,15 @@ def _policy(given: str | None) -> str | None:
         raise typer.BadParameter(str(exc)) from exc
 
 
+@app.command()
 def main(
     *,
     prefill: Annotated[int, typer.Option(min=0, help="prefill workers; 0: decode computes prompts itself")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="decode workers")] = 1,
     frontend: Annotated[int, typer.Option(min=1, help="HTTP frontends, all behind the one port")] = 1,
-    bootstrap: Annotated[int, typer.Option(min=0, help="bootstrap replicas; 0 only without prefill workers")] = 1,
+    bootstrap: Annotated[
+        int, typer.Option(min=0, hidden=SELDOM, help="bootstrap replicas; 0 only without prefill workers")
+    ] = 1,
     model: Annotated[
         str | None,
         typer.Option(
@@ -48,6 +55,7 @@ def main(
         bool,
         typer.Option(
             envvar="MESH_FRONTEND_SHARE_PORT",
+            hidden=SELDOM,
             help="several frontends behind one port; with --no-share-port further ones take the next ports",
         ),
     ] = True,
@@ -83,7 +91,11 @@ def main(
     ] = None,
     kv_transfer: Annotated[
         str | None,
-        typer.Option(envvar="MESH_KV_TRANSFER", help="what moves KV: nixl (default), nixl/<PLUGIN>, mooncake, fake"),
+        typer.Option(
+            envvar="MESH_KV_TRANSFER",
+            hidden=SELDOM,
+            help="what moves KV: nixl (default), nixl/<PLUGIN>, mooncake, fake",
+        ),
     ] = None,
     prefill_policy: Annotated[
         str | None,
@@ -107,26 +119,29 @@ def main(
         int | None,
         typer.Option(
             envvar="MESH_ENGINE__THREADS",
+            hidden=SELDOM,
             min=1,
             help="CPU threads of each worker; default: the cores divided among them, idle ones lent to who has work",
         ),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option(envvar="MESH_NAMESPACE", help="first part of etcd keys and NATS subjects [kvmesh]")
+        str | None,
+        typer.Option(envvar="MESH_NAMESPACE", hidden=SELDOM, help="first part of etcd keys and NATS subjects [kvmesh]"),
     ] = None,
     otlp_endpoint: Annotated[
-        str | None, typer.Option(envvar="MESH_OTLP_ENDPOINT", help="OTLP/HTTP collector for traces")
+        str | None, typer.Option(envvar="MESH_OTLP_ENDPOINT", hidden=SELDOM, help="OTLP/HTTP collector for traces")
     ] = None,
     log_level: Annotated[
         str | None, typer.Option(envvar="MESH_LOG_LEVEL", help="debug, info, warning or error")
     ] = None,
     stop_timeout: Annotated[
-        float, typer.Option(min=0.1, help="seconds a process has to stop before it is killed")
+        float, typer.Option(min=0.1, hidden=SELDOM, help="seconds a process has to stop before it is killed")
     ] = 10.0,
     drain_timeout: Annotated[
         float | None,
         typer.Option(
             min=0.1,
+            hidden=SELDOM,
             help="seconds that a worker which a planner lets go has to finish its requests; default: four fifths of "
             "--stop-timeout. What it has not finished then goes on elsewhere",
         ),
@@ -135,7 +150,7 @@ def main(
     """Run etcd, NATS, bootstrap, prefill, decode and frontend on this machine until Ctrl-C.
 
     Each service also reads its own environment variables: MESH_X for all of them, MESH_DECODE_X for decode alone
-    (python -m services.decode --help lists them).
+    (python -m services.decode --help lists them). --help-all lists more options.
     """
     os.umask(0o077)  # logs, traces and passwords of this run are for its user alone
     given = {
@@ -180,4 +195,4 @@ def _adapters(given: list[str] | None) -> str | None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app(["--help"] if HELP_ALL in sys.argv else None, prog_name="python -m services.local")

@@ -1,15 +1,25 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from components.settings import MeshSettings, misspelled
+from components.settings import SHARED, MeshSettings, misspelled
+from components.settings_help import BY_EACH, BY_SOME, role_of
 from services.bootstrap.config import BootstrapSettings
 from services.decode.config import DecodeSettings
 from services.frontend.config import FrontendSettings
+from services.planner.config import PlannerSettings
 from services.prefill.config import PrefillSettings
 
-ALL: list[type[MeshSettings]] = [BootstrapSettings, DecodeSettings, FrontendSettings, PrefillSettings]
+ALL: list[type[MeshSettings]] = [
+    BootstrapSettings,
+    DecodeSettings,
+    FrontendSettings,
+    PlannerSettings,
+    PrefillSettings,
+]
+REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +85,13 @@ def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("MESH_ECTD_URL", "unknown setting MESH_ECTD_URL: --help lists every name"),
-        ("MESH_DECODE_MODLE", "unknown setting MESH_DECODE_MODLE: --help lists every name"),
+        ("MESH_ECTD_URL", "unknown setting MESH_ECTD_URL: --help-all lists every name"),
+        ("MESH_DECODE_MODLE", "unknown setting MESH_DECODE_MODLE: --help-all lists every name"),
         (
             "MESH_MAX_LOCAL_PREFILL",
             "unknown setting MESH_MAX_LOCAL_PREFILL: did you mean MESH_DECODE_MAX_LOCAL_PREFILL?",
         ),
-        ("MESH_DECODE_ENGIN__DTYPE", "unknown setting MESH_DECODE_ENGIN__DTYPE: --help lists every name"),
+        ("MESH_DECODE_ENGIN__DTYPE", "unknown setting MESH_DECODE_ENGIN__DTYPE: --help-all lists every name"),
     ],
 )
 def test_a_misspelled_variable_stops_the_start_with_a_hint(
@@ -118,19 +128,51 @@ def test_another_roles_variables_and_a_shared_engine_are_no_fault() -> None:
     assert misspelled({"MESH_DECODE_X": "1", "MESH_LOG_LEVEL": "info"}, MeshSettings) == []
 
 
+def helped(settings: type[MeshSettings], option: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        settings.read([option])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("settings", ALL)
-def test_help_lists_every_setting_with_its_variable(
+def test_help_has_what_is_often_needed_and_help_all_everything_that_the_service_uses(
     settings: type[MeshSettings], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        settings.read(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    prefix = str(settings.model_config["env_prefix"])
-    for name in settings.model_fields:
-        if name != "engine":
-            assert f"--{name.replace('_', '-')}" in text
-            assert f"{prefix}{name.upper()}" in text.replace("\n", "").replace(" ", "").upper()
+    """`--help` of decode had 266 lines, and settings that nobody reads there."""
+    short, full = (helped(settings, option, capsys) for option in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 60
+    role = role_of(settings)
+    own = {name for name in settings.model_fields if name not in SHARED} - {"api_keys"}
+    for name in own | BY_EACH | BY_SOME[role]:
+        name_of_variable = f"MESH_{name.upper()}" if name in SHARED else f"MESH_{role.upper()}_{name.upper()}"
+        assert re.search(rf"^  --{name.replace('_', '-')} .* {name_of_variable}$", full, re.MULTILINE), name
+    others = set(MeshSettings.model_fields) - BY_EACH - BY_SOME[role]
+    assert not [name for name in others if f"--{name.replace('_', '-')} " in full]
+    assert f"{full.count(' MESH_') - short.count(' MESH_')} settings more: --help-all" in short
+    assert "--api-keys " not in full
+
+
+def test_what_stands_in_help_is_what_the_services_read() -> None:
+    """A setting that a service reads, of those that all share, stands in its help, and no other."""
+    assert BY_EACH.union(*BY_SOME.values()) == set(MeshSettings.model_fields)
+    for role, used in BY_SOME.items():
+        source = "".join(path.read_text() for path in (REPO / "services" / role).glob("*.py"))
+        read = set(re.findall(r"settings\.(\w+)", source)) & set(MeshSettings.model_fields)
+        assert read - BY_EACH == used, role
+
+
+def test_an_option_that_is_none_is_one_line() -> None:
+    """It was the usage of all settings, 54 lines."""
+    with pytest.raises(SystemExit, match=r"^settings: unrecognized arguments: --prot 3$"):
+        DecodeSettings.read(["--prot", "3"])
+
+
+def test_a_nested_setting_stands_in_help_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped(DecodeSettings, "--help-all", capsys)
+    assert re.search(r"^  --engine.kv-memory-gb X +MESH_ENGINE__KV_MEMORY_GB$", text, re.MULTILINE)
+    assert re.search(r"^  --engine.mock.speedup X +MESH_ENGINE__MOCK__SPEEDUP$", text, re.MULTILINE)
+    assert "--verify-kv true|false" in text
 
 
 def test_settings_do_not_change_and_the_state_directory_is_expanded() -> None:
