@@ -40,7 +40,7 @@ async def main(settings: BootstrapSettings) -> None:
             registry.advertise(registration, record_maker(settings, "bootstrap", me, http=page)),
         ):
             settle()
-            log_ready(instance=me)
+            log_ready(instance=me, metrics=page)
             await stop_signal()
 
 

@@ -1,7 +1,6 @@
 """python -m services.inspect: who is registered, what is busy, what one request did, what one worker computes."""
 
 import asyncio
-import json
 import os
 import shlex
 import sqlite3
@@ -15,6 +14,7 @@ import typer
 from rich.console import Console
 
 from components.discovery.etcd import endpoints
+from components.local_mesh import beside_local_mesh
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME, TraceStore
 from components.urls import without_password
@@ -182,20 +182,7 @@ def _settings(state_dir: Path | None, **given: str | None) -> MeshSettings:
     values = {name: value for name, value in given.items() if value is not None}
     if state_dir is not None:
         values["state_dir"] = str(state_dir)
-    settings = MeshSettings(**values)  # type: ignore[arg-type]
-    found = _local_mesh(settings.home).items()
-    values.update({name: value for name, value in found if name not in settings.model_fields_set})
-    return MeshSettings(**values)  # type: ignore[arg-type]
-
-
-def _local_mesh(home: Path) -> dict[str, str]:
-    """Where the mesh of this host is; empty when none runs."""
-    try:
-        facts = json.loads((home / "local" / "running.json").read_text())
-        os.kill(facts["pid"], 0)
-    except (OSError, ValueError, LookupError):
-        return {}
-    return {name: facts[name] for name in ("etcd_url", "nats_url", "namespace") if name in facts}
+    return beside_local_mesh(MeshSettings(**values))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

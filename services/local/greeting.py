@@ -3,16 +3,20 @@
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 from components.settings import MeshSettings
 from services.local.plan import Plan
 
-QUESTION = "Name the capital of France."
+QUESTION: Final = "Name the capital of France."
+NO_PAGES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-def greeting(plan: Plan, model: str, settings: MeshSettings) -> list[str]:
-    """Lines to print. `model` is the name that the frontend lists."""
+def greeting(plan: Plan, model: str, settings: MeshSettings, pages: Mapping[str, str] = NO_PAGES) -> list[str]:
+    """Lines to print. `model` is the name that the frontend lists; `pages`: where each child has its metrics, by name."""
     urls, sharing = plan.urls, plan.counts["frontend"] if plan.shared else 1
     body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
     ask = [
@@ -39,8 +43,26 @@ def greeting(plan: Plan, model: str, settings: MeshSettings) -> list[str]:
         f"  workers:  {shlex.join([*inspect, 'workers', *where])}",
         f"  trace:    {shlex.join([*inspect, 'trace', 'last', *where])}",
         f'  by hand:  eval "$({shlex.join([*inspect, "env", *where])})"  # for etcdctl, nats and further services',
+        *_planner(plan, where),
+        *_metrics(pages),
         "",
     ]
+
+
+def _planner(plan: Plan, where: list[str]) -> list[str]:
+    """How to have a planner start and stop workers, where there are some of both kinds."""
+    if not plan.counts["prefill"]:
+        return []
+    ranges = [f"--{role}={plan.counts[role]}..{plan.counts[role] + 1}" for role in ("prefill", "decode")]
+    command = [_python(), "-m", "services.planner", "--connector", "local", *ranges, *where]
+    return [f"  planner:  {shlex.join(command)}"]
+
+
+def _metrics(pages: Mapping[str, str]) -> list[str]:
+    """The pages for Prometheus, a few to a line."""
+    found = [f"{name} {url}/metrics" for name, url in pages.items()]
+    lines = ["  ".join(found[at : at + 2]) for at in range(0, len(found), 2)]
+    return [f"  {'metrics:' if not number else '':<10}{line}" for number, line in enumerate(lines)]
 
 
 def _python() -> str:

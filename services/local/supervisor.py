@@ -126,7 +126,8 @@ async def _keep(server: Server, output: Output) -> None:
 async def _greet(children: list[Child], plan: Plan, settings: MeshSettings, backends: Backends, output: Output) -> None:
     """Say "Ready" once it is true."""
     models = await until_ready(children, settings.served_model_name, output)
-    output.print(*greeting(plan, models[0], settings))
+    pages = {child.spec.name: child.metrics_url for child in children if child.metrics_url}
+    output.print(*greeting(plan, models[0], settings, pages))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import socket
 from components.aio import first
 from components.discovery.leader import lead
 from components.discovery.registry import join_registry
+from components.local_mesh import beside_local_mesh
 from components.messaging.bus import connect_bus
 from components.messaging.service import serve_calls
 from components.process import new_instance_id, run, stop_signal
@@ -48,4 +49,4 @@ async def main(settings: PlannerSettings) -> None:
 
 
 if __name__ == "__main__":
-    run(main(PlannerSettings.read()))
+    run(main(beside_local_mesh(PlannerSettings.read())))

@@ -108,7 +108,7 @@ async def main(settings: PrefillSettings) -> None:
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
             settle()
-            log_ready(instance=me, model=model)
+            log_ready(instance=me, model=model, metrics=page)
             await first(stop_signal(), raises(engine.failed()))
             await drain(service, settings.drain_timeout_s, heart.at_once)
 

@@ -60,6 +60,19 @@ def test_frontends_with_keys_and_a_certificate_are_greeted_as_such(by: str, monk
     assert "Authorization: Bearer" in ask
 
 
+def test_the_greeting_shows_a_planner_and_where_the_metrics_are() -> None:
+    plan = Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1), given={"state_dir": "/tmp/mesh"})
+    pages = {"prefill-0": "http://127.0.0.1:41", "decode-0": "http://127.0.0.1:42", "frontend-0": "http://127.0.0.1:43"}
+    lines = greeting(plan, "m", plan.settings(), pages)
+    [planner] = [line for line in lines if "planner:" in line]
+    assert planner.endswith("services.planner --connector local --prefill=1..2 --decode=1..2 --state-dir /tmp/mesh")
+    at = next(i for i, line in enumerate(lines) if "metrics:" in line)
+    assert lines[at].split() == [
+        *("metrics:", "prefill-0", "http://127.0.0.1:41/metrics", "decode-0", "http://127.0.0.1:42/metrics")
+    ]
+    assert lines[at + 1].split() == ["frontend-0", "http://127.0.0.1:43/metrics"]
+
+
 def test_one_frontend_has_its_port_alone() -> None:
     env = env_of(Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1)))["frontend-0"]
     assert env["MESH_FRONTEND_SHARE_PORT"] == "false"

@@ -1,0 +1,29 @@
+"""The mesh that `services.local` runs on this machine, found by its state directory."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from components.settings import MeshSettings
+
+S = TypeVar("S", bound=MeshSettings)
+
+FOUND: Final = ("etcd_url", "nats_url", "namespace")  # settings that the file tells
+
+
+def local_mesh(home: Path) -> dict[str, Any]:
+    """What a mesh that runs with this state directory tells of itself, `http` among it; empty when none runs."""
+    try:
+        facts = json.loads((home / "local" / "running.json").read_text())
+        os.kill(facts["pid"], 0)
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return dict(facts)
+
+
+def beside_local_mesh(settings: S) -> S:
+    """The same settings, with those that nobody gave from the mesh that runs with this state directory."""
+    facts = local_mesh(settings.home)
+    missing = {name: facts[name] for name in FOUND if name in facts and name not in settings.model_fields_set}
+    return settings.model_copy(update=missing)

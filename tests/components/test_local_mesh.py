@@ -1,0 +1,44 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from components.local_mesh import beside_local_mesh, local_mesh
+from services.planner.config import PlannerSettings
+
+
+def running(home: Path, pid: int) -> None:
+    (home / "local").mkdir(exist_ok=True)
+    facts = {
+        "pid": pid,
+        "etcd_url": "http://e:1",
+        "nats_url": "nats://n:2",
+        "namespace": "mine",
+        "http": ["http://h:3"],
+    }
+    (home / "local" / "running.json").write_text(json.dumps(facts))
+
+
+def test_a_planner_finds_the_mesh_by_its_state_directory_and_what_is_given_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for ever at etcd's usual port, where nobody was."""
+    for name in ("ETCD_URL", "NATS_URL", "NAMESPACE"):
+        monkeypatch.delenv(f"MESH_{name}", raising=False)
+    read = ["--state-dir", str(tmp_path)]
+    assert beside_local_mesh(PlannerSettings.read(read)).etcd_url == "http://127.0.0.1:2379"
+    running(tmp_path, os.getpid())
+    found = beside_local_mesh(PlannerSettings.read([*read, "--prefill", "1..3"]))
+    assert (found.etcd_url, found.nats_url, found.namespace) == ("http://e:1", "nats://n:2", "mine")
+    assert found.prefill.most == 3
+    monkeypatch.setenv("MESH_NATS_URL", "nats://given:4")
+    assert beside_local_mesh(PlannerSettings.read(read)).nats_url == "nats://given:4"
+    assert local_mesh(tmp_path)["http"] == ["http://h:3"]
+
+
+def test_a_mesh_that_has_ended_is_not_found(tmp_path: Path) -> None:
+    running(tmp_path, 2**22 + 1)
+    assert local_mesh(tmp_path) == {}
+    (tmp_path / "local" / "running.json").write_text("")
+    assert local_mesh(tmp_path) == {}
