@@ -1,7 +1,7 @@
 """Load on an OpenAI endpoint: throughput, time to first token, time per output token. A table, JSON lines, a picture.
 
     python -m bench.serve                                                    # random words, 1 client, then 8
-    python -m bench.serve --request-rate 4 --num-prompts 200 --workload sharegpt-like
+    python -m bench.serve --request-rate 4 --num-prompts 200 --workload sharegpt-like     # --max-concurrency 16: at once
     python -m bench.serve --workload shared-prefix --groups 8 --prompts-per-group 16 --prefix-len 1024
     python -m bench.serve --workload trace-replay --trace conversation_trace.jsonl --trace-scale 0.05 --num-prompts 100
 
@@ -15,7 +15,10 @@ import asyncio
 import itertools
 import json
 import random
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,10 +45,15 @@ from bench.load.workloads import (
     shared_prefix_asks,
     sharegpt_asks,
 )
+from components.local_mesh import local_mesh
+from components.settings import MeshSettings
 
 __all__ = ["WORDS", "Body", "Prepare", "Run", "figures", "measure"]  # for the other benchmarks, of peers too
 
 CONNECT_S: Final = 10.0
+PROGRESS_S: Final = 10.0
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+STATE_DIR: Final = Path(MeshSettings.model_fields["state_dir"].default)
 WARM_UP_TOKENS: Final = 8
 
 
@@ -138,41 +146,70 @@ class Level:
 
     concurrency: int | None = None
     request_rate: float | None = None
+    max_concurrency: int | None = None  # of a rate or a trace
 
     def __str__(self) -> str:
         if self.concurrency is not None:
             return f"{self.concurrency} clients"
-        return "at the trace's times" if self.request_rate is None else f"{self.request_rate:g} requests/s"
+        rate = "at the trace's times" if self.request_rate is None else f"{self.request_rate:g} requests/s"
+        return rate if self.max_concurrency is None else f"{rate}, {self.max_concurrency} at once at most"
 
     def facts(self) -> dict[str, Any]:
         """For a line of JSON."""
         return {
             name: value
-            for name, value in (("concurrency", self.concurrency), ("request_rate", self.request_rate))
-            if value is not None
+            for name in ("concurrency", "request_rate", "max_concurrency")
+            if (value := getattr(self, name)) is not None
         }
 
-    async def run(self, url: str, model: str, asks: Sequence[Ask], done: Callable[[], object]) -> Run:
-        """Send them all."""
+    async def run(self, url: str, model: str, asks: Sequence[Ask], done: Callable[[], object], run: Run) -> Run:
+        """Send them all; `run` has what was measured also when this is cancelled."""
         bodies = [body_of(ask, model) for ask in asks]
         if self.concurrency is not None:
-            return await closed_loop(url, bodies[::-1], self.concurrency, done=done)  # which takes the last one first
+            return await closed_loop(url, bodies[::-1], self.concurrency, None, done, run)  # it takes the last first
         if self.request_rate is not None:
             times_s: Iterator[float] = poisson_times_s(random.Random(), self.request_rate)
         else:
             times_s = (ask.at_s or 0.0 for ask in asks)
         timed = sorted(zip(itertools.islice(times_s, len(bodies)), bodies, strict=True), key=lambda pair: pair[0])
-        return await open_loop(url, timed, done)
+        return await open_loop(url, timed, done, run, self.max_concurrency)
 
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[], object]]:
-    """What to call after each request; nothing is drawn where stderr is no terminal."""
+    """What to call after each request: a bar, or, where stderr is no terminal, a line now and then."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _ProgressLines(title, total)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=total)
         yield lambda: progress.advance(task)
+
+
+class _ProgressLines:
+    """A line each `PROGRESS_S`."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title = title
+        self._total = total
+        self._done = 0
+        self._began_s = self._told_s = time.monotonic()
+
+    def __call__(self) -> None:
+        self._done += 1
+        now_s = time.monotonic()
+        if now_s - self._told_s >= PROGRESS_S:
+            self._told_s = now_s
+            line = f"{self._title}: {self._done} of {self._total} requests after {now_s - self._began_s:.0f} s"
+            print(line, file=sys.stderr, flush=True)
+
+
+def find_url(url: str | None, state_dir: Path) -> str:
+    """`url`, or where the mesh of this machine answers that runs with `state_dir`."""
+    found = local_mesh(state_dir.expanduser()).get("http") or [DEFAULT_URL]
+    return str(url or found[0])
 
 
 def warm_up(url: str, model: str, requests: int, input_len: int) -> None:
@@ -187,14 +224,20 @@ def warm_up(url: str, model: str, requests: int, input_len: int) -> None:
 
 
 def main(
-    url: Annotated[str, typer.Option(help="endpoint")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str | None, typer.Option(help=f"endpoint (default: the mesh of --state-dir that runs here, else {DEFAULT_URL})")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="(default: the first that the endpoint names)")] = None,
     *,
     workload: Annotated[Workload, typer.Option(help="kind of load")] = Workload.RANDOM,
     concurrency: Annotated[
         list[int] | None, typer.Option(help="clients at once; may be given several times (default: 1, then 8)", min=1)
     ] = None,
+    state_dir: Annotated[Path, typer.Option(help="of a mesh on this machine")] = STATE_DIR,
     request_rate: Annotated[float | None, typer.Option(help="requests a second instead, Poisson", min=1e-6)] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="with --request-rate or a trace: requests under way at most", min=1)
+    ] = None,
     requests: Annotated[int, typer.Option(help="requests per client, with --concurrency", min=1)] = 6,
     num_prompts: Annotated[int | None, typer.Option(help="requests in all instead", min=1)] = None,
     input_len: Annotated[int | None, typer.Option(help="tokens; a mean, where lengths vary (default: 256)")] = None,
@@ -215,7 +258,10 @@ def main(
 ) -> None:
     """Measure each level of concurrency in turn, or one rate of requests, after a warm-up."""
     if concurrency and request_rate is not None:
-        sys.exit("--concurrency and --request-rate exclude each other")
+        sys.exit("--concurrency and --request-rate exclude each other; --max-concurrency bounds a rate")
+    timed = request_rate is not None or workload is Workload.TRACE
+    if max_concurrency is not None and (concurrency or not timed):
+        sys.exit("--max-concurrency bounds --request-rate or a trace; clients without a rate are --concurrency")
     if (workload is Workload.TRACE) != (trace is not None):
         sys.exit("--workload trace-replay and --trace FILE go together")
     for path in (json_file, plot):  # now and not after the load
@@ -240,26 +286,48 @@ def main(
     )
     levels = [Level(clients) for clients in concurrency or ()]
     if not levels:
-        timed = request_rate is not None or workload is Workload.TRACE
-        levels = [Level(None, request_rate)] if timed else [Level(1), Level(8)]
+        levels = [Level(None, request_rate, max_concurrency)] if timed else [Level(1), Level(8)]
+    url = find_url(url, state_dir)
     name = find_model(url, model)
     warm_up(url, name, warmup, min(shape.input_len, max_len // 2))
     runs = []
+    interrupted = threading.Event()
     for level in levels:
         count = num_prompts or (None if workload is Workload.TRACE else requests * (level.concurrency or 10))
-        run = measure_level(url, name, level, shape.asks(count))
+        run = measure_level(url, name, level, shape.asks(count), interrupted)
         runs.append((str(level), run))
         tell(run, f"{label}: {name}, {workload}, {level}", json_file, label=label, **level.facts(), **shape.facts())
+        if interrupted.is_set():
+            break
     if plot is not None:
         save_plot(runs, plot)
+    if interrupted.is_set():
+        sys.exit(128 + signal.SIGINT)
     if any(not run.ttft_s for _, run in runs):
         sys.exit(1)
 
 
-def measure_level(url: str, model: str, level: Level, asks: Sequence[Ask]) -> Run:
-    """One run, with a bar."""
+def measure_level(url: str, model: str, level: Level, asks: Sequence[Ask], interrupted: threading.Event) -> Run:
+    """One run, with a bar. SIGINT or SIGTERM ends it early and sets `interrupted`."""
+    run = Run()
+
+    async def until_signal() -> None:
+        loop = asyncio.get_running_loop()
+        sending = asyncio.ensure_future(level.run(url, model, asks, done, run))
+
+        def stop() -> None:
+            interrupted.set()
+            sending.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        await asyncio.wait((sending,))
+        if not sending.cancelled():
+            sending.result()
+
     with progress_bar(str(level), len(asks)) as done:
-        return asyncio.run(level.run(url, model, asks, done))
+        asyncio.run(until_signal())
+    return run
 
 
 def tell(run: Run, title: str, json_file: Path | None, **facts: Any) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,6 +36,45 @@ class Run:
     failed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # of failures
     duration_s: float = 0.0
+    started_s: float = 0.0  # perf_counter() of the first request
+    in_flight: int = 0
+    peak_in_flight: int = 0
+    cut_off: int = 0  # requests under way when the run was ended
+    tokens_in_second: defaultdict[int, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # of output, since `started_s`
+
+    @property
+    def peak_tokens(self) -> float:
+        """Output tokens in the best second."""
+        return max(self.tokens_in_second.values(), default=0.0)
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """One request."""
+        self.in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.cut_off += 1
+            raise
+        finally:
+            self.in_flight -= 1
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """All of them. What was measured is kept when the run is ended before its time."""
+        self.started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.duration_s = time.perf_counter() - self.started_s
+
+    def brought(self, times_s: Sequence[float], tokens: int) -> None:
+        """One answer's `tokens` came in events at `times_s`: as many in each, for it is not told how many."""
+        for time_s in times_s:
+            self.tokens_in_second[int(time_s - self.started_s)] += tokens / len(times_s)
 
     def fail(self, reason: str) -> None:
         """Count a request that brought nothing to measure."""
@@ -74,9 +114,13 @@ async def closed_loop(
     concurrency: int,
     prepare: Prepare | None = None,
     done: Callable[[], object] = lambda: None,
+    run: Run | None = None,
 ) -> Run:
-    """`concurrency` clients, each of which sends its next request when the last is answered."""
-    run = Run()
+    """`concurrency` clients, each of which sends its next request when the last is answered.
+
+    Returns: `run`, which has what was measured also when this is cancelled.
+    """
+    run = run or Run()
     pending = list(bodies)
 
     async def client_loop(client: httpx.AsyncClient) -> None:
@@ -85,29 +129,37 @@ async def closed_loop(
             done()
 
     async with open_client(url) as client:
-        started = time.perf_counter()
-        await asyncio.gather(*(client_loop(client) for _ in range(concurrency)))
-        run.duration_s = time.perf_counter() - started
+        with run.timed():
+            await asyncio.gather(*(client_loop(client) for _ in range(concurrency)))
     return run
 
 
-async def open_loop(url: str, bodies: Sequence[tuple[float, Body]], done: Callable[[], object] = lambda: None) -> Run:
-    """Each request at its time, seconds after the start and in order, whatever became of those before it."""
-    run = Run()
+async def open_loop(
+    url: str,
+    bodies: Sequence[tuple[float, Body]],
+    done: Callable[[], object] = lambda: None,
+    run: Run | None = None,
+    max_concurrency: int | None = None,
+) -> Run:
+    """Each request at its time, seconds after the start and in order, whatever became of those before it.
+
+    With `max_concurrency` a request is sent later while so many are under way; its times count from then on.
+    Returns: as `closed_loop`.
+    """
+    run = run or Run()
+    places = asyncio.Semaphore(max_concurrency or max(1, len(bodies)))
 
     async def send(client: httpx.AsyncClient, body: Body) -> None:
-        await exchange(client, body, run)
+        async with places:
+            await exchange(client, body, run)
         done()
 
-    async with open_client(url) as client, asyncio.TaskGroup() as group:
-        started = time.perf_counter()
-        tasks = []
-        for at_s, body in bodies:
-            await asyncio.sleep(max(0.0, started + at_s - time.perf_counter()))
-            tasks.append(group.create_task(send(client, body)))
-        if tasks:
-            await asyncio.wait(tasks)
-        run.duration_s = time.perf_counter() - started
+    async with open_client(url) as client:
+        with run.timed():
+            async with asyncio.TaskGroup() as group:
+                for at_s, body in bodies:
+                    await asyncio.sleep(max(0.0, run.started_s + at_s - time.perf_counter()))
+                    group.create_task(send(client, body))
     return run
 
 
@@ -122,7 +174,8 @@ async def exchange(client: httpx.AsyncClient, body: Body, run: Run, prepare: Pre
     Returns: the answer's text; None when it failed, which `run` counts.
     """
     try:
-        return await _stream(client, body, run, prepare)
+        with run.under_way():
+            return await _stream(client, body, run, prepare)
     except Failed as exc:
         run.fail(str(exc))
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as exc:  # or any JSON but a chunk's
@@ -138,6 +191,7 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
     gaps_s: list[float] = []
     ends_s: list[float] = []
     texts: list[str] = []
+    times_s: list[float] = []  # of events that brought text
     prompt_tokens = tokens = 0
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with client.stream("POST", path, json=body) as answer:
@@ -165,6 +219,7 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
                 (ends_s if ends and not text else gaps_s).append(now - last)
             last = now
             texts.append(text or "")
+            times_s += [now] * bool(text)
     if first is None or tokens < 1:
         raise Failed("an answer without tokens" if tokens < 1 else "an answer without text")
     run.itl_s += gaps_s
@@ -175,4 +230,5 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
         run.tpot_s.append((last - first) / (tokens - 1))
     run.prompt_tokens += prompt_tokens
     run.output_tokens += tokens
+    run.brought(times_s, tokens)
     return "".join(texts)

@@ -45,6 +45,9 @@ def more_figures(run: Run) -> dict[str, Any]:
         "input_tokens": run.prompt_tokens,
         "output_tokens": run.output_tokens,
         "duration_s": round(run.duration_s, 2),
+        "cut_off": run.cut_off,
+        "peak_output_tok_s": round(run.peak_tokens, 1),
+        "peak_in_flight": run.peak_in_flight,
         "ttft_ms_p99": quantile_ms(run.ttft_s, 0.99),
         "itl_ms_p50": quantile_ms(run.itl_s, 0.5),
         "e2e_ms_p50": quantile_ms(run.e2e_s, 0.5),
@@ -63,14 +66,17 @@ def _lines(run: Run, title: str) -> Iterator[str]:
     for name, value in (
         ("Successful requests", f"{len(run.ttft_s)}"),
         ("Failed requests", f"{run.failed}"),
+        *([("Cut off by the end of the run", f"{run.cut_off}")] if run.cut_off else []),
         ("Duration (s)", f"{seconds:.2f}"),
         ("Input tokens", f"{run.prompt_tokens}"),
         ("Output tokens", f"{run.output_tokens}"),
         ("Request throughput (req/s)", f"{len(run.ttft_s) / seconds:.2f}"),
         ("Input token throughput (tok/s)", f"{run.prompt_tokens / seconds:.1f}"),
         ("Output token throughput (tok/s)", f"{run.output_tokens / seconds:.1f}"),
+        ("Peak output tokens in a second", f"{run.peak_tokens:.1f}"),
         ("Total token throughput (tok/s)", f"{(run.prompt_tokens + run.output_tokens) / seconds:.1f}"),
         ("Mean requests in flight", f"{sum(run.e2e_s) / seconds:.2f}"),
+        ("Peak requests in flight", f"{run.peak_in_flight}"),
     ):
         yield f"{name:<40}{value:>12}"
     yield "".join([f"{'ms':-<12}", *(f"{' ' + name:->11}" for name in COLUMNS)])

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,11 +16,12 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from bench import serve as bench_serve
 from bench.load.client import Run, closed_loop, open_loop
 from bench.load.plot import save_plot
-from bench.load.report import table
+from bench.load.report import more_figures, table
 from bench.processes import free_port
-from bench.serve import figures, measure
+from bench.serve import figures, find_url, measure, progress_bar
 from tests.bench.served import served
 
 REPO: Final = Path(__file__).resolve().parents[2]
@@ -150,6 +153,79 @@ def test_a_rate_of_requests_and_a_trace(endpoint: Endpoint, tmp_path: Path) -> N
     assert len({tuple(prompt) for prompt in prompts}) == 3
 
 
+def test_the_table_says_what_was_measured() -> None:
+    """Two answers: of 3 tokens in the first second, and of 4, three of them in the third."""
+    run = Run(ttft_s=[0.1, 0.3], tpot_s=[0.1, 0.2], itl_s=[0.1, 0.1, 0.2], e2e_s=[0.3, 0.9], prompt_tokens=40)
+    run.output_tokens, run.duration_s, run.peak_in_flight, run.cut_off = 7, 4.0, 2, 1
+    run.brought([0.1, 0.2, 0.3], 3)
+    run.brought([1.9, 2.1, 2.2, 2.3], 4)
+    run.fail("HTTP 503: no")
+    rows = {}
+    for line in table(run, "title").splitlines():
+        name, _, value = line.rpartition("  ")
+        rows[name.strip()] = value.strip()
+    assert rows["Successful requests"] == "2"
+    assert rows["Failed requests"] == "1"
+    assert rows["Cut off by the end of the run"] == "1"
+    assert rows["Duration (s)"] == "4.00"
+    assert rows["Request throughput (req/s)"] == "0.50"
+    assert rows["Output token throughput (tok/s)"] == "1.8"
+    assert rows["Peak output tokens in a second"] == "3.0"
+    assert rows["Total token throughput (tok/s)"] == "11.8"
+    assert rows["Mean requests in flight"] == "0.30"
+    assert rows["Peak requests in flight"] == "2"
+    [ttft] = [line.split() for line in table(run, "title").splitlines() if line.startswith("TTFT")]
+    assert ttft == ["TTFT", "200.00", "300.00", "300.00", "300.00", "300.00", "300.00"]
+    assert more_figures(run)["peak_output_tok_s"] == 3.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_load_that_is_ended_tells_what_it_has_measured(endpoint: Endpoint, number: signal.Signals) -> None:
+    """Three minutes of a load were lost: it printed nothing when it was ended."""
+    args = ["--concurrency", "2", "--requests", "500", "--output-len", "5", "--warmup", "0"]
+    command = [sys.executable, "-m", "bench.serve", "--url", endpoint.url, *args, "--concurrency", "4"]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while len(endpoint.bodies) < 6:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        told, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert told.count("Successful requests") == 1, "the other level was not begun"
+    [successful] = [line.split()[-1] for line in told.splitlines() if line.startswith("Successful")]
+    [cut] = [line.split()[-1] for line in told.splitlines() if line.startswith("Cut off")]
+    assert int(successful) >= 4
+    assert int(cut) == 2
+
+
+def test_a_rate_may_have_a_bound_on_requests_at_once(endpoint: Endpoint) -> None:
+    rate = ["--request-rate", "1000", "--num-prompts", "12", "--output-len", "3", "--input-len", "8", "--warmup", "0"]
+    told = serve("--url", endpoint.url, *rate, "--max-concurrency", "3", "--json", "-")
+    line = json.loads(told.stdout)
+    assert (line["requests"], line["max_concurrency"], line["peak_in_flight"]) == (12, 3, 3)
+    assert endpoint.most == 3
+
+
+def test_progress_without_a_terminal_is_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_serve, "PROGRESS_S", 0.0)
+    with progress_bar("8 clients", 3) as done:
+        done()
+        done()
+    assert capsys.readouterr().err.splitlines()[1] == "8 clients: 2 of 3 requests after 0 s"
+
+
+def test_the_mesh_of_this_machine_is_found_by_its_state_directory(tmp_path: Path) -> None:
+    assert find_url(None, tmp_path) == "http://127.0.0.1:8000"
+    (tmp_path / "local").mkdir()
+    facts = {"pid": os.getpid(), "http": ["http://127.0.0.1:8147"]}
+    (tmp_path / "local" / "running.json").write_text(json.dumps(facts))
+    assert find_url(None, tmp_path) == "http://127.0.0.1:8147"
+    assert find_url("http://given", tmp_path) == "http://given"
+
+
 def test_no_server_is_one_line() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     told = serve("--url", url)
@@ -162,6 +238,7 @@ def test_what_cannot_work_is_said_before_the_load(endpoint: Endpoint, tmp_path: 
     for args, said in (
         (["--json", str(tmp_path / "none" / "x")], f"there is no directory {tmp_path / 'none'}"),
         (["--request-rate", "1", "--concurrency", "1"], "--concurrency and --request-rate exclude each other"),
+        (["--max-concurrency", "1"], "--max-concurrency bounds --request-rate or a trace"),
         (["--workload", "trace-replay"], "--workload trace-replay and --trace FILE go together"),
         (["--workload", "trace-replay", "--trace", str(tmp_path / "none")], "No such file or directory"),
     ):
