@@ -1,9 +1,14 @@
-"""GGUF to safetensors, once: `python -m engine.model.convert <file.gguf> <directory>`; run by `engine.model.converted`.
+"""GGUF to safetensors, once: run by `engine.model.converted`.
+
+    python -m engine.model.convert FILE.gguf DIRECTORY FINAL_DIRECTORY GENERATION_DEFAULTS_AS_JSON
+
 
 transformers can read GGUF directly, but takes 13 s each time for the smallest model, and `save_pretrained` refuses a
 model so loaded. What its reader leaves out, and what a model needs, is refused.
 """
 
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -13,8 +18,9 @@ from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
+from transformers.utils.logging import disable_progress_bar
 
-from engine.model.converted import PROGRESS_MARK, REASON_MARK
+from engine.model.converted import PROGRESS_MARK, REASON_MARK, finish
 
 STEPS: Final = 3
 EXACT: Final = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
@@ -36,6 +42,7 @@ def convert(source: Path, target: Path) -> None:
 
     Raises: CannotConvert.
     """
+    disable_progress_bar()  # ours is another one, and theirs fails where nobody reads it
     _report(0)
     reader = _read(source)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
@@ -51,7 +58,6 @@ def convert(source: Path, target: Path) -> None:
     del model.config.quantization_config  # the weights are no longer quantised
     model.config.save_pretrained(target)
     model.generation_config.save_pretrained(target)
-    _report(STEPS)
 
 
 def _read(source: Path) -> GGUFReader:
@@ -94,14 +100,22 @@ def _dtype(reader: GGUFReader) -> torch.dtype:
 
 
 def _report(done: int) -> None:
-    sys.stdout.write(f"{PROGRESS_MARK}{done}/{STEPS}\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"{PROGRESS_MARK}{done}/{STEPS}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # who wanted it has died; others will want the result
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
 
 
 def main() -> int:
     """1 when the file cannot be converted; why is told in a line of its own."""
     try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+        source, partial, done = map(Path, sys.argv[1:4])
+        convert(source, partial)
+        finish(partial, done, json.loads(sys.argv[4]))
+        _report(STEPS)
     except CannotConvert as exc:
         sys.stdout.write(f"{REASON_MARK}{' '.join(str(exc).split())}\n")
         return 1

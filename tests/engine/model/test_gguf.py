@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from transformers import PreTrainedModel
 from components.text.tokenizer import TextModel
 from engine.model.convert import CannotConvert, convert
 from engine.model.errors import ModelUnavailable
+from engine.model.gguf_file import content_key
 from engine.model.load import load_model
 from engine.model.progress import silent
 from engine.model.resolve import model_dir, served_name
@@ -17,6 +21,8 @@ from engine.ports import EngineRequest
 from tests.engine.model.families import FAMILIES, reference, reference_greedy, save_model
 from tests.engine.model.tiny_gguf import TOKENS, write_gguf
 from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
+
+REPO = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +118,42 @@ def test_a_file_that_cannot_be_converted_leaves_nothing_behind(file: Path, tmp_p
     ):
         model_dir(str(damaged), tmp_path / "state")
     assert not [path for path in (tmp_path / "state" / "models").iterdir() if not path.name.startswith(".")]
+
+
+def test_an_interrupted_conversion_starts_over_and_says_so(file: Path, tmp_path: Path) -> None:
+    """What it left is never taken for the model; a user saw nothing of either."""
+    told: list[str] = []
+
+    def progress(task: str, done: int, total: int) -> None:
+        told.append(task)
+
+    key = content_key(file)
+    left = tmp_path / "models" / f".{file.stem}-{key}.partial"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    found = model_dir(str(file), tmp_path, progress)
+    assert found.name == f"{file.stem}-{key}"
+    assert (found / "model.safetensors").stat().st_size > 1000
+    assert not left.exists()
+    assert set(told) == {f"Converting {file.stem} to safetensors (again, as it was interrupted; about 10 s)"}
+
+
+def test_a_conversion_whose_parent_is_killed_ends_and_is_used(file: Path, tmp_path: Path) -> None:
+    """It went on for nobody, and the next start converted again."""
+    names = "import sys; from pathlib import Path; from engine.model.resolve import model_dir"
+    program = f"{names}; model_dir(sys.argv[1], Path(sys.argv[2]))"
+    parent = subprocess.Popen([sys.executable, "-c", program, str(file), str(tmp_path)], cwd=REPO)
+    models, key = tmp_path / "models", content_key(file)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    while not children.read_text():
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait(5)
+    told: list[str] = []
+    found = model_dir(str(file), tmp_path, lambda task, done, total: told.append(task))
+    assert found == models / f"{file.stem}-{key}"
+    assert not [task for task in told if task.startswith("Converting")]
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.0001, 0.001, 0.01, 0.5, 0.999])

@@ -56,13 +56,17 @@ def test_a_conversion_that_fails_says_what_it_said(monkeypatch: pytest.MonkeyPat
 def test_whoever_comes_while_another_converts_waits_and_uses_its_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    def tell(task: str, done: int, total: int) -> None:
+        told.append((task, done))
+
     models = tmp_path / "models"
     models.mkdir()
     monkeypatch.setattr(converted, "_convert", lambda *_: pytest.fail("converted twice"))
     found: list[Path] = []
+    told: list[tuple[str, int]] = []
     lock = os.open(models / ".smollm2-135m.lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    waiting = threading.Thread(target=lambda: found.append(wheel_dir("smollm2-135m", models, ignore)))
+    waiting = threading.Thread(target=lambda: found.append(wheel_dir("smollm2-135m", models, tell)))
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
@@ -70,3 +74,4 @@ def test_whoever_comes_while_another_converts_waits_and_uses_its_result(
     os.close(lock)
     waiting.join(5)
     assert found == [models / f"smollm2-135m-{SMOL.sha256[:8]}"]
+    assert told == [("Waiting for another process that converts smollm2-135m", done) for done in (0, 1)]
