@@ -361,4 +361,5 @@ class EngineCore:
             prefix_queries=self._memory.prefix_queries,
             prefix_hits=self._memory.prefix_hits,
             retractions=scheduler.retractions,
+            forward=self._runner.forward_kind,
         )

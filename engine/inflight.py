@@ -41,6 +41,10 @@ class Runner(Protocol):
     def takes_cpu(self) -> bool:
         """Whether a step is computed by the processor that would plan the next one meanwhile."""
 
+    @property
+    def forward_kind(self) -> str:
+        """How the model ran in the latest step: eager, compiled, graph; empty without a model."""
+
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Write the KV of `chunks`, one a request. Raises: StepFailed.
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from engine.ports import StepOutput
@@ -16,7 +16,15 @@ EVERY_S: Final = 1.0
 class BatchLog:
     """Adds up steps; give `stepped` to `EngineLoop.on_output`. An engine that idles says nothing."""
 
-    def __init__(self, page_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        more: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`more`: what the service adds to a line. Figures that are 0 are left out."""
+        self._more = more
         self._page_size = page_size
         self._clock = clock
         self._slow = SlowSteps(clock=clock)
@@ -38,20 +46,20 @@ class BatchLog:
         if elapsed_s < EVERY_S:
             return
         if self._prompt_tokens or self._decode_tokens:
-            log.info(
-                "batch",
-                extra={
-                    "#running-req": stats.num_running,
-                    "#token": stats.held_pages * self._page_size,
-                    "token usage": round(stats.held_pages / max(1, stats.total_pages), 2),
-                    "gen throughput (token/s)": round(self._decode_tokens / elapsed_s, 1),
-                    "input throughput (token/s)": round(self._prompt_tokens / elapsed_s, 1),
-                    "#queue-req": stats.num_waiting,
-                    "#prealloc-req": stats.num_reserved,
-                    "#held-req": stats.num_held,
-                    "#retracted-req": stats.retractions,
-                },
-            )
+            figures = {
+                "#running-req": stats.num_running,
+                "#token": stats.held_pages * self._page_size,
+                "token usage": round(stats.held_pages / max(1, stats.total_pages), 2),
+                "gen throughput (token/s)": round(self._decode_tokens / elapsed_s, 1),
+                "input throughput (token/s)": round(self._prompt_tokens / elapsed_s, 1),
+                "#queue-req": stats.num_waiting,
+                "#prealloc-req": stats.num_reserved,
+                "#held-req": stats.num_held,
+                "#retracted-req": stats.retractions,
+                **self._more(),
+                "forward": stats.forward,
+            }
+            log.info("batch", extra={name: figure for name, figure in figures.items() if figure})
         self._begin(now)
 
     def _begin(self, since: float) -> None:

@@ -190,6 +190,7 @@ class StepStats(msgspec.Struct, frozen=True):
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, since start
     prefix_hits: int = 0  # of those, found
     retractions: int = 0  # since start
+    forward: str = ""  # how the model ran: eager, compiled, graph; a mock's does not
 
 
 class StepOutput(msgspec.Struct):

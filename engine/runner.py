@@ -64,6 +64,11 @@ class TorchRunner:
         """Unless there is a device."""
         return self._device.type == "cpu"
 
+    @property
+    def forward_kind(self) -> str:
+        """See `Runner`."""
+        return self._forward.kind
+
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> "TorchStep | PooledStep":
         """Enqueue the forward of `chunks`, one a request.

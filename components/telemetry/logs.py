@@ -5,18 +5,20 @@ whoever supervises the process: `ready`, once, when it serves; `progress` with `
 succession are counted (`repeated_lines.py`).
 """
 
+import json
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable
-from typing import Final, Literal
+from collections.abc import Callable, MutableMapping
+from typing import Any, Final, Literal
 
 import structlog
 
 from components.telemetry.repeated_lines import CountingHandler, status
 
 PROGRESS_S: Final = 0.5
+COLOURS: Final = {"warning": 33, "error": 31, "critical": 31}  # of a terminal
 
 # Without local variables: they hold prompts.
 _TRACEBACKS: Final = structlog.processors.ExceptionRenderer(
@@ -35,7 +37,7 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
     renderer: list[structlog.typing.Processor] = (
         [_TRACEBACKS, structlog.processors.JSONRenderer()]
         if fmt == "json"
-        else [structlog.dev.ConsoleRenderer(timestamp_key="ts", pad_event_to=28, colors=sys.stderr.isatty())]
+        else [structlog.processors.format_exc_info, PlainLines(colours=sys.stderr.isatty())]
     )
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,
@@ -49,6 +51,30 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
     status.setLevel(logging.INFO)
     for noisy in ("httpx", "urllib3", "asyncio", "nats", "uvicorn.access", "uvicorn.error", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA, on machines without any
+
+
+class PlainLines:
+    """A log line as `services.local` shows it: time of day, event, facts; levels from warning on by a word or a colour."""
+
+    def __init__(self, *, colours: bool) -> None:
+        self._colours = colours
+
+    def __call__(self, _logger: object, _method: str, facts: MutableMapping[str, Any]) -> str:
+        """See structlog's processors."""
+        level, event, ts = (str(facts.pop(name, "")) for name in ("level", "event", "ts"))
+        facts.pop("logger", None)
+        exception = facts.pop("exception", None)
+        shown = "".join(
+            f"  {name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+            for name, value in facts.items()
+            if name != "color_message"
+        )
+        if self._colours and level in COLOURS:
+            event = f"\033[{COLOURS[level]}m{event}\033[0m"
+        elif level in COLOURS:
+            event = f"{level}: {event}"
+        return f"{ts[11:19]}  {event}{shown}" + (f"\n{exception}" if exception else "")
 
 
 def log_ready(**facts: str) -> None:

@@ -71,6 +71,7 @@ class DeviceForward:
         self, loaded: LoadedModel, attention: AttentionBackend, record: Recorder | None, compiler: Compiler
     ) -> None:
         """Record graphs with `record`, unless it is None: then `attention` need not be `Recordable`."""
+        self.kind: str = EagerForward.kind
         self._eager = EagerForward(loaded.module)
         self._traced = Traced(loaded.module)
         self._attention = attention
@@ -107,7 +108,9 @@ class DeviceForward:
             return self._eager(token_ids, positions, keep, step)
         graphs = None if any_adapted() else self._graphs  # what was recorded knows no adapter
         if graphs is not None and len(keep) == len(token_ids) and cast("_Step", step).decodes_only:
+            self.kind = "graph"
             return graphs(token_ids, positions)
+        self.kind = "compiled"
         with attending(step, len(token_ids)):
             logits = self._compute(padded(token_ids), padded(positions), padded(keep))
         return logits[: len(keep)]

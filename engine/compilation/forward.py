@@ -17,6 +17,10 @@ MIN_TOKENS: Final = 2
 class Forward(Protocol):
     """One step through the model."""
 
+    @property
+    def kind(self) -> str:
+        """How the latest step ran: eager, compiled, graph."""
+
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
@@ -25,6 +29,8 @@ class Forward(Protocol):
 
 class EagerForward:
     """transformers' module, operator by operator."""
+
+    kind: Final = "eager"
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -69,6 +75,8 @@ class PackagedForward:
 
     Steps of more than `max_tokens` tokens are not for it, nor those of other attention than the C++ kernel.
     """
+
+    kind: Final = "compiled"
 
     def __init__(self, path: Path, module: Any, state_dir: Path) -> None:
         """Load the package at `path`, whose weights are those of `module` unless it has its own.

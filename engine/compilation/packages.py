@@ -58,6 +58,11 @@ class CompiledWhenReady:
         if timeout_s > 0:
             self._thread.join(timeout_s)
 
+    @property
+    def kind(self) -> str:
+        """See `Forward`."""
+        return self._forward.kind
+
     def is_compiling(self) -> bool:
         """Whether a process compiles for it, or for another worker whose package it waits for."""
         return self._thread.is_alive()

@@ -63,6 +63,11 @@ class MockRunner:
         """No: it waits, as one waits for a device."""
         return False
 
+    @property
+    def forward_kind(self) -> str:
+        """See `Runner`."""
+        return ""
+
     def launch(self, chunks: Sequence[Chunk]) -> "MockStep":
         """Mark the tokens of `chunks`. Raises: StepFailed."""
         started_s = max(time.perf_counter(), self._busy_until_s)

@@ -21,7 +21,7 @@ from engine.lora.load import Adapters, install_adapters
 from engine.model.errors import ModelUnavailable, UnsupportedModel
 from engine.model.identity import random_identity, weights_identity
 from engine.model.pooling import Pooling, read_pooling
-from engine.model.progress import Progress
+from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
 
@@ -161,9 +161,10 @@ def _eos_token_ids(directory: Path, text_config: Any) -> frozenset[int]:
 @contextmanager
 def _reported_bars(task: str, progress: Progress) -> Iterator[None]:
     """Send transformers' own progress bars to `progress` instead of the terminal."""
+    quiet = unless_quick(progress)
 
     def make(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Bar":
-        return _Bar(task, progress, args[0] if args else (), kwargs.get("total"))
+        return _Bar(task, quiet, args[0] if args else (), kwargs.get("total"))
 
     previous = transformers_logging.set_tqdm_hook(make)
     try:

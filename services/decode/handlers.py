@@ -96,7 +96,7 @@ class DecodeService:
         active.outbox.on_gone(self._frontend_gone)
         metrics.show_queues(active.tally)
         engine.on_output(self._stepped)
-        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
+        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers).stepped)
         prefills.alive.on_lost(remote.instance_lost)
 
     def endpoints(self) -> list[Endpoint]:
@@ -246,6 +246,14 @@ class DecodeService:
             span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
             span.set_attributes(chosen.facts())
             return self._choice.record_of(chosen), chosen
+
+    def _transfers(self) -> dict[str, float]:
+        """For the line of a batch: requests whose KV is on its way, and the share of pages that it will come into."""
+        total_pages = max(1, self._engine.stats.total_pages)
+        return {
+            "#transfer-req": self._active.tally[DecodeState.TRANSFER],
+            "pre-allocated usage": round(self._remote.num_reserved_pages / total_pages, 2),
+        }
 
     def _prompts(self) -> PromptLoad:
         """What this instance computes itself."""

@@ -147,6 +147,13 @@ class RemotePrefill:
             if (fetch.prefill.instance_id, fetch.prefill.epoch) == (record.instance_id, record.epoch):
                 fetch.receiver.failure.tell(PrefillLost(f"prefill {record.instance_id}: {why}"))
 
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages of ours that KV is to come into."""
+        futures = (fetch.reserved for fetch in self._fetches.values())
+        ready = (future for future in futures if future.done() and not future.cancelled() and not future.exception())
+        return sum(len(future.result().pages) for future in ready)
+
     def room_failed(self, failed: RoomFailed) -> None:
         """Prefill or the bootstrap service know that a transfer will not complete."""
         fetch = self._fetches.get(failed.request_id)

@@ -1,6 +1,7 @@
 """A validated request and its token ids to the prompts that the mesh generates from."""
 
 import random
+from typing import Final
 
 from components.errors import NoDecodeInstance, PromptTooLong, Rejected, UnknownModel
 from components.openai.completions import check_vocabulary
@@ -11,6 +12,8 @@ from components.wire.logprobs import packed_bytes
 from components.wire.sampling import Constraint, Sampling, pack_bias
 from components.wire.tokens import pack_tokens
 from services.frontend.ports import Mesh, Prompt, ServedModel
+
+NAMED: Final = 8  # models, to a client that asked for another
 
 
 def find_model(mesh: Mesh, name: str) -> ServedModel:
@@ -24,7 +27,10 @@ def find_model(mesh: Mesh, name: str) -> ServedModel:
             return model
     if not models:
         raise NoDecodeInstance("no decode instance is registered")
-    raise UnknownModel(f"The model '{name}' does not exist.", param="model")
+    there = ", ".join(f"'{model.name}'" for model in models[:NAMED]) + (", …" if len(models) > NAMED else "")
+    raise UnknownModel(
+        f"The model '{name}' does not exist. There {'are' if len(models) > 1 else 'is'} {there}.", param="model"
+    )
 
 
 def find_generator(mesh: Mesh, name: str) -> ServedModel:

@@ -82,9 +82,13 @@ class PrefillService:
         self._accepted = 0  # prompts
         self.draining = False
         engine.on_output(self._stepped)
-        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size).stepped)
+        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers).stepped)
         metrics.show_queues(self._tally)
         registry.book.subscribe(self._instance_changed)
+
+    def _transfers(self) -> dict[str, float]:
+        """For the line of a batch: prompts that are computed, and whose pages are being sent."""
+        return {"#transfer-req": self._tally[PrefillState.INFLIGHT]}
 
     @property
     def num_jobs(self) -> int:

@@ -34,6 +34,7 @@ class ScriptedRunner:
     """Samples 7 for ever; the step that is launched next fails when told to, at its launch, its draws or its end."""
 
     takes_cpu = True
+    forward_kind = ""
 
     def __init__(self) -> None:
         self.errors: dict[str, Exception] = {}

@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 
 from engine.log_line import BatchLog
+from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, StepOutput, StepStats
 from tests.engine.mock_engine import make_mock
-from tests.engine.tiny_engine import greedy, prompt
+from tests.engine.tiny_engine import greedy, make_engine, prompt
 
 
 class Clock:
@@ -70,3 +71,31 @@ def test_every_fact_of_the_line_comes_from_an_engines_own_step(
     [line] = lines(caplog)
     assert line["#running-req"] == 1
     assert line["#token"] == 32
+
+
+def test_a_line_leaves_out_what_is_zero_and_has_what_the_service_adds(caplog: pytest.LogCaptureFixture) -> None:
+    """It had 200 columns, half of them zeros, and nothing of transfers or of how the model ran."""
+    clock = Clock()
+    batches = BatchLog(16, clock, more=lambda: {"#transfer-req": 2, "pre-allocated usage": 0.25, "#other": 0})
+    stats = StepStats(num_running=4, decode_tokens=4, held_pages=10, total_pages=40, step_s=0.1, forward="compiled")
+    with caplog.at_level(logging.INFO):
+        for _ in range(11):
+            clock.now += 0.1
+            batches.stepped(StepOutput(stats=stats))
+    [line] = lines(caplog)
+    assert {name for name in line if "#" in name or " " in name or name == "forward"} == {
+        "#running-req",
+        "#token",
+        "token usage",
+        "gen throughput (token/s)",
+        "#transfer-req",
+        "pre-allocated usage",
+        "forward",
+    }
+    assert (line["#transfer-req"], line["pre-allocated usage"], line["forward"]) == (2, 0.25, "compiled")
+
+
+def test_an_engine_with_a_model_tells_how_that_ran(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny)
+    engine.submit(EngineRequest("r", prompt(20), greedy(2)))
+    assert engine.step().stats.forward == "eager"

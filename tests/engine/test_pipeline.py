@@ -40,6 +40,7 @@ class Device:
     """Runs nothing, but keeps the books: what it was told, in order, and what it may be writing into."""
 
     takes_cpu = False
+    forward_kind = ""
 
     def __init__(self) -> None:
         self.told: list[str] = []

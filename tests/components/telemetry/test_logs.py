@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -64,6 +65,9 @@ def test_quieter_levels_and_noisy_libraries_are_left_out(capsys: pytest.CaptureF
     log.debug("state")
     logging.getLogger("httpx").info("GET /")
     logging.getLogger("nats").info("chatter")
+    logging.getLogger("torch.utils.cpp_extension").warning(
+        "No CUDA runtime is found, using CUDA_HOME='/usr/local/cuda'"
+    )
     assert lines(capsys) == []
 
 
@@ -71,5 +75,11 @@ def test_a_person_reads_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("debug", "console")
     log.debug("state", extra={"was": "open"})
     text = capsys.readouterr().err
-    assert "state" in text
-    assert "was=open" in text
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  state  was=open\n", text)
+    log.warning("slow", extra={"steps": 3})
+    assert capsys.readouterr().err[10:] == "warning: slow  steps=3\n"
+    try:
+        raise ZeroDivisionError("why")
+    except ZeroDivisionError:
+        log.exception("failed")
+    assert capsys.readouterr().err.splitlines()[-1] == "ZeroDivisionError: why"

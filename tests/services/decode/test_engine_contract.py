@@ -15,6 +15,7 @@ class Sevens:
     """Every token is a seven."""
 
     takes_cpu = True
+    forward_kind = ""
 
     def launch(self, chunks: Sequence[Chunk]) -> "Sevens":
         self.token_ids = [7 if chunk.samples else None for chunk in chunks]

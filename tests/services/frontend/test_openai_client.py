@@ -179,6 +179,7 @@ async def test_errors_arrive_as_the_clients_own_classes(openai: AsyncOpenAI, mes
     with pytest.raises(package.NotFoundError) as unknown:
         await openai.chat.completions.create(model="nobody", messages=[{"role": "user", "content": "a"}])
     assert unknown.value.code == "model_not_found"
+    assert f"There is '{MODEL}'." in unknown.value.message
     with pytest.raises(package.BadRequestError) as bad:
         await openai.completions.create(model=MODEL, prompt="a", temperature=9)
     assert bad.value.param == "temperature"
