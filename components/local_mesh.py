@@ -25,5 +25,7 @@ def local_mesh(home: Path) -> dict[str, Any]:
 def beside_local_mesh(settings: S) -> S:
     """The same settings, with those that nobody gave from the mesh that runs with this state directory."""
     facts = local_mesh(settings.home)
-    missing = {name: facts[name] for name in FOUND if name in facts and name not in settings.model_fields_set}
+    missing: dict[str, Any] = {
+        name: facts[name] for name in FOUND if name in facts and name not in settings.model_fields_set
+    }
     return settings.model_copy(update=missing)

@@ -142,9 +142,9 @@ def test_workers_stand_with_what_etcd_knows_beside_what_nats_answers() -> None:
     [row] = [line.split() for line in lines if "d1" in line]
     assert row[:3] == ["decode", "d1", "1"]
     assert row[-9:] == ["draining", "3", "2", "1", "6", "%", "of", "16", "2"]
-    [row] = [line for line in rendered(load_table(records, {"d1": beat}, services, wide=True)) if "d1" in line]
+    [wide] = [line for line in rendered(load_table(records, {"d1": beat}, services, wide=True)) if "d1" in line]
     for fact in ("e1", "m legal", "10/5/1", "generate:7 cancel:1"):
-        assert fact in row
+        assert fact in wide
     lines += rendered(address_table(records), 80)
     assert "…" not in "".join(lines), "80 columns hold it all"
     assert [line.split() for line in lines if "http" in line and "://" in line] == [
