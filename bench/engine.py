@@ -68,6 +68,10 @@ class TimedRunner:
     def takes_cpu(self) -> bool:
         return self._runner.takes_cpu
 
+    @property
+    def forward_kind(self) -> str:
+        return self._runner.forward_kind
+
     def launch(self, chunks: Sequence[Chunk]) -> "TimedStep":
         with self.timed():
             return TimedStep(self, self._runner.launch(chunks))
