@@ -12,6 +12,7 @@ import grpc
 
 from components.discovery.etcd_stubs import etcd3, etcdrpc
 from components.errors import BackendUnavailable
+from components.startup import WrongSettings
 from components.urls import without_password
 
 CALL_TIMEOUT_S: Final = 3.0
@@ -40,7 +41,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(url: str) -> list[Endpoint]:
-    """Parse a comma-separated list of endpoints. Raises: ValueError, naming the bad one without its password."""
+    """Parse a comma-separated list of endpoints. Raises: WrongSettings, naming the bad one without its password."""
     return [_endpoint(one.strip()) for one in url.split(",")]
 
 
@@ -52,11 +53,11 @@ def _endpoint(url: str) -> Endpoint:
     except ValueError:  # a port that is no number, half an IPv6 address
         host = port = None
     if not host:
-        raise ValueError(f"etcd endpoint {shown!r} is not http://host:port (MESH_ETCD_URL)")
+        raise WrongSettings(f"etcd endpoint {shown!r} is not http://host:port (MESH_ETCD_URL)")
     if parts.scheme not in ("", "http"):
-        raise ValueError(f"etcd endpoint {shown}: TLS is not supported yet, use http:// (MESH_ETCD_URL)")
+        raise WrongSettings(f"etcd endpoint {shown}: TLS is not supported yet, use http:// (MESH_ETCD_URL)")
     if (parts.username is None) != (parts.password is None):
-        raise ValueError(
+        raise WrongSettings(
             f"etcd endpoint {shown}: give user and password, http://user:password@host:port (MESH_ETCD_URL)"
         )
     user, password = (None if part is None else unquote(part) for part in (parts.username, parts.password))

@@ -278,10 +278,9 @@ class _ServerChoice:
 async def _connect(url: str, name: str, reports: "_ConnectionReports") -> Client:
     choice, login = _ServerChoice(), login_of(url)
     # Not in the servers' addresses: nats-py forgets them for the servers that it hears of from the first one.
+    options: dict[str, str | None] = {"user": login.user, "password": login.password}
     if login.password is None:
-        options = {} if login.user is None else {"token": login.user}
-    else:
-        options = {"user": login.user, "password": login.password}
+        options = {"token": login.user}
     while True:
         client = Client()
         connected = partial(_connected, client, choice, reports)

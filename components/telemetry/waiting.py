@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
 from components.aio import background
+from components.urls import without_password
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ AGAIN_S: Final = 10.0
 @asynccontextmanager
 async def tells_of_waiting(what: str, url: str) -> AsyncIterator[None]:
     """While inside, log after `FIRST_S` that this process waits for `what` at `url`, and then every `AGAIN_S`."""
-    async with background(_tell(what, re.sub(r"//[^/@,]*@", "//", url)), f"waiting-for-{what}"):
+    async with background(_tell(what, without_password(url)), f"waiting-for-{what}"):
         yield
 
 

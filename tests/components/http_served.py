@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from components.http_connection import PUSH, BodyPush
 from components.http_limits import Closed, Patience
-from components.http_server import Tls, serve_http
+from components.http_server import serve_http
 from components.http_writer import HeldWrites
+from components.tls import Tls
 
 PATIENCE: Final = Patience(
     head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1000, first_s=0.2, unread_s=0.3, look_s=0.02

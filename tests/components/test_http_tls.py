@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from components.http_limits import Closed, Patience
-from components.http_server import Tls
+from components.tls import Tls
 from tests.components.http_served import GET, PATIENCE, Served, served
 
 pytestmark = pytest.mark.anyio

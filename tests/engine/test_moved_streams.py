@@ -90,4 +90,6 @@ def test_a_moved_stream_of_the_default_model_goes_on_as_it_would_have(state_home
     config = EngineConfig(num_pages=1000, max_running=8, compile="off", threads=len(os.sched_getaffinity(0)))
     engine = build_engine(str(real_model_dir), config, state_home)
     tokenizer = AutoTokenizer.from_pretrained(real_model_dir)
-    moved_streams_go_on(engine, [tokenizer(f"{line} {line}")["input_ids"] for line in TEXTS], (16, LENGTH - 1), seed=None)
+    moved_streams_go_on(
+        engine, [tokenizer(f"{line} {line}")["input_ids"] for line in TEXTS], (16, LENGTH - 1), seed=None
+    )

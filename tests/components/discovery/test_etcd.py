@@ -7,6 +7,7 @@ from components.discovery.etcd import Backoff, Endpoint, endpoints, etcd_errors
 from components.discovery.etcd_stubs import etcd3
 from components.discovery.registry import join_registry
 from components.errors import BackendUnavailable
+from components.startup import WrongSettings
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_endpoints_are_read_from_one_comma_separated_list(url: str, expected: li
 
 @pytest.mark.parametrize("bad", ["", "http://", "http://:2379", "a:port", "a:99999", "http://[::1"])
 def test_a_bad_endpoint_is_named(bad: str) -> None:
-    with pytest.raises(ValueError, match=r"etcd endpoint .* is not http://host:port") as raised:
+    with pytest.raises(WrongSettings, match=r"etcd endpoint .* is not http://host:port") as raised:
         endpoints(f"http://good:1,{bad}")
     assert repr(bad) in str(raised.value)
 
@@ -38,7 +39,7 @@ def test_a_bad_address_fails_at_once_instead_of_in_a_thread() -> None:
         async with asyncio.timeout(2), join_registry("http://etcd:port", "ns", 2):
             raise AssertionError
 
-    with pytest.raises(ValueError, match="etcd:port"):
+    with pytest.raises(WrongSettings, match="etcd:port"):
         asyncio.run(test())
 
 
@@ -66,7 +67,7 @@ def test_waits_double_to_a_limit_with_jitter_and_start_over_after_success() -> N
 
 @pytest.mark.parametrize("bad", ["https://etcd:2379", "https://user:secret@etcd", "http://secret@etcd"])
 def test_an_endpoint_that_wants_tls_or_half_a_login_is_refused_instead_of_used_in_the_clear(bad: str) -> None:
-    with pytest.raises(ValueError, match="MESH_ETCD_URL") as raised:
+    with pytest.raises(WrongSettings, match="MESH_ETCD_URL") as raised:
         endpoints(f"http://good:1,{bad}")
     assert "secret" not in str(raised.value)
 

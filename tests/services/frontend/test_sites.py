@@ -6,10 +6,11 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from components.api_keys import parse_list
 from components.http_server import serve_http
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.keys import KeyRing, parse_list
+from services.frontend.keys import KeyRing
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 
 pytestmark = pytest.mark.anyio
