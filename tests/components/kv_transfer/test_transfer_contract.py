@@ -14,10 +14,11 @@ from typing import Final
 import pytest
 from msgspec.structs import replace
 
-from components.errors import BackendUnavailable, IncompatibleLayout, TransferFailed
+from components.errors import IncompatibleLayout, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.choose import kv_opener
+from components.startup import WrongSettings
 from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages
 from tests.components.kv_transfer.test_nixl_transfer import Peer
 
@@ -34,7 +35,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     try:
         kv_opener(name)
-    except BackendUnavailable as exc:
+    except WrongSettings as exc:
         pytest.skip(exc.message)
     return name
 
