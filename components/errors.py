@@ -154,6 +154,10 @@ class PeerBroken(InvariantBroken):
     """
 
 
+class NonFiniteLogits(PeerBroken):
+    """The model computed NaN or infinity for the request: a defect of the model or its device, or a prompt that breaks it."""
+
+
 def _subclasses(cls: type[MeshError]) -> list[type[MeshError]]:
     return [cls, *(deep for child in cls.__subclasses__() for deep in _subclasses(child))]
 
@@ -167,4 +171,6 @@ def reported(name: str, unknown: type[MeshError] = PeerBroken) -> type[MeshError
     A defect of another process is not one of ours: InvariantBroken becomes PeerBroken.
     """
     cls = BY_NAME.get(name, unknown)
+    if issubclass(cls, PeerBroken):
+        return cls
     return PeerBroken if issubclass(cls, InvariantBroken) else cls

@@ -29,6 +29,7 @@ class Launched(Protocol):
     def result(self) -> list[int | None]:
         """Wait for the tokens, one for each chunk that `samples`. Raises: StepFailed.
 
+        NO_TOKEN where the numbers of a chunk's request are not finite, be it one that samples or not.
         Log-probabilities that a request asks for are left in its `row`. From now on the device neither reads nor writes
         pages for this step; that holds, too, when anything here raises StepFailed.
         """

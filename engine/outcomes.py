@@ -4,12 +4,13 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from components.errors import Rejected
+from components.errors import NonFiniteLogits, Rejected
 from components.wire.logprobs import TokenLogprobs
 from engine.limits import Limits
 from engine.ports import Computed, Embedded, Failed, FinishReason, Phase, StepOutput, TokenMask, TokenOutput
 from engine.requests import Requests
 from engine.sampling.check import check_token_ids
+from engine.sampling.row import NO_TOKEN
 from engine.scheduler.memory import RequestMemory
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk, Scheduler
@@ -61,6 +62,9 @@ class Outcomes:
     def commit(self, chunk: Chunk, token_id: int | None, output: StepOutput) -> None:
         """A chunk was computed: account for it, and tell."""
         request = chunk.request
+        if token_id == NO_TOKEN:
+            self._break(request, output)
+            return
         phase = request.phase
         request.num_computed = chunk.end
         self._memory.publish(request)
@@ -121,6 +125,14 @@ class Outcomes:
         if not sampling.ignore_eos and token_id in self._limits.eos_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= request.limit else None
+
+    def _break(self, request: Request, output: StepOutput) -> None:
+        """End a request, with all its branches, for which the model computed NaN or infinity."""
+        log.error("logits are not finite", extra={"request": request.id, "tokens": len(request.tokens)})
+        self._memory.forget(request)
+        self._requests.cancel(request.id)
+        message = "the model computed NaN or infinite logits for this request"
+        output.failed.append(Failed(request.id, NonFiniteLogits(message, request_id=request.id)))
 
     def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
         """End a request, with all its branches, whose mask could not be drawn by: its text is not what was asked for."""

@@ -8,6 +8,7 @@ import torch
 
 from engine.device_copy import Arrival, to_host
 from engine.model.pooling import Pooling
+from engine.sampling.row import NO_TOKEN
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
 
@@ -23,11 +24,22 @@ class PooledStep:
     """See `engine.inflight.Launched`: nothing is drawn, and nothing here waits for the device but `result`."""
 
     def __init__(
-        self, guard: Guard, chunks: Sequence[Chunk], wanted: Sequence[int], hidden: torch.Tensor, pooling: Pooling
+        self,
+        guard: Guard,
+        chunks: Sequence[Chunk],
+        order: Sequence[int],
+        wanted: Sequence[int],
+        hidden: torch.Tensor,
+        *,
+        pooling: Pooling,
     ) -> None:
-        """Of `hidden`, float32 [sum(wanted), size], the next wanted[i] rows are the last tokens of chunks[i]."""
+        """Of `hidden`, float32 [sum(wanted), size], the next wanted[i] rows are the last tokens of chunks[i].
+
+        order[i] is the place of chunks[i] in results.
+        """
         self._guard = guard
         self._chunks = chunks
+        self._order = order
         self._wanted = wanted
         self._hidden: torch.Tensor | None = hidden
         self._pooling = pooling
@@ -51,10 +63,17 @@ class PooledStep:
     def result(self) -> list[int | None]:
         """Wait for the vectors, which are left in their requests. Raises: StepFailed."""
         self._arrival.wait()
+        broken: set[Request] = set()
         with self._guard.failing(len(self._chunks)):
             for request, vector in self._vectors:
                 request.vector = vector.numpy().astype("<f4").tobytes()
-        return [None] * len(self._chunks)
+                if not vector.isfinite().all():
+                    broken.add(request)
+        token_ids: list[int | None] = [None] * len(self._chunks)
+        for i, chunk in zip(self._order, self._chunks, strict=True):
+            if chunk.request in broken:
+                token_ids[i] = NO_TOKEN
+        return token_ids
 
     def _pool(self, chunk: Chunk, rows: torch.Tensor) -> None:
         request = chunk.request

@@ -18,7 +18,7 @@ from engine.pooled import PooledStep
 from engine.ports import SamplingParams
 from engine.profile import Profile, Recording
 from engine.sampling.logprobs import PromptLogprobs
-from engine.sampling.row import Row
+from engine.sampling.row import NO_TOKEN, Row
 from engine.sampling.sampler import Draw
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
@@ -84,7 +84,7 @@ class TorchRunner:
         with self.failing(len(chunks)), marked:
             logits = self._logits(ordered, wanted)
             if self._pooling is not None:
-                return PooledStep(self, ordered, wanted, logits, self._pooling)
+                return PooledStep(self, ordered, order, wanted, logits, pooling=self._pooling)
             return TorchStep(self, ordered, order, wanted, logits)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -196,7 +196,7 @@ class TorchStep:
         self._order = order
         self._wanted = wanted
         self._logits: torch.Tensor | None = logits
-        self._prompts: list[PromptLogprobs] = []
+        self._prompts: list[tuple[Request, PromptLogprobs]] = []
         self._draw: Draw | None = None
 
     @torch.inference_mode()
@@ -222,12 +222,13 @@ class TorchStep:
         self._arrival.wait()
         with self._runner.failing(len(self._chunks)):
             drawn = iter(self._draw.read() if self._draw is not None else ())
-            for prompt in self._prompts:
-                prompt.leave()
+            broken = {request for request, prompt in self._prompts if not prompt.leave()}
         token_ids: list[int | None] = [None] * len(self._chunks)
         for i, chunk in zip(self._order, self._chunks, strict=True):
             if chunk.samples:
                 token_ids[i] = next(drawn)
+            if chunk.request in broken:
+                token_ids[i] = NO_TOKEN
         return token_ids
 
     def _read_prompts(self, logits: torch.Tensor) -> torch.Tensor:
@@ -236,7 +237,8 @@ class TorchStep:
         first = 0
         for chunk, count in zip(self._chunks, self._wanted, strict=True):
             if chunk.request.reads_prompt and not chunk.dropped:
-                self._prompts.append(PromptLogprobs(chunk.request.row, logits[first : first + count], chunk.start))
+                logprobs = PromptLogprobs(chunk.request.row, logits[first : first + count], chunk.start)
+                self._prompts.append((chunk.request, logprobs))
             first += count
             if chunk.samples:
                 drawn.append(first - 1)

@@ -31,6 +31,7 @@ _TOO_MANY: Final = "Too many requests are waiting. Try again shortly."
 _TOO_MANY_CHECKS: Final = "Too many schemas, expressions or grammars are waiting to be checked. Try again shortly."
 _USED_UP: Final = "This API key has used what it may for now. Try again later."
 _LOST: Final = "The instance working on this request was lost. Try again."
+_NOT_FINITE: Final = "The model computed NaN or infinite logits for this request, so no token can be drawn."
 _OURS: Final = "The server had an error while processing the request."
 
 TABLE: Final[dict[type[MeshError], Row]] = {
@@ -65,6 +66,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.IllegalTransition: Row(500, _SERVER, "internal_error", _OURS),
     e.PageLeak: Row(500, _SERVER, "internal_error", _OURS),
     e.PeerBroken: Row(500, _SERVER, "internal_error", _OURS),
+    e.NonFiniteLogits: Row(500, _SERVER, "non_finite_logits", _NOT_FINITE),
 }
 
 WHY_NO_KV: Final[dict[str, str]] = {  # by the class in `KvUnavailable`'s field `cause`

@@ -4,6 +4,7 @@ They are computed on the device as part of a step, and read when its results are
 """
 
 from collections.abc import Sequence
+from math import isnan
 
 import torch
 
@@ -81,7 +82,10 @@ class PromptLogprobs:
             some = logits[begin - first : end - first]
             self._pending = PendingLogprobs(some, to_device(tokens, logits.device), [count] * len(tokens))
 
-    def leave(self) -> None:
-        """Leave them with the row; an `Arrival` has been waited for."""
-        if self._pending is not None:
-            self._told += self._pending.read()
+    def leave(self) -> bool:
+        """Leave them with the row; an `Arrival` has been waited for. False: they are not numbers."""
+        if self._pending is None:
+            return True
+        logprobs = self._pending.read()
+        self._told += logprobs
+        return not any(isnan(token.logprob) for token in logprobs)

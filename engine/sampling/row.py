@@ -1,13 +1,15 @@
 """One request as the sampler sees it, draw after draw: what stays the same is worked out once."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from components.wire.logprobs import TokenLogprobs
 from engine.ports import SamplingParams, TokenMask
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
     from engine.sampling.seen import SeenTokens
+
+NO_TOKEN: Final = -1  # drawn for a row whose logits are not finite: its request fails
 
 
 class Row:

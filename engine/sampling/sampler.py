@@ -9,7 +9,7 @@ from engine.device_copy import to_device, to_host
 from engine.sampling.adjust import adjust
 from engine.sampling.cuts import cut
 from engine.sampling.logprobs import DrawnLogprobs
-from engine.sampling.row import Row
+from engine.sampling.row import NO_TOKEN, Row
 from engine.sampling.seeds import uniform
 
 COLDEST: Final = 1e-100  # logits over this are still numbers in float64
@@ -22,19 +22,29 @@ class Draw:
     """
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        last = logits.shape[1] - 1
         self._logprobs = DrawnLogprobs(logits, rows)
-        self.token_ids = _choose(logits, rows)  # int64 [B], on the device
+        finite = (
+            logits.amax(dim=-1) < torch.inf
+        )  # not so of a row with a NaN; -inf is the logit of a token that never comes
+        chosen = _choose(logits, rows)
+        # int64 [B], on the device: ids that exist, since the next step looks them up before the host has seen them
+        self.token_ids = chosen.clamp(max=last)
         self._logprobs.note(self.token_ids)
-        self._host_ids = to_host(self.token_ids)
+        self._host_ids = to_host(torch.where(finite & (chosen <= last), chosen, NO_TOKEN))
 
     def read(self) -> list[int]:
-        """The ids; an `Arrival` has been waited for. Rows that ask for log-probabilities are left with those of theirs."""
+        """The ids, NO_TOKEN for rows whose logits are not finite; an `Arrival` has been waited for.
+
+        Rows that ask for log-probabilities are left with those of theirs.
+        """
         self._logprobs.leave()
         token_ids: list[int] = self._host_ids.tolist()
         return token_ids
 
 
 def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """int64 [B]; as many as there are tokens, an id that does not exist, where there is nothing to draw from."""
     adjust(logits, rows)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if drawn and len(drawn) == len(rows):

@@ -79,6 +79,14 @@ class RequestMemory:
         self.prefix.insert(self._hashes(request, full)[done:], request.pages[done:full])
         request.num_published = full
 
+    def forget(self, request: Request) -> None:
+        """Let nobody else find the pages of `request`: their KV may be what broke it. Its prompt is computed anew next time."""
+        for page in request.pages:
+            if page in self.prefix:
+                self.prefix.forget(page)
+        request.num_computed = 0
+        request.num_published = 0
+
     def give_back(self, request: Request) -> None:
         """Take all pages of `request`; the published ones stay findable until they are evicted."""
         full = request.num_computed // self.page_size

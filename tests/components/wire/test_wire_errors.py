@@ -16,7 +16,8 @@ def sent(error: MeshError) -> MeshError:
 def test_an_error_is_raised_on_the_other_side_as_what_it_was(cls: type[MeshError]) -> None:
     """But for a defect: that of another process is not one of ours."""
     error = sent(cls("why", request_id="r", bytes=7, share=0.5, param=None))
-    assert type(error) is (PeerBroken if issubclass(cls, InvariantBroken) else cls)
+    ours = issubclass(cls, InvariantBroken) and not issubclass(cls, PeerBroken)
+    assert type(error) is (PeerBroken if ours else cls)
     assert error.message == str(error) == "why"
     assert {"request_id": "r", "bytes": 7, "share": 0.5, "param": None}.items() <= error.fields.items()
     assert error.retryable == cls.retryable

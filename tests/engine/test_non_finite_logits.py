@@ -1,0 +1,198 @@
+"""NaN or infinite logits fail the request that they are of, and nothing else in its batch."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from components.errors import NonFiniteLogits, reported
+from components.openai.errors import from_mesh
+from components.wire.refused import raised, refusal
+from engine.attention.backend import StepAttention
+from engine.build import assemble
+from engine.compilation.forward import EagerForward
+from engine.core import EngineCore
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest, Phase, SamplingParams
+from tests.engine.embedding_model import SIZE, save_embedding_model
+from tests.engine.sampling.reference import make_row, sample
+from tests.engine.tiny_engine import (
+    VOCAB,
+    Seen,
+    alone,
+    check_pages,
+    greedy,
+    load_tiny,
+    peek,
+    prompt,
+    run,
+    run_until_idle,
+    small,
+)
+
+pytestmark = pytest.mark.usefixtures("pipeline")
+
+LONG = 30  # tokens of the victim's prompt: rows go by context, so it is always the last of its step
+
+
+class Even:
+    """Allows tokens with even ids."""
+
+    is_complete = False
+    fault: str | None = None
+
+    def fill(self, allowed: npt.NDArray[np.int32]) -> None:
+        allowed[:] = 0x55555555
+
+    def accept(self, token_id: int) -> None:
+        assert token_id % 2 == 0
+
+    def fork(self) -> "Even":
+        return Even()
+
+
+class Breaking:
+    """A forward whose step `at` gives `value` as the logit of `token`, or of all, in its last row."""
+
+    def __init__(self, loaded: LoadedModel, at: int, value: float, token: int | None) -> None:
+        self._eager = EagerForward(loaded.module)
+        self._where = slice(None) if token is None else token
+        self._value = value
+        self._left = at
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        assert 0 <= int(ids.min()) <= int(ids.max()) < VOCAB, "an id that no embedding has"
+        logits = self._eager(ids, positions, keep, step)
+        if self._left == 0:
+            logits[-1, self._where] = self._value
+        self._left -= 1
+        return logits
+
+
+def broken_at(loaded: LoadedModel, at: int, value: float = float("nan"), token: int | None = None) -> EngineCore:
+    return assemble(loaded, small(), Breaking(loaded, at, value, token))
+
+
+def others() -> list[EngineRequest]:
+    return [
+        EngineRequest(f"o{i}", prompt(4 + i, start=i), SamplingParams(12, temperature=0.5 * i, seed=i, ignore_eos=True))
+        for i in range(3)
+    ]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {},
+    "cut": {"top_p": 0.9, "top_k": 9},
+    "penalised": {"repetition_penalty": 1.3, "presence_penalty": 1.0},
+    "biased, with log-probabilities": {"temperature": 0, "logit_bias": ((7, 5.0),), "logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("token", [None, 7], ids=["a whole row", "one token"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_only_the_request_whose_logits_are_not_finite_fails(
+    tiny: LoadedModel, how: dict[str, Any], value: float, token: int | None
+) -> None:
+    """Sampled, a NaN became an id one beyond the vocabulary, and failed the whole batch in the next step."""
+    core = broken_at(tiny, 3, value, token)
+    seen = run(core, [*others(), EngineRequest("r", prompt(LONG), SamplingParams(20, **how, ignore_eos=True))])
+    assert list(seen.failed) == ["r"]
+    assert type(seen.failed["r"].error) is NonFiniteLogits
+    assert seen.tokens["r"] == alone(tiny, prompt(LONG), SamplingParams(20, **how, ignore_eos=True))[:3]
+    for other in others():
+        assert seen.tokens[other.request_id] == alone(tiny, other.token_ids, other.sampling)
+
+
+def test_a_masked_request_fails_alone_and_its_mask_is_not_told(tiny: LoadedModel) -> None:
+    for params in (greedy(20, ignore_eos=True), SamplingParams(20, ignore_eos=True)):
+        request = EngineRequest("r", prompt(LONG), params, mask=Even())
+        seen = run(broken_at(tiny, 3), [*others(), request])
+        assert list(seen.failed) == ["r"]
+        assert len(seen.tokens["r"]) == 3
+        assert all(len(seen.tokens[other.request_id]) == 12 for other in others())
+
+
+def test_pages_of_a_broken_request_are_found_by_nobody(tiny: LoadedModel) -> None:
+    """Their KV may be what broke it, and would break everyone who shares the prefix."""
+    core = broken_at(tiny, 3)
+    seen = run(core, [EngineRequest("r", prompt(LONG), greedy(20, ignore_eos=True))])
+    assert list(seen.failed) == ["r"]
+    assert peek(core, prompt(LONG)) == 0
+    assert core.step().stats.held_pages == 0
+    again = run(core, [EngineRequest("r", prompt(LONG), greedy(20, ignore_eos=True))])
+    assert again.tokens["r"] == alone(tiny, prompt(LONG), greedy(20, ignore_eos=True))
+
+
+def test_all_branches_end_with_the_broken_one_and_it_is_told_once(tiny: LoadedModel) -> None:
+    core = broken_at(tiny, 4)
+    core.submit(EngineRequest("r", prompt(LONG), SamplingParams(20, n=3, ignore_eos=True)))
+    told = []
+    while core.has_work():
+        told += core.step().failed
+        check_pages(core)
+    assert [failed.request_id for failed in told] == ["r"]
+
+
+def test_a_prefill_fails_and_its_pages_wait_for_their_release(tiny: LoadedModel) -> None:
+    core = broken_at(tiny, 0)
+    seen = run(core, [EngineRequest("r", prompt(LONG), greedy(20), Phase.PREFILL)])
+    assert list(seen.failed) == ["r"]
+    assert core.step().stats.num_held == 1
+    core.release("r")
+    assert core.step().stats.held_pages == 0
+
+
+def test_prompt_logprobs_that_are_no_numbers_fail_the_request(tiny: LoadedModel) -> None:
+    """JSON has no NaN. Here the first chunk of the prompt breaks, from which nothing is drawn."""
+    core = assemble(tiny, small(max_step_tokens=17), Breaking(tiny, 0, float("nan"), None))
+    seen = run(core, [EngineRequest("r", prompt(LONG), greedy(3, prompt_logprobs=1))])
+    assert list(seen.failed) == ["r"]
+    assert "r" not in seen.tokens
+
+
+def test_a_vector_that_is_not_finite_fails_its_text(tmp_path: Path) -> None:
+    loaded = load_tiny(save_embedding_model(tmp_path / "embed", "lasttoken"))
+    eager = EagerForward(loaded.module)
+
+    def forward(*step: Any) -> torch.Tensor:
+        hidden = eager(*step)
+        hidden[-1] = float("nan")
+        return hidden
+
+    core = assemble(loaded, small(), forward)
+    for name, length in (("good", 9), ("bad", 20)):
+        core.submit(EngineRequest(name, list(range(3, 3 + length)), greedy(1), Phase.EMBED))
+    output = core.step()
+    seen = run_until_idle(core, Seen())
+    embedded = {done.request_id: np.frombuffer(done.vector, "<f4") for done in output.embedded}
+    assert {*seen.failed, *(failed.request_id for failed in output.failed)} == {"bad"}
+    if embedded:  # with a pipeline the second step tells
+        assert list(embedded) == ["good"]
+        assert np.isfinite(embedded["good"]).all()
+        assert embedded["good"].shape == (SIZE,)
+
+
+def test_tokens_that_never_come_are_no_defect() -> None:
+    """A logit of -inf is what masks write, and some models too."""
+    logits = torch.full((2, VOCAB), -torch.inf)
+    logits[:, 9] = 0.0
+    rows = [make_row([1], temperature=0.0), make_row([1])]
+    assert sample(logits.clone(), rows) == [9, 9]
+    logits[:, 9] = -torch.inf
+    assert sample(logits, [rows[0]] * 2) == [0, 0]
+
+
+def test_the_client_is_told_what_happened() -> None:
+    error = raised(refusal(NonFiniteLogits("here", request_id="r")))
+    assert type(error) is NonFiniteLogits
+    assert reported("NonFiniteLogits") is NonFiniteLogits
+    told = from_mesh(error, "r")
+    assert (told.status, told.code) == (500, "non_finite_logits")
+    assert "NaN or infinite" in told.message
