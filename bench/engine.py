@@ -1,6 +1,7 @@
 """The engine alone: decode steps, prompts and the host's part of a step, each beside its roofline. One JSON line a figure.
 
     python -m bench.engine --model smollm2-135m --compile wait --threads 2
+    python -m bench.engine --host             # the host's part of a step of 100 and of 256 decodes, without a model
     python -m bench.engine --neighbours 0 --neighbours 1 --neighbours 2    # decodes and prompts beside busy processes
 
 Eager and compiled steps are measured in turn in one run, because on a shared machine only their ratio says something.
@@ -28,6 +29,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from bench.host_step import CONTEXT, host_steps
 from engine.attention.choose import prepare_attention
 from engine.build import Pool, assemble
 from engine.compilation.forward import EagerForward, Forward
@@ -47,6 +49,8 @@ BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(rang
 SETTLE_S = 1.0  # after which the engine has found out how many cores its neighbours leave
 BESIDE_S = 4.0  # of decode steps beside neighbours
 BESIDE_STEPS = 400  # at most
+HOST_BATCHES = (100, 256)
+HOST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +285,13 @@ def main(
         list[int] | None,
         typer.Option(help="measure only this: decodes and prompts beside so many busy processes; several times"),
     ] = None,
+    host: Annotated[bool, typer.Option("--host", help="measure only this: the host's part of a decode step")] = False,
 ) -> None:
     """Measure this machine, then decode steps and prompts, eager and compiled in turn."""
+    if host:
+        for size, way, spent in host_steps(HOST_BATCHES, HOST_STEPS):
+            say("host's part of a decode step", spent, 0.0, batch=size, context=CONTEXT, sampling=way)
+        return
     generated = BESIDE_STEPS if neighbours else 32
     tokens = int(PAGES_MARGIN * max(batch) * (max(context) + generated)) + 2 * max(prompt)
     config = EngineConfig(dtype=dtype, threads=threads, num_pages=tokens // 16, compile=compile)  # type: ignore[arg-type]

@@ -23,7 +23,8 @@ def to_device(
 
     torch keeps the pinned memory that it comes from until the device has read it.
     """
-    host = torch.as_tensor(values, dtype=dtype)
+    # by way of numpy, which reads a list in half the time
+    host = torch.as_tensor(values if isinstance(values, torch.Tensor) else np.asarray(values), dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 

@@ -19,7 +19,7 @@ from engine.ports import SamplingParams
 from engine.profile import Profile, Recording
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.row import NO_TOKEN, Row
-from engine.sampling.sampler import Draw
+from engine.sampling.sampler import Draw, Sampler
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
 from engine.thread_limit import ThreadLimit
@@ -55,6 +55,7 @@ class TorchRunner:
         self._attention = attention
         self._storage = storage
         self._adapters = adapters
+        self.sampler = Sampler()
         self._profile: Profile | None = None  # while one is recorded
         self._drawn_ids = torch.empty(0)  # int64 [S], on the device: what the latest step draws
         self._drawn_for: dict[Request, int] = {}  # where in it
@@ -209,7 +210,8 @@ class TorchStep:
             if sum(self._wanted) > len(sampled):
                 logits = self._read_prompts(logits)
             if sampled:
-                self._draw = Draw(logits, [DROPPED if chunk.dropped else chunk.request.row for chunk in sampled])
+                rows = [DROPPED if chunk.dropped else chunk.request.row for chunk in sampled]
+                self._draw = self._runner.sampler.draw(logits, rows)
                 self._runner.drawn([chunk.request for chunk in sampled], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 

@@ -11,68 +11,56 @@ import numpy.typing as npt
 import torch
 
 from engine.device_copy import to_device
-from engine.sampling.allowed import allowed_words, bits_of
+from engine.sampling.allowed import allowed_words
+from engine.sampling.banned import banned_tokens
+from engine.sampling.penalties import Penalties
 from engine.sampling.row import Row
-from engine.sampling.seen import seen_by
 
 Numbered = Sequence[tuple[int, Row]]  # rows of a batch with their indices in it
-Floats = npt.NDArray[np.float32]
 
 
-def adjust(logits: torch.Tensor, rows: Sequence[Row]) -> None:
-    """Overwrite the rows of `logits`, contiguous float32 [B, vocab], with what their parameters make of them."""
-    numbered = [(i, row) for i, row in enumerate(rows) if row.adjusts]
-    if penalised := [(i, row) for i, row in numbered if row.penalised]:
-        _penalise(logits, penalised)
-    if biased := [(i, row) for i, row in numbered if row.params.logit_bias]:
-        values = np.array([value for _, row in biased for _, value in row.params.logit_bias], dtype=np.float32)
-        logits.view(-1).index_add_(
-            0, _flat(logits, biased, lambda row: [token for token, _ in row.params.logit_bias]), _to(logits, values)
-        )
-    if masked := [(i, row) for i, row in numbered if row.mask is not None]:
-        _mask(logits, masked)
-    if unfinished := [(i, row) for i, row in numbered if row.mask is None and row.must_go_on]:
-        logits.view(-1).index_fill_(0, _flat(logits, unfinished, lambda row: row.end_ids), -torch.inf)
+class Adjustments:
+    """What the parameters of one batch make of its logits; what does not change from draw to draw stays on the device."""
 
+    def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device) -> None:
+        self._vocab = vocab
+        self._device = device
+        numbered = [(i, row) for i, row in enumerate(rows) if row.adjusts]
+        penalised = [(i, row) for i, row in numbered if row.penalised]
+        self._penalties = Penalties(penalised, vocab, device) if penalised else None
+        biased = [(i, row) for i, row in numbered if row.params.logit_bias]
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        if biased:
+            values = np.array([value for _, row in biased for _, value in row.params.logit_bias], dtype=np.float32)
+            where = self._flat(biased, lambda row: [token for token, _ in row.params.logit_bias])
+            self._bias = where, to_device(values, device)
+        self._masked = [(i, row) for i, row in numbered if row.mask is not None]
+        self._masked_index = to_device([i for i, _ in self._masked], device, torch.int64)
+        self._all_masked = len(self._masked) == len(rows)
+        self._must_go_on = [(i, row) for i, row in numbered if row.mask is None and row.params.min_tokens]
 
-def _penalise(logits: torch.Tensor, rows: Numbered) -> None:
-    """Repetition first, then presence and frequency.
+    def apply(self, logits: torch.Tensor) -> None:
+        """Overwrite `logits`, contiguous float32 [B, vocab]."""
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+        if self._bias is not None:
+            logits.view(-1).index_add_(0, *self._bias)
+        if self._masked:
+            self._mask(logits)
+        if unfinished := [(i, row) for i, row in self._must_go_on if row.must_go_on]:
+            logits.view(-1).index_fill_(0, self._flat(unfinished, lambda row: row.end_ids), -torch.inf)
 
-    Sources: repetition, Keskar et al. 2019, arXiv:1909.05858, with negative logits multiplied, since dividing them
-    would reward; the others as OpenAI's API reference defines them, over generated tokens alone.
-    """
-    seen = [seen_by(row) for _, row in rows]
+    def _mask(self, logits: torch.Tensor) -> None:
+        """Take away what may not come; in place for a whole batch, since to copy rows takes longer than to mask them."""
+        words = allowed_words([row for _, row in self._masked], self._vocab)
+        banned = banned_tokens(words, self._vocab, self._device)
+        if self._all_masked:
+            logits.masked_fill_(banned, -torch.inf)
+            return
+        index = self._masked_index
+        logits.index_copy_(0, index, logits[index].masked_fill_(banned, -torch.inf))
 
-    def spread(values: Sequence[float]) -> Floats:
-        return np.repeat(np.asarray(values, dtype=np.float32), [len(s.ids) for s in seen])
-
-    counts = np.concatenate([s.counts for s in seen])
-    subtracted = spread([row.params.frequency_penalty for _, row in rows]) * counts
-    subtracted += spread([row.params.presence_penalty for _, row in rows]) * (counts > 0)
-    repetition = _to(logits, spread([row.params.repetition_penalty for _, row in rows]))
-    where = _flat(logits, rows, lambda row: seen_by(row).ids)
-    flat = logits.view(-1)
-    values = flat[where]
-    values = torch.where(values > 0, values / repetition, values * repetition) - _to(logits, subtracted)
-    flat[where] = values
-
-
-def _mask(logits: torch.Tensor, rows: Numbered) -> None:
-    """Take away what may not come. In place where the whole batch is masked: copies of rows take longer than their masks."""
-    vocab = logits.shape[1]
-    banned = _to(logits, bits_of(~allowed_words([row for _, row in rows], vocab), vocab))
-    if len(rows) == len(logits):
-        logits.masked_fill_(banned, -torch.inf)
-        return
-    index = _to(logits, np.array([i for i, _ in rows]))
-    logits.index_copy_(0, index, logits[index].masked_fill_(banned, -torch.inf))
-
-
-def _flat(logits: torch.Tensor, rows: Numbered, ids: Callable[[Row], npt.ArrayLike]) -> torch.Tensor:
-    """Indices of `ids` of each row into flattened logits: int64 [their number]."""
-    vocab = logits.shape[1]
-    return _to(logits, np.concatenate([np.asarray(ids(row), dtype=np.int64) + i * vocab for i, row in rows]))
-
-
-def _to(logits: torch.Tensor, values: npt.NDArray[np.generic]) -> torch.Tensor:
-    return to_device(values, logits.device)
+    def _flat(self, rows: Numbered, ids: Callable[[Row], npt.ArrayLike]) -> torch.Tensor:
+        """Indices of `ids` of each row into flattened logits: int64 [their number]."""
+        where = [np.asarray(ids(row), dtype=np.int64) + i * self._vocab for i, row in rows]
+        return to_device(np.concatenate(where), self._device)

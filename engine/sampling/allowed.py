@@ -19,24 +19,25 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
     Until `min_tokens` what would end the text is taken away, and with `ignore_eos` its end is always. Where only an end is
     allowed the text ends, however short. A mask that allows nothing is taken to allow the end.
     """
-    filled = np.zeros((len(rows), -(-vocab // WORD_BITS)), dtype=np.int32)
+    filled = np.empty((len(rows), -(-vocab // WORD_BITS)), dtype=np.int32)
     for signed, row in zip(filled, rows, strict=True):
         assert row.mask is not None
         row.mask.fill(signed)
     allowed = filled.view(np.uint32)
     if vocab % WORD_BITS:
         allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # there is no token behind the last one
+    for i in np.flatnonzero(~allowed.any(axis=1)):
+        _set(allowed[i], rows[i].eos_ids)
     for words, row in zip(allowed, rows, strict=True):
-        if not words.any():
-            _set(words, row.eos_ids)
         ends = [*(row.eos_ids if row.params.ignore_eos else ()), *(row.end_ids if row.must_go_on else ())]
         if ends:
             as_filled = words.copy()
             _clear(words, ends)
             if not words.any():
                 words[:] = as_filled
-        if not words.any():  # a model without an end: anything is better than a number that is none
-            words[:] = ~np.uint32(0)
+    allowed[~allowed.any(axis=1)] = ~np.uint32(
+        0
+    )  # a model without an end: anything is better than a number that is none
     return allowed
 
 

@@ -8,37 +8,44 @@ from engine.device_copy import to_device
 from engine.ports import SamplingParams
 
 
-def cut(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """`probs`, float64 [B, vocab], with 0 for what row i's parameters leave out; not normalised again."""
-    if any(p.min_p > 0 for p in params):
-        threshold = _column([p.min_p for p in params], probs) * probs.amax(dim=-1, keepdim=True)
-        probs = probs.masked_fill(probs < threshold, 0.0)
-    sorts = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
-    if len(sorts) == len(params):
-        return _cut_sorted(probs, params)
-    if sorts:
-        index = to_device(sorts, probs.device)
-        probs = probs.index_copy(0, index, _cut_sorted(probs[index], [params[i] for i in sorts]))
-    return probs
+class Cuts:
+    """How the distributions of one batch are cut; its parameters are on the device for as long as the batch is the same."""
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
+        """Row i is cut by params[i]."""
+        self._min_p = _column([p.min_p for p in params], device) if any(p.min_p > 0 for p in params) else None
+        sorts = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+        self._sorts = bool(sorts)
+        self._index = None if len(sorts) == len(params) else to_device(sorts, device, torch.int64)  # None: all rows
+        ks, ps = [params[i].top_k for i in sorts], [params[i].top_p for i in sorts]
+        self._top_k = _column([k if k > 0 else torch.inf for k in ks], device) if any(k > 0 for k in ks) else None
+        self._top_p = _column(ps, device) if any(p < 1 for p in ps) else None
+
+    def cut(self, probs: torch.Tensor) -> torch.Tensor:
+        """`probs`, float64 [B, vocab], with 0 for what a row's parameters leave out; not normalised again."""
+        if self._min_p is not None:
+            probs = probs.masked_fill(probs < self._min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+        if not self._sorts:
+            return probs
+        if self._index is None:
+            return self._cut_sorted(probs)
+        return probs.index_copy(0, self._index, self._cut_sorted(probs[self._index]))
+
+    def _cut_sorted(self, probs: torch.Tensor) -> torch.Tensor:
+        """The top_k most probable, of equal ones those with lower ids; of these the smallest set that reaches top_p.
+
+        The set reaches top_p of what is left, not of 1; top_p = 1 keeps all. Sources: top-k, Fan et al. 2018,
+        arXiv:1805.04833; nucleus, Holtzman et al. 2020, arXiv:1904.09751.
+        """
+        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+        if self._top_k is not None:
+            ordered.masked_fill_(torch.arange(probs.shape[1], device=probs.device) >= self._top_k, 0.0)
+        if self._top_p is not None:
+            cumulated = ordered.cumsum(dim=-1)
+            beyond = cumulated - ordered >= self._top_p * cumulated[:, -1:]
+            ordered.masked_fill_(beyond & (self._top_p < 1), 0.0)
+        return torch.zeros_like(probs).scatter_(1, index, ordered)
 
 
-def _cut_sorted(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The top_k most probable, of equal ones those with lower ids; of these the smallest set that reaches top_p.
-
-    The set reaches top_p of what is left, not of 1; top_p = 1 keeps all. Sources: top-k, Fan et al. 2018,
-    arXiv:1805.04833; nucleus, Holtzman et al. 2020, arXiv:1904.09751.
-    """
-    vocab = probs.shape[1]
-    ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-    if any(p.top_k > 0 for p in params):
-        kept = _column([float(p.top_k if p.top_k > 0 else vocab) for p in params], probs)
-        ordered.masked_fill_(torch.arange(vocab, device=probs.device) >= kept, 0.0)
-    if any(p.top_p < 1 for p in params):
-        top_p = _column([p.top_p for p in params], probs)
-        cumulated = ordered.cumsum(dim=-1)
-        ordered.masked_fill_((cumulated - ordered >= top_p * cumulated[:, -1:]) & (top_p < 1), 0.0)
-    return torch.zeros_like(probs).scatter_(1, index, ordered)
-
-
-def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return to_device(values, like.device, like.dtype).unsqueeze(1)  # [B, 1]
+def _column(values: list[float], device: torch.device) -> torch.Tensor:
+    return to_device(values, device, torch.float64).unsqueeze(1)  # [B, 1]

@@ -6,28 +6,63 @@ from typing import Final
 import torch
 
 from engine.device_copy import to_device, to_host
-from engine.sampling.adjust import adjust
-from engine.sampling.cuts import cut
+from engine.sampling.adjust import Adjustments
+from engine.sampling.cuts import Cuts
 from engine.sampling.logprobs import DrawnLogprobs
 from engine.sampling.row import NO_TOKEN, Row
-from engine.sampling.seeds import uniform
+from engine.sampling.seeds import stream_starts, uniforms
 
 COLDEST: Final = 1e-100  # logits over this are still numbers in float64
 
 
+class Sampler:
+    """Draws for one batch after the other; parameters are sent to the device again only when the batch has changed."""
+
+    def __init__(self) -> None:
+        self._batch: Batch | None = None
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> "Draw":
+        """One token id a row of `logits`, contiguous float32 [B, vocab], which are overwritten; row i belongs to rows[i].
+
+        It enqueues the work and waits for nothing.
+        """
+        vocab = logits.shape[1]
+        if self._batch is None or not self._batch.is_of(rows, vocab):
+            self._batch = Batch(rows, vocab, logits.device)
+        return Draw(logits, self._batch)
+
+
+class Batch:
+    """What does not change while the rows of a batch are the same: their parameters, as the device has them."""
+
+    def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device) -> None:
+        self.rows = list(rows)
+        self._vocab = vocab
+        self.adjustments = Adjustments(rows, vocab, device)
+        drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+        self.drawn = [self.rows[i] for i in drawn]
+        self.index = None if len(drawn) == len(rows) else to_device(drawn, device, torch.int64)  # None: all are drawn
+        params = [row.params for row in self.drawn]
+        temperatures = [max(p.temperature, COLDEST) for p in params]
+        self.temperature = to_device(temperatures, device, torch.float64).unsqueeze(1)  # [drawn, 1]
+        self.cuts = Cuts(params, device)
+        self.streams = stream_starts(p.seed for p in params)
+
+    def is_of(self, rows: Sequence[Row], vocab: int) -> bool:
+        """Whether these are its rows, in this order."""
+        return self.rows == rows and self._vocab == vocab
+
+
 class Draw:
-    """One token id a row of `logits`, contiguous float32 [B, vocab], which are overwritten; row i belongs to rows[i].
+    """The draws of one step, enqueued."""
 
-    Making it enqueues the work and waits for nothing.
-    """
-
-    def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+    def __init__(self, logits: torch.Tensor, batch: Batch) -> None:
         last = logits.shape[1] - 1
-        self._logprobs = DrawnLogprobs(logits, rows)
+        self._logprobs = DrawnLogprobs(logits, batch.rows)
         finite = (
             logits.amax(dim=-1) < torch.inf
         )  # not so of a row with a NaN; -inf is the logit of a token that never comes
-        chosen = _choose(logits, rows)
+        chosen = _choose(logits, batch)
         # int64 [B], on the device: ids that exist, since the next step looks them up before the host has seen them
         self.token_ids = chosen.clamp(max=last)
         self._logprobs.note(self.token_ids)
@@ -43,28 +78,22 @@ class Draw:
         return token_ids
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _choose(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """int64 [B]; as many as there are tokens, an id that does not exist, where there is nothing to draw from."""
-    adjust(logits, rows)
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if drawn and len(drawn) == len(rows):
-        return _draw(logits, rows)
+    batch.adjustments.apply(logits)
+    if batch.index is None:
+        return _draw(logits, batch)
     token_ids = logits.argmax(dim=-1)
-    if drawn:
-        index = to_device(drawn, logits.device)
-        token_ids.index_copy_(0, index, _draw(logits[index], [rows[i] for i in drawn]))
+    if batch.drawn:
+        token_ids.index_copy_(0, batch.index, _draw(logits[batch.index], batch))
     return token_ids
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Inverse-CDF draws from softmax(logits / temperature) as far as it is not cut; float64: 10^5 terms are summed."""
-
-    def column(values: list[float]) -> torch.Tensor:
-        return to_device(values, logits.device, torch.float64).unsqueeze(1)  # [B, 1]
-
-    temperature = column([max(row.params.temperature, COLDEST) for row in rows])
-    probs = cut((logits.double() / temperature).softmax(dim=-1), [row.params for row in rows])
+    probs = batch.cuts.cut((logits.double() / batch.temperature).softmax(dim=-1))
     cumulated = probs.cumsum(dim=-1)
-    target = column([uniform(row.params.seed, row.position) for row in rows]) * cumulated[:, -1:]
+    draws = uniforms(batch.streams, [len(row.tokens) for row in batch.drawn])
+    target = to_device(draws, logits.device).unsqueeze(1) * cumulated[:, -1:]
     # right=True finds the first token whose cumulated probability exceeds the target, never one of probability 0
     return torch.searchsorted(cumulated, target, right=True).squeeze(1)

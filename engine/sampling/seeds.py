@@ -1,20 +1,38 @@
 """Where chance comes from: one number for each (seed, position).
 
-Counter-based, so there is no state that would have to move with a request. Source: Philox, Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3".
+Counter-based, so there is no state that would have to move with a request, and computed in integers on the host, so it
+is the same for every device. Each seed has a stream of SplitMix64, which begins at the seed's own hash; a draw is the
+stream's number at its position. Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
 
 SEED_MASK: Final = (1 << 64) - 1
+GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd: the step of a stream
+FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
+SECOND: Final = np.uint64(0x94D049BB133111EB)
+UNUSED_BITS: Final = np.uint64(11)  # of 64: a float64 has 53
 
 
-def uniform(seed: int, position: int) -> float:
-    """The draw in [0, 1) that belongs to (seed, position), whatever the batch, the worker or the history.
+def stream_starts(seeds: Iterable[int]) -> Words:
+    """Where the stream of each seed begins; every integer is a seed."""
+    return _mixed(np.array([seed & SEED_MASK for seed in seeds], dtype=np.uint64) + GOLDEN)
 
-    32 bits, so that it is below 1 in every float type it meets.
-    """
-    raw = np.random.Philox(key=seed & SEED_MASK, counter=position).random_raw()
-    return float(int(raw) >> 32) / 2**32
+
+def uniforms(starts: Words, positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """The draws in [0, 1) that belong to these streams at these positions, whatever the batch, the worker or the history."""
+    counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
+    return (_mixed(starts + counters * GOLDEN) >> UNUSED_BITS) * 2.0**-53
+
+
+def _mixed(words: Words) -> Words:
+    """Each word hashed, one to one; what overflows is dropped."""
+    words = (words ^ (words >> np.uint64(30))) * FIRST
+    words = (words ^ (words >> np.uint64(27))) * SECOND
+    return words ^ (words >> np.uint64(31))

@@ -24,8 +24,9 @@ class SeenTokens:
         self._counts: npt.NDArray[np.float32] = np.zeros(capacity, dtype=np.float32)
         self._ids[: len(distinct)] = distinct
 
-    def update(self, text: Sequence[int]) -> None:
-        """Count what has come to `text`, prompt and answer, since the last time."""
+    def update(self, text: Sequence[int]) -> list[int]:
+        """Count what has come to `text`, prompt and answer, since the last time. Returns: which of `ids` that was."""
+        changed = []
         for token in text[self._counted :]:
             i = self._index.setdefault(token, len(self._index))
             if i == len(self._ids):
@@ -33,11 +34,13 @@ class SeenTokens:
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._ids[i] = token
             self._counts[i] += 1
+            changed.append(i)
         self._counted = len(text)
+        return changed
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct token ids [K]."""
+        """Distinct token ids [K]; one that is new comes last."""
         return self._ids[: len(self._index)]
 
     @property

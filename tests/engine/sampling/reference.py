@@ -8,7 +8,9 @@ import torch
 
 from engine.ports import SamplingParams
 from engine.sampling.row import Row
-from engine.sampling.sampler import Draw
+from engine.sampling.sampler import Sampler
+
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **params: Any) -> Row:
@@ -20,7 +22,19 @@ def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **para
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """The engine's own draws, read at once."""
-    return Draw(logits, rows).read()
+    return Sampler().draw(logits, rows).read()
+
+
+def uniform(seed: int, position: int) -> float:
+    """The draw of a seed at a position, in Python's own integers."""
+    start = splitmix((seed + GOLDEN) % 2**64)
+    return (splitmix((start + (position + 1) * GOLDEN) % 2**64) >> 11) / 2**53
+
+
+def splitmix(word: int) -> int:
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
 
 
 def adjusted(

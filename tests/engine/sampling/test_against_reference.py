@@ -6,14 +6,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from engine.ports import SamplingParams
-from engine.sampling.adjust import adjust
-from engine.sampling.cuts import cut
+from engine.sampling.adjust import Adjustments
+from engine.sampling.cuts import Cuts
 from engine.sampling.row import Row
-from engine.sampling.seeds import uniform
-from tests.engine.sampling.reference import adjusted, inverse_cdf, make_row, probabilities, sample
+from engine.sampling.sampler import Sampler
+from tests.engine.sampling.reference import adjusted, inverse_cdf, make_row, probabilities, sample, uniform
 
 VOCAB = 24
 EOS = frozenset({3})
+CPU = torch.device("cpu")
 # steps of 1/8: sums and ties as real models in bf16 have them, and nothing that hangs on the last bit of a float32
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB)
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
@@ -62,7 +63,7 @@ def expected_logits(logits: list[float], row: Row) -> list[float]:
 @given(st.lists(cases(), min_size=1, max_size=6))
 def test_logits_are_adjusted_as_the_reference_does(batch: list[tuple[list[float], Row]]) -> None:
     tensor = torch.tensor([logits for logits, _ in batch])
-    adjust(tensor, [row for _, row in batch])
+    Adjustments([row for _, row in batch], VOCAB, CPU).apply(tensor)
     for found, (logits, row) in zip(tensor, batch, strict=True):
         np.testing.assert_allclose(found.numpy(), expected_logits(logits, row), rtol=1e-5, atol=1e-5)
 
@@ -73,7 +74,7 @@ def test_distributions_are_cut_as_the_reference_does(batch: list[tuple[list[floa
     warm = [(logits, p) for logits, p in batch if p.temperature > 0]
     assume(warm)
     probs = torch.stack([(torch.tensor(logits, dtype=torch.float64) / p.temperature).softmax(-1) for logits, p in warm])
-    kept = cut(probs, [p for _, p in warm])
+    kept = Cuts([p for _, p in warm], CPU).cut(probs)
     for found, (logits, p) in zip(kept, warm, strict=True):
         np.testing.assert_allclose((found / found.sum()).numpy(), probabilities(logits, p), rtol=1e-9, atol=1e-12)
 
@@ -108,10 +109,10 @@ def test_counts_that_grow_are_those_counted_at_once(
     steps: list[list[float]], how: SamplingParams, prompt: list[int]
 ) -> None:
     tokens = list(prompt)
-    row = Row(how, tokens, len(prompt), EOS)
+    row, sampler = Row(how, tokens, len(prompt), EOS), Sampler()
     for logits in steps:
         fresh = Row(how, list(tokens), len(prompt), EOS)
-        (token,) = sample(torch.tensor([logits]), [row])
+        (token,) = sampler.draw(torch.tensor([logits]), [row]).read()
         assert sample(torch.tensor([logits]), [fresh]) == [token]
         tokens.append(token)
 

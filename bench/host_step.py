@@ -1,0 +1,103 @@
+"""The host's part of a pipelined decode step: the real core, runner, tables and sampler around a forward that costs nothing.
+
+On a GPU the host plans, launches and samples one step while the device computes another, so a step cannot be shorter
+than this. The vocabulary is small: what a sampler costs for each token of it is the device's work.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from components.kv_transfer.layout import KvLayout
+from engine.attention.backend import StepAttention, StepShape
+from engine.attention.step_tables import StepLimits, StepTables, count_decodes
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.lora.load import Adapters
+from engine.ports import EngineRequest, KvRegion, SamplingParams
+from engine.runner import TorchRunner
+
+VOCAB: Final = 64
+PENALISED_VOCAB: Final = 2048  # penalties cost by the distinct tokens of a text, so there must be some
+CONTEXT: Final = 768
+ANSWER: Final = 256
+WARM: Final = 8  # steps before the first that counts
+BLOCK_M: Final = 128  # queries in a block of a prompt
+WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {},
+    "top_p, top_k": {"top_p": 0.95, "top_k": 20},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
+}
+
+
+class Tables:
+    """Attention that fills its tables, as on a device, and attends to nothing."""
+
+    def __init__(self, limits: StepLimits, page_size: int) -> None:
+        self._tables = StepTables(limits, page_size, torch.device("cpu"))
+
+    def plan(self, shape: StepShape) -> StepAttention:
+        self._tables.fill(shape, count_decodes(shape.query_lens), BLOCK_M)
+        return self  # type: ignore[return-value]  # no layer asks it
+
+
+class Device(TorchRunner):
+    """A runner whose device is done at once."""
+
+    takes_cpu = False
+
+
+def host_core(batch: int, vocab: int) -> EngineCore:
+    """An engine for `batch` requests that are decoded at once."""
+    context = CONTEXT + ANSWER
+    layout = KvLayout(model="none", dtype="bfloat16", page_size=16, layers=1, kv_heads=1, head_dim=16)
+    pages = batch * layout.pages_for(context)
+    config = EngineConfig(num_pages=pages, max_running=batch, max_step_tokens=max(8192, batch + 2), pipeline="on")
+    logits = torch.randn(batch, vocab, dtype=torch.bfloat16)
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        del ids, positions, step
+        return logits[: len(keep)]
+
+    tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)
+    return EngineCore(
+        runner=Device(torch.device("cpu"), forward, tables, torch.zeros(1), Adapters()),
+        config=config,
+        region=KvRegion(0, pages, layout, "cpu"),
+        max_context=context,
+        vocab_size=vocab,
+        eos_token_ids=frozenset({0}),
+    )
+
+
+def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[float]:
+    """Seconds of each of `steps` decode steps of `batch` requests."""
+    vocab = PENALISED_VOCAB if "repetition_penalty" in params else VOCAB
+    core, draw = host_core(batch, vocab), random.Random(0)
+    for i in range(batch):
+        sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=i, **params)
+        tokens = [draw.randrange(1, vocab) for _ in range(CONTEXT - WARM)]
+        core.submit(EngineRequest(f"r{i}", tokens, sampling))
+    while len(core.step().tokens) < batch:
+        pass
+    for _ in range(WARM):
+        core.step()
+    spent = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        output = core.step()
+        spent.append(time.perf_counter() - started)
+        assert len(output.tokens) == batch
+    return spent
+
+
+def host_steps(batches: Sequence[int], steps: int) -> Iterator[tuple[int, str, list[float]]]:
+    """Batch, way of sampling, and seconds of each step."""
+    torch.set_num_threads(1)
+    for batch in batches:
+        for way, params in WAYS.items():
+            yield batch, way, decode_steps(batch, steps, params)

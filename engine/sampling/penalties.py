@@ -1,0 +1,100 @@
+"""Repetition, presence and frequency penalties: a table of the tokens that the rows of one batch have seen.
+
+The table stays on the device. A draw sends it what the latest tokens have changed, one entry a row.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.device_copy import to_device
+from engine.sampling.row import Row
+from engine.sampling.seen import SeenTokens, seen_by
+
+SPARE: Final = 32  # entries for tokens to come, a row; then the table is made anew
+
+Floats = npt.NDArray[np.float32]
+
+
+class Penalties:
+    """Changes the logits of those rows of a batch that ask for it.
+
+    Repetition first, then presence and frequency. Sources: repetition, Keskar et al. 2019, arXiv:1909.05858, with
+    negative logits multiplied, since dividing them would reward; the others as OpenAI's API reference defines them, over
+    generated tokens alone.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, Row]], vocab: int, device: torch.device) -> None:
+        """`rows` with their indices in the batch."""
+        self._rows = [row for _, row in rows]
+        self._firsts = [i * vocab for i, _ in rows]  # where each row begins in flattened logits
+        self._device = device
+        params = [row.params for row in self._rows]
+        self._repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
+        self._presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
+        self._frequency = np.array([p.frequency_penalty for p in params], dtype=np.float32)
+        self._make_table()
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Overwrite the rows' logits, contiguous float32 [B, vocab]."""
+        self._update()
+        where = self._where[: self._size]
+        values = logits.view(-1).index_select(0, where)
+        repetition = self._repetitions[: self._size]
+        penalised = values.clamp(min=0).div_(repetition).add_(values.clamp_(max=0).mul_(repetition))
+        logits.view(-1).scatter_(0, where, penalised.sub_(self._subtracted[: self._size]))
+
+    def _make_table(self) -> None:
+        """An entry for each token seen by each row: where its logit is, its repetition penalty, and what is subtracted."""
+        self._seen: list[SeenTokens] = [seen_by(row) for row in self._rows]
+        lengths = [len(seen.ids) for seen in self._seen]
+        self._size = sum(lengths)
+        # of each row: the entries of the tokens it has seen by now are in a row, those of later ones where there is room
+        self._known = lengths
+        self._begins = [*map(int, np.cumsum([0, *lengths[:-1]]))]
+        self._later: list[list[int]] = [[] for _ in self._rows]
+        spare = SPARE * len(self._rows)
+        which = np.repeat(np.arange(len(self._rows)), lengths)
+        where = np.concatenate([seen.ids + first for seen, first in zip(self._seen, self._firsts, strict=True)])
+        counts = np.concatenate([seen.counts for seen in self._seen])
+        self._where = to_device(np.pad(where, (0, spare)), self._device)
+        self._repetitions = to_device(np.pad(self._repetition[which], (0, spare)), self._device)
+        self._subtracted = to_device(np.pad(self._subtractions(which, counts), (0, spare)), self._device)
+
+    def _update(self) -> None:
+        """Enter the tokens that have come since the last draw."""
+        entries: list[int] = []
+        which: list[int] = []
+        counts: list[float] = []
+        ids: list[int] = []
+        for i, (seen, row) in enumerate(zip(self._seen, self._rows, strict=True)):
+            for at in seen.update(row.tokens):
+                entries.append(self._entry(i, at))
+                which.append(i)
+                counts.append(seen.counts[at])
+                ids.append(self._firsts[i] + seen.ids[at])
+        if self._size > len(self._where):
+            self._make_table()
+        elif entries:
+            index = to_device(entries, self._device, torch.int64)
+            rows = np.array(which)
+            subtracted = self._subtractions(rows, np.array(counts, dtype=np.float32))
+            self._where.index_copy_(0, index, to_device(ids, self._device, torch.int64))
+            self._repetitions.index_copy_(0, index, to_device(self._repetition[rows], self._device))
+            self._subtracted.index_copy_(0, index, to_device(subtracted, self._device))
+
+    def _entry(self, i: int, at: int) -> int:
+        """Which entry the token at `at` of those seen by row i has; a new one, when it is new."""
+        if at < self._known[i]:
+            return self._begins[i] + at
+        later = self._later[i]
+        if at - self._known[i] == len(later):
+            later.append(self._size)
+            self._size += 1
+        return later[at - self._known[i]]
+
+    def _subtractions(self, rows: npt.NDArray[np.int64], counts: Floats) -> Floats:
+        return self._frequency[rows] * counts + self._presence[rows] * (counts > 0)
