@@ -45,7 +45,7 @@ class Pool:
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
     """Load `model` and give it a page pool. To be called on the thread that will step the engine.
 
-    Raises: ModelUnavailable or UnsupportedModel, naming the model; BackendUnavailable, naming what is missing.
+    Raises: ModelUnavailable or UnsupportedModel, naming the model; AttentionUnavailable, naming what is missing.
     """
     torch.set_num_threads(config.threads or min(torch.get_num_threads(), cores_for_a_while()))
     loaded = load_model(model, config, state_dir, progress)
@@ -60,7 +60,7 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
 
 
 def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
-    """Pages for `loaded`, and attention over them, tried out. Raises: UnsupportedModel, BackendUnavailable."""
+    """Pages for `loaded`, and attention over them, tried out. Raises: UnsupportedModel, AttentionUnavailable."""
     layout = loaded.layout
     num_pages = count_pages(config, layout)
     storage = allocate_storage(layout, num_pages, loaded.device)
@@ -101,7 +101,7 @@ def assemble(
 ) -> EngineCore:
     """An engine over `loaded`; eager and with a pool of its own, unless told how else.
 
-    Raises: UnsupportedModel, BackendUnavailable.
+    Raises: UnsupportedModel, AttentionUnavailable.
     """
     pool = pool or make_pool(loaded, config)
     storage = pool.storage

@@ -29,39 +29,39 @@ ON_CUDA: Final = {
 }
 
 
-class BackendUnavailable(WrongSettings):
+class AttentionUnavailable(WrongSettings):
     """The attention backend that was asked for cannot run here; the message says what would."""
 
 
 def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path) -> None:
-    """Load what `make_attention` may need; it can take some seconds, once for a machine. Raises: BackendUnavailable."""
+    """Load what `make_attention` may need; it can take some seconds, once for a machine. Raises: AttentionUnavailable."""
     if device.type != "cpu" or kind not in ("auto", "cpu"):
         return
     try:
         load_kernels(state_dir)
     except KernelsUnavailable as exc:
         if kind == "cpu":
-            raise BackendUnavailable(f"attention=cpu cannot run here, attention=torch could: {exc}") from exc
+            raise AttentionUnavailable(f"attention=cpu cannot run here, attention=torch could: {exc}") from exc
         log.info("attention runs in plain torch operations", extra={"reason": str(exc)})
 
 
 def make_attention(
     kind: AttentionKind, pool: torch.Tensor, layout: KvLayout, query_group: int, limits: StepLimits
 ) -> AttentionBackend:
-    """The backend `kind` over `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim]. Raises: BackendUnavailable."""
+    """The backend `kind` over `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim]. Raises: AttentionUnavailable."""
     chosen = _automatic(pool.device, layout) if kind == "auto" else kind
     if chosen == "torch":
         return PlainAttention(pool, layout, query_group)
     if chosen == "cpu":
         obstacle = why_not_cpu("cpu", pool.device, layout)
         if obstacle is not None:
-            raise BackendUnavailable(f"attention=cpu cannot run here, attention=torch could: {obstacle}")
+            raise AttentionUnavailable(f"attention=cpu cannot run here, attention=torch could: {obstacle}")
         return CpuAttention(pool, layout)
     needed, distribution, module, name = ON_CUDA[chosen]
     if find_spec(needed) is None:
-        raise BackendUnavailable(f"attention={chosen} needs the package {distribution}: pip install {distribution}")
+        raise AttentionUnavailable(f"attention={chosen} needs the package {distribution}: pip install {distribution}")
     if pool.device.type != "cuda" and not (chosen == "triton" and _interpreted()):
-        raise BackendUnavailable(f"attention={chosen} needs a CUDA device, the model is on {pool.device}")
+        raise AttentionUnavailable(f"attention={chosen} needs a CUDA device, the model is on {pool.device}")
     backend: AttentionBackend = getattr(import_module(module), name)(pool, layout, query_group, limits)
     return backend
 

@@ -16,7 +16,7 @@ import torch
 
 from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
-from engine.attention.choose import BackendUnavailable
+from engine.attention.choose import AttentionUnavailable
 from engine.attention.step_tables import PageRows, StepLimits, count_decodes
 from engine.device_copy import to_device
 
@@ -41,9 +41,9 @@ class FlashInferAttention:
     """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] on a CUDA device."""
 
     def __init__(self, pool: torch.Tensor, layout: KvLayout, query_group: int, _limits: StepLimits) -> None:
-        """Raises: BackendUnavailable, for what its kernels do not compute."""
+        """Raises: AttentionUnavailable, for what its kernels do not compute."""
         if pool.dtype == torch.float32 or layout.head_dim not in HEAD_DIMS:
-            raise BackendUnavailable(
+            raise AttentionUnavailable(
                 f"attention=flashinfer computes in 16 bits with head dimensions of {', '.join(map(str, HEAD_DIMS))}; "
                 f"{layout.model} has {layout.dtype} and {layout.head_dim}: try attention=triton"
             )

@@ -5,8 +5,11 @@ import signal
 
 import pytest
 
+from components.errors import BackendUnavailable, MeshError
 from components.process import drain, new_instance_id, record_maker, run, stop_signal
 from components.settings import MeshSettings
+from engine.attention.choose import AttentionUnavailable
+from engine.model.errors import ModelUnavailable, UnsupportedModel
 
 
 class Service:
@@ -66,6 +69,27 @@ def test_a_signal_is_a_clean_stop(number: signal.Signals) -> None:
 
     run(main())
     assert left == ["cleanly"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BackendUnavailable("no etcd at http://e: start one"),
+        AttentionUnavailable("attention=triton needs a CUDA device, the model is on cpu"),
+        ModelUnavailable("no model of that name"),
+        UnsupportedModel("m is not supported"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_keeps_a_service_from_starting_is_said_in_one_line(error: MeshError) -> None:
+    """The engine's own errors came as a traceback: one of them had the name of an error that `run` knows, but was another."""
+
+    async def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run(main())
+    assert ended.value.code == error.message
 
 
 def test_a_record_keeps_its_instance_and_takes_each_epoch(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import torch
 from bench.attention_case import AttentionCase
 from engine.attention import choose
 from engine.attention.backend import AttentionBackend
-from engine.attention.choose import BackendUnavailable, make_attention
+from engine.attention.choose import AttentionUnavailable, make_attention
 from engine.attention.cpu import CpuAttention
 from engine.attention.plain import PlainAttention
 from engine.attention.triton_backend import TritonAttention
@@ -29,18 +29,18 @@ def test_on_a_cpu_it_is_the_kernel_where_there_is_one_and_triton_only_interprete
     assert isinstance(made("torch"), PlainAttention)
     monkeypatch.setattr(choose, "kernels_are_loaded", lambda: False)
     assert isinstance(made("auto"), PlainAttention)
-    with pytest.raises(BackendUnavailable, match="attention=torch could: its kernel is not loaded"):
+    with pytest.raises(AttentionUnavailable, match="attention=torch could: its kernel is not loaded"):
         made("cpu")
     assert isinstance(made("triton"), TritonAttention)
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(BackendUnavailable, match="needs a CUDA device, the model is on cpu"):
+    with pytest.raises(AttentionUnavailable, match="needs a CUDA device, the model is on cpu"):
         made("triton")
 
 
 @pytest.mark.parametrize(("kind", "package"), [("triton", "triton"), ("flashinfer", "flashinfer-python")])
 def test_a_package_that_is_missing_is_named(kind: AttentionKind, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "find_spec", lambda _name: None)
-    with pytest.raises(BackendUnavailable, match=f"pip install {package}"):
+    with pytest.raises(AttentionUnavailable, match=f"pip install {package}"):
         made(kind)
 
 

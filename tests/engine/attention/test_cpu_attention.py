@@ -8,7 +8,7 @@ import torch
 
 from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
-from engine.attention.choose import BackendUnavailable, make_attention, prepare_attention, why_not_cpu
+from engine.attention.choose import AttentionUnavailable, make_attention, prepare_attention, why_not_cpu
 from engine.attention.cpu import CpuAttention, pack_plan
 from engine.attention.plain import PlainAttention
 from engine.attention.step_tables import StepLimits
@@ -225,7 +225,7 @@ def test_which_backend_an_engine_gets() -> None:
     assert "multiple of 16" in str(why_not_cpu("auto", cpu, odd))
     assert "cuda" in str(why_not_cpu("auto", torch.device("cuda:0"), usual))
     assert isinstance(make_attention("auto", torch.zeros(1), odd, 1, LIMITS), PlainAttention)
-    with pytest.raises(BackendUnavailable, match="multiple of 16"):
+    with pytest.raises(AttentionUnavailable, match="multiple of 16"):
         make_attention("cpu", torch.zeros(1), odd, 1, LIMITS)
 
 
@@ -234,7 +234,7 @@ def test_a_machine_without_a_compiler_is_told_so(
 ) -> None:
     monkeypatch.setattr(kernels_build, "kernels_are_loaded", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BackendUnavailable, match="CXX"):
+    with pytest.raises(AttentionUnavailable, match="CXX"):
         prepare_attention("cpu", torch.device("cpu"), tmp_path)
     with caplog.at_level(logging.INFO):
         prepare_attention("auto", torch.device("cpu"), tmp_path)

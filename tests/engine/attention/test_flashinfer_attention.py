@@ -12,7 +12,7 @@ import torch
 
 from bench.attention_case import AttentionCase, Outcome, written_out
 from engine.attention.backend import AttentionBackend, Scoring, StepShape
-from engine.attention.choose import BackendUnavailable
+from engine.attention.choose import AttentionUnavailable
 
 CASE = AttentionCase((1, 1, 20, 5), (4, 33, 20, 70), dtype="bfloat16", head_dim=64)
 
@@ -137,5 +137,5 @@ def test_a_step_is_planned_once_for_each_scoring_whatever_the_layers(make: Calla
 def test_what_its_kernels_do_not_compute_is_refused(
     make: Callable[..., AttentionBackend], changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(BackendUnavailable, match="try attention=triton"):
+    with pytest.raises(AttentionUnavailable, match="try attention=triton"):
         Outcome(replace(CASE, **changes), make)
