@@ -102,8 +102,8 @@ class EngineConfig:
             raise ValueError(f"lora is {self.lora}; it must give each adapter a name and a directory")
         if self.reserve_tokens < 0:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
-        if self.max_step_tokens <= self.max_running:
+        if self.max_step_tokens < self.max_running + 2:
             raise ValueError(
-                f"max_step_tokens ({self.max_step_tokens}) must exceed max_running ({self.max_running}): "
-                "a full batch of decodes would leave no token for prompts"
+                f"max_step_tokens ({self.max_step_tokens}) must exceed max_running ({self.max_running}) by 2: "
+                "beside a full batch of decodes a prompt needs three tokens to get on"
             )

@@ -43,7 +43,7 @@ from engine.ports import (
     TokenOutput,
 )
 from engine.requests import Requests
-from engine.scheduler.memory import RequestMemory
+from engine.scheduler.memory import RequestMemory, usable_pages
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk, Scheduler
 
@@ -128,7 +128,7 @@ class EngineCore:
     def peek_prefix(self, blocks: PromptBlocks) -> int:
         """See `Engine.peek_prefix`."""
         page_size = self._region.layout.page_size
-        usable = islice(blocks(page_size), (blocks.num_tokens - 1) // page_size)  # the last token is always computed
+        usable = islice(blocks(page_size), usable_pages(blocks.num_tokens, page_size))
         return len(self._memory.prefix.match(usable)) * page_size
 
     def cached_blocks(self) -> list[bytes]:

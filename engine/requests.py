@@ -53,15 +53,13 @@ class Requests:
 
         Returns: pages to copy and where to, before the next step.
         """
-        copies = []
+        copies: list[tuple[int, int]] = []
         for number in range(1, request.sampling.n):
             if number in request.unwanted:
                 continue
             branch = request.forked(number)
             self._branches.setdefault(request.id, []).append(branch)
-            pages = self._scheduler.fork(request, branch)
-            if pages is not None:
-                copies.append(pages)
+            copies += self._scheduler.fork(request, branch)
         return copies
 
     def recompute(self, request_id: str) -> None:

@@ -20,6 +20,8 @@ from bench.simulate.traffic import Request
 from components.routing.local_prefill import SMOOTHING
 from components.turns import turn
 from engine.mock.config import MockConfig, attended
+from engine.scheduler.memory import usable_pages
+from engine.scheduler.scheduler import chunk_length
 
 by_turn: Final = attrgetter("turn")
 
@@ -114,9 +116,9 @@ class Worker:
         return now
 
     def found(self, request: Request, tokens: int) -> int:
-        """Of the first `tokens` of a request, those whose KV stands here; the last one is always computed."""
+        """Of the first `tokens` of a request, those whose KV stands here; the last ones are always computed."""
         page = self.engine.page_tokens
-        return self.pool.match(request.blocks, (tokens - 1) // page) * page
+        return self.pool.match(request.blocks, usable_pages(tokens, page)) * page
 
     def submit(self, stay: Stay) -> None:
         """Queue a stay."""
@@ -230,8 +232,11 @@ class Worker:
         chunks = []
         begun = sorted(self.prompts, key=by_turn, reverse=True)
         while (stay := self._next(begun, budget)) is not None:
-            chunks.append((stay, min(budget, stay.tokens - stay.computed)))
-            budget -= chunks[-1][1]
+            length = chunk_length(stay.tokens - stay.computed, budget)
+            if not length:
+                break
+            chunks.append((stay, length))
+            budget -= length
         return chunks
 
     def _next(self, begun: list[Stay], budget: int) -> Stay | None:
@@ -286,7 +291,9 @@ class Worker:
         if chunks:
             stay, length = chunks[0]
             alone = len(chunks) == 1 and self.decodes + length == self.engine.max_step_tokens
-            steps = min(steps, (stay.tokens - stay.computed) // length) if alone else 1
+            pending = stay.tokens - stay.computed
+            # the last chunk but one is shorter where it would leave one token
+            steps = min(steps, max(1, pending // length - (pending % length == 1))) if alone else 1
             grow_s += length * length * cost.attention_s
         return Run(self._clock.now_s, first_s, grow_s / cost.speedup * slowness, steps, self.decodes, chunks)
 

@@ -18,6 +18,7 @@ from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
 from engine.inflight import StepFailed
 from engine.ports import KvRegion
+from engine.scheduler.memory import LEAST_COMPUTED
 
 MARK: Final = Struct("<II")  # tokens of this block whose KV stands, checksum of all tokens up to the last of them
 TOKEN: Final = Struct("<i")  # as `pack_tokens` has it
@@ -97,10 +98,12 @@ class MarkedPages:
         first, last = MARK.unpack_from(self._memory, place), MARK.unpack_from(self._memory, other)
         count, checksum = first
         wanted = num_tokens - block * BLOCK
-        if first == last and count == wanted + 1:  # a branch computes its prompt's last token again
+        if (
+            first == last and wanted < count <= wanted + LEAST_COMPUTED
+        ):  # a branch computes its prompt's last tokens again
             before = self._read(pages, tokens, num_tokens - wanted, origin) if block else origin
             shorter = crc32(pack_tokens(tokens[num_tokens - wanted : num_tokens]), before)
-            if crc32(pack_tokens(tokens[num_tokens : num_tokens + 1]), shorter) == checksum:
+            if crc32(pack_tokens(tokens[num_tokens : num_tokens + count - wanted]), shorter) == checksum:
                 return shorter
         if first != last or count != wanted:
             page = pages[block // self._blocks]

@@ -1,11 +1,14 @@
 """The pages of requests: what admission must leave free, block tables, and which pages others may find."""
 
 from collections.abc import Collection
+from typing import Final
 
 from components.routing.block_hash import block_hashes
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.scheduler.request import ENDS_WITH_PROMPT, Request
+
+LEAST_COMPUTED: Final = 2  # tokens at the end of a prompt, for their logits; see `chunk_length` why not one
 
 
 class RequestMemory:
@@ -49,18 +52,20 @@ class RequestMemory:
             self.prefix_queries += request.prompt_len
             self.prefix_hits += request.num_computed
 
-    def fork(self, request: Request, branch: Request) -> tuple[int, int]:
+    def fork(self, request: Request, branch: Request) -> list[tuple[int, int]]:
         """Give `branch` the block table of `request`, whose prompt is computed; `fits` has said that it may.
 
-        Full pages are shared. The page of the prompt's last token is its own: it computes that token again, with its
-        own logits, and writes behind it. So there is nothing left to copy when it writes for the first time.
-        Returns: the page to copy and the page to copy it to, before the next step.
+        It computes the prompt's last tokens again for logits of its own, as few as a prompt may leave to compute. It shares
+        the full pages before them. The others are its own: nothing is left to copy when it writes for the first time.
+        Returns: pages to copy and where to, before the next step.
         """
-        shared = request.pages[: (request.prompt_len - 1) // self.page_size]
+        branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
+        shared = request.pages[: branch.num_computed // self.page_size]
+        copied = request.pages[len(shared) : self._pages_for(request.prompt_len)]
         self.pool.share(shared)
-        branch.pages = shared + self.pool.allocate(1, after=shared[-1] if shared else None)
-        branch.num_computed = request.prompt_len - 1
-        return request.pages[len(shared)], branch.pages[-1]
+        own = self.pool.allocate(len(copied), after=shared[-1] if shared else None)
+        branch.pages = shared + own
+        return list(zip(copied, own, strict=True))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make sure that the last of so many tokens has a slot. False: it needs a page and there is none."""
@@ -100,8 +105,11 @@ class RequestMemory:
     def _match(self, request: Request) -> list[int]:
         if request.reads_prompt:
             return []
-        # the last token is always computed: its logits are what the request is here for
-        return self.prefix.match(self._hashes(request, (len(request.tokens) - 1) // self.page_size))
+        if request.has_begun:  # back from a retraction: its last token would have been computed alone
+            usable = (len(request.tokens) - 1) // self.page_size
+        else:
+            usable = usable_pages(request.prompt_len, self.page_size)
+        return self.prefix.match(self._hashes(request, usable))
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """Block hashes of the first `count` full pages; each is computed once in a request's life."""
@@ -121,3 +129,8 @@ class RequestMemory:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+
+def usable_pages(prompt_len: int, page_size: int) -> int:
+    """Full pages at the beginning of a prompt that a prefix cache may spare it."""
+    return max(0, prompt_len - LEAST_COMPUTED) // page_size

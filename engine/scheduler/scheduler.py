@@ -96,14 +96,14 @@ class Scheduler:
         request.advance(RequestState.RUNNING)
         insort(self.running, request, key=by_rank)
 
-    def fork(self, request: Request, branch: Request) -> tuple[int, int] | None:
+    def fork(self, request: Request, branch: Request) -> list[tuple[int, int]]:
         """Let a branch of a running request, whose prompt is computed, join the batch, or wait when there is no room.
 
-        Returns: the page to copy and the page to copy it to; None when it waits, to find the prompt in the cache.
+        Returns: pages to copy and where to; none when it waits, to find the prompt in the cache.
         """
         if not self._has_place(branch):
             self.add(branch)
-            return None
+            return []
         pages = self.memory.fork(request, branch)
         branch.advance(RequestState.RUNNING)
         insort(self.running, branch, key=by_rank)
@@ -167,8 +167,13 @@ class Scheduler:
         self._made_room = self.retractions > retractions
         reserved = self.reserve()
         while (following := self._next(prompts, admit=not self._made_room, more=budget > full)) is not None:
-            chunks.append(_chunk(following, budget))
-            budget -= chunks[-1].length
+            start, pending = following.upcoming
+            length = chunk_length(pending, budget)
+            if not length:
+                break
+            end = start + length
+            chunks.append(Chunk(following, start, end, length == pending, end > len(following.tokens)))
+            budget -= length
         return Plan(chunks, reserved)
 
     def reserve(self) -> list[Request]:
@@ -256,8 +261,13 @@ class Scheduler:
         self.retractions += 1
 
 
-def _chunk(request: Request, budget: int) -> Chunk:
-    """As much of `request` as the budget allows."""
-    start, pending = request.upcoming
-    end = start + min(pending, budget)
-    return Chunk(request, start, end, samples=end == start + pending, ahead=end > len(request.tokens))
+def chunk_length(pending: int, budget: int) -> int:
+    """How many of the `pending` tokens of a prompt a step computes that has `budget` left for it; 0: none.
+
+    Never one of several, and never all but one. A product of matrices with one row goes another way than one with more,
+    on a CPU and on a GPU, and its last bits differ: where chunks end depends on other requests, the logits must not.
+    """
+    if pending <= budget:
+        return pending
+    length = budget - 1 if pending == budget + 1 else budget
+    return length if length > 1 else 0

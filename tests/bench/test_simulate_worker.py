@@ -14,6 +14,7 @@ from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Worker
 from components.turns import turn
 from engine.mock.config import MockConfig, attended
+from engine.scheduler.scheduler import chunk_length
 
 COST = MockConfig(step_s=1.0, prompt_token_s=0.1, decode_s=0.5, context_token_s=0.01)
 
@@ -88,7 +89,9 @@ def stepwise(engine: Engine, requests: list[Request]) -> tuple[dict[int, float],
                 break
             request = begun.pop(0)
             start = computed[request]
-            length = min(budget, request.prompt - start)
+            length = chunk_length(request.prompt - start, budget)
+            if not length:
+                break
             pairs += attended(start, length)
             computed[request] = start + length
             tokens, budget = tokens + length, budget - length
@@ -108,14 +111,14 @@ def stepwise(engine: Engine, requests: list[Request]) -> tuple[dict[int, float],
 
 
 def test_a_schedule_by_hand() -> None:
-    """Budget 4: prompt of 10 in 4, 4, 2; two decodes; a second prompt joins behind the step under way, 3 tokens, then 1."""
+    """Budget 4: prompt of 10 in 4, 4, 2; two decodes; a second one of 4 joins behind the step under way: 2, then 2."""
     engine = Engine(COST, max_step_tokens=4)
     worker, diary = work(engine, [Request(0, 0.0, 10, 3, []), Request(1, 4.5, 4, 1, [])])
-    assert diary.first_s == pytest.approx({0: 1.4 + 1.4 + 1.2, 1: 4.0 + 1.61 + (1.62 + 0.3) + 1.1})
-    assert diary.last_s == pytest.approx({0: 4.0 + 1.61 + 1.92, 1: 8.63})
+    assert diary.first_s == pytest.approx({0: 1.4 + 1.4 + 1.2, 1: 4.0 + 1.61 + (1.62 + 0.2) + 1.2})
+    assert diary.last_s == pytest.approx({0: 4.0 + 1.61 + 1.82, 1: 8.63})
     assert worker.steps == 6
     assert worker.busy_s == pytest.approx(8.63), "it was never idle"
-    assert (diary.tokens, diary.gaps_s) == (2, pytest.approx(1.61 + 1.92))
+    assert (diary.tokens, diary.gaps_s) == (2, pytest.approx(1.61 + 1.82))
     assert worker.idle
 
 

@@ -56,18 +56,21 @@ def test_branches_are_requests_with_derived_seeds(tiny: LoadedModel, length: int
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
-def test_full_pages_of_the_prompt_are_shared_and_the_last_is_each_branch_s_own(tiny: LoadedModel, length: int) -> None:
+def test_full_pages_are_shared_and_those_of_the_last_two_tokens_are_each_branch_s_own(
+    tiny: LoadedModel, length: int
+) -> None:
     engine = make_engine(tiny)
     engine.submit(EngineRequest("r", prompt(length), sampled(40, n=5)))
     while not engine._requests._branches:
         engine.step()
     check_pages(engine)
     tables = [request.pages for request in engine._requests]
-    shared = (length - 1) // 16
+    shared = max(0, length - 2) // 16
+    own = 5 * (-(-length // 16) - shared)
     assert len(tables) == 5
     assert all(table[:shared] == tables[0][:shared] for table in tables)
-    assert len({page for table in tables for page in table}) == shared + 5
-    assert engine._memory.pool.num_held == shared + 5
+    assert len({page for table in tables for page in table}) == shared + own
+    assert engine._memory.pool.num_held == shared + own
     assert all(engine._memory.pool._holders[page] == 5 for page in tables[0][:shared])
 
 
@@ -148,7 +151,7 @@ def test_branches_of_a_prompt_that_was_computed_elsewhere(tiny: LoadedModel, len
     seen = run(decode, [])
     seen.tokens["r"] = [*first.token_ids, *seen.tokens["r"]]
     assert all_branches(seen, "r", 3) == separately(tiny, prompt(length), params)
-    assert sum(stats.prompt_tokens for stats in seen.steps) == 2, "each branch computes the last token alone"
+    assert sum(stats.prompt_tokens for stats in seen.steps) == 4, "each branch computes the last two tokens"
 
 
 def test_each_branch_has_a_mask_of_its_own(tiny: LoadedModel) -> None:
@@ -222,7 +225,7 @@ def test_the_prompts_shared_pages_come_back_with_the_last_branch(tiny: LoadedMod
         engine.cancel("r", branch)
         run_some(engine, 2)
         assert engine._memory.pool.num_held >= 2 + left
-        shared = next(iter(engine._requests)).pages[:2]
+        shared = next(iter(engine._requests)).pages[:1]
         assert all(engine._memory.pool._holders[page] == left for page in shared)
     with pytest.raises(Rejected, match="in use"):
         engine.submit(EngineRequest("r", prompt(33), sampled(4)))

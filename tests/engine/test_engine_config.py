@@ -13,7 +13,7 @@ from engine.config import EngineConfig
         ({"threads": 0}, "threads is 0"),
         ({"max_context": -5}, "max_context is -5"),
         ({"reserve_tokens": -1}, "reserve_tokens is -1"),
-        ({"max_running": 64, "max_step_tokens": 64}, "would leave no token for prompts"),
+        ({"max_running": 64, "max_step_tokens": 64}, "a prompt needs three tokens"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(changes: dict[str, float], said: str) -> None:

@@ -141,6 +141,6 @@ def test_a_block_that_two_requests_computed_stays_named_when_the_first_one_goes(
     engine = make_engine(tmp_path, num_pages=6, reserve_tokens=0, max_step_tokens=120)
     answers = (1, 20) if first_ends else (20, 1)
     for name, length in zip("ab", answers, strict=True):
-        engine.submit(EngineRequest(name, prompt(33), greedy(length, ignore_eos=True)))
+        engine.submit(EngineRequest(name, prompt(34), greedy(length, ignore_eos=True)))
     run(engine, [])
-    assert peek(engine, prompt(33)) == 32
+    assert peek(engine, prompt(34)) == 32
