@@ -85,7 +85,7 @@ class TorchRunner:
         with self.failing(len(chunks)), marked:
             logits = self._logits(ordered, wanted)
             if self._pooling is not None:
-                return PooledStep(self, ordered, order, wanted, logits, pooling=self._pooling)
+                return PooledStep(self, ordered, order, wanted, logits.float(), pooling=self._pooling)
             return TorchStep(self, ordered, order, wanted, logits)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -148,7 +148,7 @@ class TorchRunner:
             raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
 
     def _logits(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
-        """float32 [sum(wanted), vocab], of the last wanted[i] tokens of each chunk; or their hidden states."""
+        """[sum(wanted), vocab] as the model has them, of the last wanted[i] tokens of each chunk; or their hidden states."""
         token_ids: list[int] = []
         positions: list[int] = []
         lasts: list[int] = []
@@ -171,7 +171,7 @@ class TorchRunner:
         )
         step = self._attention.plan(shape)
         with self._adapters.of_rows([(chunk.request.adapter, chunk.length) for chunk in chunks]):
-            return self._forward(ids, self._tensor(positions), self._tensor(lasts), step).float()
+            return self._forward(ids, self._tensor(positions), self._tensor(lasts), step)
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return to_device(values, self._device, torch.int64)
@@ -211,7 +211,7 @@ class TorchStep:
                 logits = self._read_prompts(logits)
             if sampled:
                 rows = [DROPPED if chunk.dropped else chunk.request.row for chunk in sampled]
-                self._draw = self._runner.sampler.draw(logits, rows)
+                self._draw = self._runner.sampler.draw(logits.float(), rows)
                 self._runner.drawn([chunk.request for chunk in sampled], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 

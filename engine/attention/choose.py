@@ -42,7 +42,10 @@ def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path
     except KernelsUnavailable as exc:
         if kind == "cpu":
             raise AttentionUnavailable(f"attention=cpu cannot run here, attention=torch could: {exc}") from exc
-        log.info("attention runs in plain torch operations", extra={"reason": str(exc)})
+        log.warning(
+            "no C++ kernels: attention and linear layers run in plain torch operations, several times as slow",
+            extra={"reason": str(exc)},
+        )
 
 
 def make_attention(

@@ -28,10 +28,18 @@ def compiler() -> str:
 
 def processor() -> str:
     """What generated code may use: the instruction sets, where the system lists them."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_flags()}"
+
+
+def has_amx() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 (AMX), which oneDNN does and our kernels do not."""
+    return "amx_bf16" in _flags().split()
+
+
+def _flags() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def fingerprint(facts: Mapping[str, object]) -> str:

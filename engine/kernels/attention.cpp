@@ -665,6 +665,25 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(std::string("kvmesh::attend_pages: ") + what);
 }
 
+// A plan that is wrong would have the kernel write beyond the pool, where nobody looks for the cause.
+template <typename T>
+void check_plan(const Call<T>& c, int64_t pages) {
+  require(c.starts[0] == 0, "the first request of the plan begins with token 0");
+  const int64_t slots = c.table_len * c.page_size;
+  for (int64_t r = 0; r < c.requests; ++r) {
+    require(c.length(r) >= 0, "the plan's requests overlap");
+    require(c.contexts[r] >= c.length(r), "a context of the plan is shorter than its chunk");
+    require(c.contexts[r] <= slots, "a context of the plan is longer than its block table");
+  }
+  require(c.starts[c.requests] <= c.tokens, "the plan has more tokens than the query");
+  int32_t lowest = 0, highest = 0;
+  for (int64_t i = 0; i < c.requests * c.table_len; ++i) {
+    lowest = std::min(lowest, c.tables[i]);
+    highest = std::max(highest, c.tables[i]);
+  }
+  require(lowest >= 0 && highest < pages, "a page of the plan is none of the pool's");
+}
+
 template <typename T>
 Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& pool, const Tensor& plan, int64_t layer, double scaling, int64_t window, double softcap) {
   Call<T> c{};
@@ -680,9 +699,10 @@ Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, 
   c.layers = pool.size(2), c.page_size = pool.size(4), c.layer = layer;
   const int32_t* numbers = static_cast<const int32_t*>(plan.data_ptr());
   c.requests = numbers[0], c.table_len = numbers[1];
+  require(c.requests >= 0 && c.table_len >= 0, "the plan has a negative size");
   c.starts = numbers + 2, c.contexts = c.starts + c.requests + 1, c.tables = c.contexts + c.requests;
   require(plan.size(0) >= 3 + c.requests * (2 + c.table_len), "the plan is shorter than it says");
-  require(c.starts[c.requests] <= c.tokens, "the plan has more tokens than the query");
+  check_plan(c, pool.size(0));
   c.scaling = static_cast<float>(scaling), c.softcap = static_cast<float>(softcap), c.window = window;
   const int64_t shape[] = {1, c.tokens, c.heads, c.dim};
   Tensor out = torch::stable::new_empty(query, shape);
@@ -694,10 +714,18 @@ Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, 
 Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int64_t layer, double scaling, int64_t window, double softcap) {
   adapt_threads();
   const ScalarType dtype = pool.scalar_type();
+  require(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && pool.dim() == 6 && plan.dim() == 1, "a tensor has another number of dimensions");
   require(query.scalar_type() == dtype && key.scalar_type() == dtype && value.scalar_type() == dtype, "query, key, value and pool differ in dtype");
   require(plan.scalar_type() == ScalarType::Int, "the plan must be int32");
   require(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
+  require(query.size(0) == 1 && key.size(0) == 1, "there is one sequence of tokens");
+  for (int d = 0; d < 4; ++d) require(key.size(d) == value.size(d), "key and value differ in shape");
+  require(key.size(2) == query.size(2) && key.size(3) == query.size(3), "query and key differ in shape");
   require(query.size(3) % 16 == 0, "the head size must be a multiple of 16");
+  require(pool.size(3) == 2 && pool.size(4) % ROWS == 0, "pages must have keys and values of a multiple of 16 tokens");
+  require(layer >= 0 && layer < pool.size(2), "the pool has no such layer");
+  require(window >= 0, "a window cannot be negative");
+  require(plan.size(0) >= 3, "the plan is shorter than it says");
   require(pool.is_contiguous() && plan.is_contiguous(), "pool and plan must be contiguous");
   require(pool.size(1) == key.size(1) && pool.size(5) == query.size(3) && query.size(1) % key.size(1) == 0, "heads do not match the pool");
   if (dtype == ScalarType::BFloat16) return attend_with<Bf16>(query, key, value, pool, plan, layer, scaling, window, softcap);

@@ -102,7 +102,8 @@ def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> Non
         done = subprocess.run([*command, "-o", str(unfinished), *links], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise KernelsUnavailable(f"{command[0]} cannot compile them: {errors[0] if errors else done.returncode}")
+            cause = errors[0] if errors else done.returncode
+            raise KernelsUnavailable(f"{command[0]} cannot compile them (g++ 12 or newer can; set CXX): {cause}")
         unfinished.replace(library)
     finally:
         unfinished.unlink(missing_ok=True)

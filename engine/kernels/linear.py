@@ -1,13 +1,17 @@
 """A model's linear layers in bfloat16 on x86 processors: weights packed once, small products fast."""
 
+import logging
 from typing import Any, Final
 
 import torch
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from engine.compilation.machine import has_amx
 from engine.compilation.shared_linear import SharedLinear, share_linears
 from engine.huge_pages import HugeMemory
+
+log = logging.getLogger(__name__)
 
 PANEL: Final = 32  # output columns that lie together
 
@@ -79,9 +83,12 @@ def can_pack() -> bool:
 def pack_linears(module: torch.nn.Module) -> int:
     """Replace the linear layers of `module` that can be; their plain weights are let go. Returns how many there were.
 
-    None where `can_pack` says so. Layers that read the same input are packed together.
+    None where `can_pack` says so, and none on a processor with AMX. Layers that read the same input are packed together.
     """
     if not can_pack():
+        return 0
+    if has_amx():  # its tiles have several times the peak of the dot products that our kernels use
+        log.warning("linear layers are oneDNN's: with AMX prompts are faster than in our kernels, small batches slower")
         return 0
     memory = HugeMemory()
     replaced = _pack_gates(module, memory) + _pack_head(module, memory)

@@ -5,6 +5,7 @@ They are computed on the device as part of a step, and read when its results are
 
 from collections.abc import Sequence
 from math import isnan
+from typing import Final
 
 import torch
 
@@ -12,6 +13,8 @@ from components.wire.logprobs import TokenLogprobs
 from engine.device_copy import to_device, to_host
 from engine.sampling.check import MAX_LOGPROBS
 from engine.sampling.row import Row
+
+SLICE: Final = 64  # rows of a prompt whose logits are widened to float32 at once
 
 
 class PendingLogprobs:
@@ -64,28 +67,27 @@ class DrawnLogprobs:
 
 
 class PromptLogprobs:
-    """Of the prompt tokens behind those of one chunk.
+    """Of the prompt tokens behind those of one chunk, computed for some rows at a time: each row is a whole vocabulary.
 
     What is noted already, before a retraction, is not noted again. Whatever follows the prompt is not the prompt's.
     """
 
     def __init__(self, row: Row, logits: torch.Tensor, first: int) -> None:
-        """Enqueue the work; logits[i] was computed at token `first` + i, and all before it is noted."""
+        """Enqueue the work; logits[i], of any dtype, was computed at token `first` + i, and all before it is noted."""
         told, count = row.prompt_logprobs, row.params.prompt_logprobs
         assert told is not None
         assert count is not None
         begin, end = len(told), min(first + len(logits), len(row.tokens) - 1)
         tokens = row.tokens[begin + 1 : end + 1]  # logits at token p tell of token p + 1
         self._told = told
-        self._pending: PendingLogprobs | None = None
-        if begin < end:
-            some = logits[begin - first : end - first]
-            self._pending = PendingLogprobs(some, to_device(tokens, logits.device), [count] * len(tokens))
+        self._pending: list[PendingLogprobs] = []
+        for at in range(0, len(tokens), SLICE):
+            some = tokens[at : at + SLICE]
+            rows = logits[begin - first + at :][: len(some)].float()
+            self._pending.append(PendingLogprobs(rows, to_device(some, logits.device), [count] * len(some)))
 
     def leave(self) -> bool:
         """Leave them with the row; an `Arrival` has been waited for. False: they are not numbers."""
-        if self._pending is None:
-            return True
-        logprobs = self._pending.read()
+        logprobs = [token for pending in self._pending for token in pending.read()]
         self._told += logprobs
         return not any(isnan(token.logprob) for token in logprobs)

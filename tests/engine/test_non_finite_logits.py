@@ -151,7 +151,7 @@ def test_a_prefill_fails_and_its_pages_wait_for_their_release(tiny: LoadedModel)
 
 def test_prompt_logprobs_that_are_no_numbers_fail_the_request(tiny: LoadedModel) -> None:
     """JSON has no NaN. Here the first chunk of the prompt breaks, from which nothing is drawn."""
-    core = assemble(tiny, small(max_step_tokens=17), Breaking(tiny, 0, float("nan"), None))
+    core = assemble(tiny, small(max_step_tokens=18), Breaking(tiny, 0, float("nan"), None))
     seen = run(core, [EngineRequest("r", prompt(LONG), greedy(3, prompt_logprobs=1))])
     assert list(seen.failed) == ["r"]
     assert "r" not in seen.tokens

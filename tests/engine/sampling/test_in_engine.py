@@ -302,7 +302,7 @@ def test_seeds_give_the_same_text_on_another_engine_with_other_pages(tiny: Loade
     settings: list[Callable[[], EngineCore]] = [
         lambda: make_engine(tiny),
         lambda: make_engine(tiny, num_pages=5),
-        lambda: make_engine(tiny, max_step_tokens=17),
+        lambda: make_engine(tiny, max_step_tokens=18),
     ]
     texts = [run(make(), [EngineRequest("r", prompt(50), params)]).tokens["r"] for make in settings]
     assert texts[0] == texts[1] == texts[2]
