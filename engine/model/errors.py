@@ -1,4 +1,4 @@
-"""Why a model cannot be served; the message says what to do about it."""
+"""Why a model cannot be served here; the message says what to do about it."""
 
 from components.startup import WrongSettings
 
@@ -9,3 +9,7 @@ class ModelUnavailable(WrongSettings):
 
 class UnsupportedModel(WrongSettings):
     """The model was found, but this engine cannot compute it right, and refuses to compute it wrong."""
+
+
+class DeviceUnavailable(CannotStart):
+    """The device named does not exist, or is not there for this process."""

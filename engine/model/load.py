@@ -18,6 +18,7 @@ from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.kv.storage import TORCH_DTYPES
 from engine.lora.load import Adapters, install_adapters
+from engine.model.device import pick_device
 from engine.model.errors import ModelUnavailable, UnsupportedModel
 from engine.model.identity import random_identity, weights_identity
 from engine.model.pooling import Pooling, read_pooling
@@ -62,10 +63,10 @@ class Headless(torch.nn.Module):
 
 
 def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> LoadedModel:
-    """Find, check and load `model`. Raises: ModelUnavailable, UnsupportedModel, each naming the model."""
+    """Find, check and load `model`. Raises: ModelUnavailable, UnsupportedModel, each naming the model; DeviceUnavailable."""
     directory = model_dir(model, state_dir, progress)
     name = served_name(model)
-    device = torch.device(_pick_device(config.device))
+    device = pick_device(config.device)
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     model_config = _read_config(directory)
     check_config(name, model_config)
@@ -106,12 +107,6 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         adapters=install_adapters(module, config.lora) if pooling is None else Adapters(),
         pooling=pooling,
     )
-
-
-def _pick_device(device: str) -> str:
-    if device != "auto":
-        return device
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def _read_config(directory: Path) -> Any:

@@ -27,6 +27,8 @@ def _reasons(config: Any) -> dict[str, Any]:
     layer_types = set(getattr(text, "layer_types", None) or LAYER_TYPES)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return {
+        f"its weights are quantised ({_quantisation(config)}), which this engine does not compute; take the model's "
+        "unquantised checkpoint, or a GGUF file of it, whose weights become bfloat16": _quantisation(config),
         "it is not a decoder-only model": config.is_encoder_decoder,
         f"its layers are of the kinds {sorted(layer_types)}": not layer_types <= LAYER_TYPES,
         "it compresses keys and values (MLA)": getattr(text, "kv_lora_rank", None),
@@ -37,6 +39,17 @@ def _reasons(config: Any) -> dict[str, Any]:
         ),
         "its layers differ in shape": not isinstance(getattr(text, "head_dim", None), int | None),
     }
+
+
+def _quantisation(config: Any) -> str:
+    """The method by which the weights are quantised; "": they are not."""
+    found = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if not found:
+        return ""
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "by a method that config.json does not name")
 
 
 def max_positions(config: Any) -> int:

@@ -11,6 +11,7 @@ import typer
 
 from components.routing.policies import check_policy
 from components.settings import ABOUT_POLICIES
+from services.local.devices import device_settings
 from services.local.plan import Plan
 from services.local.supervisor import run_mesh
 
@@ -78,6 +79,14 @@ def main(
     state_dir: Annotated[
         Path | None,
         typer.Option(envvar="MESH_STATE_DIR", help="converted models, traces, the servers' data [~/.cache/kvmesh]"),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="of the workers: cpu, cuda, cuda:1, or one for each role: prefill=cuda:0,decode=cuda:1; may be repeated "
+            "[the first CUDA device, else cpu]",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(envvar="MESH_ENGINE__DTYPE", help="of weights and KV, such as bfloat16")
@@ -169,6 +178,7 @@ def main(
         "engine__lora": _adapters(lora),
         "engine__kv_memory_gb": kv_memory_gb,
         "engine__threads": threads,
+        **_devices(device),
     }
     plan = Plan(
         counts={"bootstrap": bootstrap, "prefill": prefill, "decode": decode, "frontend": frontend},
@@ -182,6 +192,13 @@ def main(
         given={name: str(value) for name, value in given.items() if value is not None},
     )
     sys.exit(asyncio.run(run_mesh(plan)))
+
+
+def _devices(given: list[str] | None) -> dict[str, str]:
+    try:
+        return device_settings(given or [])
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc), param_hint="--device") from exc
 
 
 def _adapters(given: list[str] | None) -> str | None:

@@ -1,4 +1,5 @@
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -147,6 +148,20 @@ def test_what_cannot_be_computed_right_is_refused_by_name(tmp_path: Path, config
         UnsupportedModel, match=f"odd-model.* (is not supported|does not run on paged attention): .*{said}"
     ):
         make_engine(load(path))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", ""])
+def test_quantised_weights_are_refused_by_their_method_before_they_are_read(tmp_path: Path, method: str) -> None:
+    """What became of them was left to transformers: an import error, or weights that nothing knew how to multiply by."""
+    path = save_tiny(tmp_path / "odd-model")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4} if method else {"bits": 4}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(
+        UnsupportedModel, match=rf"odd-model is not supported: .*quantised \({method}.*unquantised .*GGUF"
+    ):
+        load_tiny(path)
 
 
 def test_a_window_that_only_the_configuration_knows_is_refused(tmp_path: Path) -> None:

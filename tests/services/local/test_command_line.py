@@ -8,7 +8,10 @@ import sys
 import pytest
 import typer
 
-from services.local.__main__ import _adapters
+from services.decode.config import DecodeSettings
+from services.local.__main__ import _adapters, _devices
+from services.local.plan import Plan
+from services.prefill.config import PrefillSettings
 
 
 def test_adapters_become_the_setting_of_both_kinds_of_workers() -> None:
@@ -40,3 +43,36 @@ def test_help_has_the_common_options_and_cuts_no_name() -> None:
     assert "--drain-timeout" in full
     assert "--drain-timeout" not in short
     assert "--help-all" in short
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        (None, {}),
+        (["cuda"], {"engine__device": "cuda"}),
+        (["cuda:1"], {"engine__device": "cuda:1"}),
+        (
+            ["prefill=cuda:0,decode=cuda:1"],
+            {"prefill_engine__device": "cuda:0", "decode_engine__device": "cuda:1"},
+        ),
+        (["cpu", "decode=cuda:1"], {"engine__device": "cpu", "decode_engine__device": "cuda:1"}),
+    ],
+)
+def test_devices_are_for_all_workers_or_for_those_of_a_role(given: list[str] | None, settings: dict[str, str]) -> None:
+    """Two GPUs could not be told apart: prefill and decode ran on the same one."""
+    assert _devices(given) == settings
+    for role, read in (("prefill", PrefillSettings), ("decode", DecodeSettings)):
+        plan = Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1), given=settings)
+        tiers = plan.children(plan.settings(), "http://e:1", "nats://n:2")
+        (env,) = [spec.env for tier in tiers for spec in tier if spec.name == f"{role}-0"]
+        wanted = settings.get(f"{role}_engine__device", settings.get("engine__device", "auto"))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            assert read().engine.device == wanted
+
+
+@pytest.mark.parametrize("given", ["", "frontend=cuda", "decode=", "decode=cuda:0,decode=cuda:1", "cpu,cuda", "cuda,"])
+def test_a_device_for_nobody_or_twice_is_refused(given: str) -> None:
+    with pytest.raises(typer.BadParameter, match="prefill=cuda:0,decode=cuda:1"):
+        _devices([given])
