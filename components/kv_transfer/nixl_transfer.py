@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
@@ -165,6 +166,8 @@ class NixlTransfer:
     # Below: on the thread, and what a short write needs on the event loop too, never at the same time.
 
     def _create_agent(self) -> KvEndpoint:
+        if self._region.device != "cpu":  # imported here: a mock worker starts without torch
+            import_module("components.kv_transfer.cuda_context").open_context(self._region.device)
         config = nixl_agent_config(
             enable_prog_thread=False,  # it would spin on a core; this thread makes progress whenever it polls
             backends=[self._backend],

@@ -1,0 +1,45 @@
+"""NIXL's thread has the pool's CUDA context before there is an agent; CUDA is played by what would be called."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from components.errors import TransferFailed
+from components.kv_transfer import nixl_transfer
+from components.kv_transfer.nixl_transfer import NixlTransfer
+from tests.components.kv_transfer.nixl_peer import Pages
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("device", "before"),
+    [("cuda:1", ["device 1", "synchronize 1"]), ("cuda:0", ["device 0", "synchronize 0"]), ("cpu", [])],
+)
+async def test_the_thread_has_a_context_before_the_agent_is_made(
+    device: str, before: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never had one: UCX then found no way from GPU to GPU, and was slow without a word."""
+    called: list[tuple[str, int]] = []
+
+    def note(what: str) -> None:
+        called.append((what, threading.get_ident()))
+
+    def agent(*_args: object) -> None:
+        note("agent")
+        raise RuntimeError("there is no GPU")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: note(f"device {index}"))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: note(f"synchronize {index}"))
+    )
+    monkeypatch.setattr(nixl_transfer, "nixl_agent", agent)
+    transfer = NixlTransfer(Pages(device=device), "me", "UCX", 4)
+    with pytest.raises(TransferFailed, match="no GPU"):
+        await transfer.start()
+    await transfer.stop()
+    assert [what for what, _ in called] == [*before, "agent"]
+    threads = {thread for _, thread in called}
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
