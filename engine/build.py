@@ -13,6 +13,7 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.step_tables import StepLimits
 from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
+from engine.compilation.machine import keep_compiled
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import EngineConfig
 from engine.core import PACK_TOKENS, EngineCore
@@ -55,6 +56,7 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
         forward = choose_forward(model, loaded, config, state_dir, progress)
         return assemble(loaded, config, forward, cores=_shared_cores(config, forward))
     torch.cuda.set_device(loaded.device)  # kernels of ours are launched on this thread's device
+    keep_compiled(state_dir)
     pool = make_pool(loaded, config)
     return assemble(loaded, config, choose_device_forward(loaded, config, pool.attention, progress), pool)
 

@@ -64,7 +64,8 @@ class EngineConfig:
     compile: Annotated[
         Literal["auto", "wait", "off"],
         Field(
-            description="auto: run eagerly until a compiled model is ready, where it pays; wait: be ready first; off"
+            description="auto: run eagerly until a compiled model is ready, where it pays, on a GPU like wait; "
+            "wait: be ready first; off"
         ),
     ] = "auto"
     attention: Annotated[
@@ -80,7 +81,9 @@ class EngineConfig:
             description="plan a step while the device runs the one before; auto: unless the CPU computes (the mock's does not)"
         ),
     ] = "auto"
-    compile_timeout_s: Annotated[float, Field(description="how long compile=wait waits, then runs eagerly")] = 300.0
+    compile_timeout_s: Annotated[
+        float, Field(description="how long a start waits for compiling, then runs eagerly")
+    ] = 300.0
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:

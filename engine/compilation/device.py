@@ -15,7 +15,7 @@ from engine.attention.choose import find_c_compiler
 from engine.attention.opaque import OpaqueAttention, attending
 from engine.attention.step_tables import SMALLEST_BLOCK
 from engine.compilation.forward import EagerForward, Forward, padded
-from engine.compilation.graphs import Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
+from engine.compilation.graphs import CaptureFailed, Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
 from engine.compilation.shared_linear import merge_products, share_linears
 from engine.config import EngineConfig
 from engine.lora.apply import any_adapted
@@ -64,6 +64,8 @@ class Traced(torch.nn.Module):
 class DeviceForward:
     """Eager until torch has compiled the model in a thread beside; then compiled, and decodes from graphs.
 
+    Graphs are recorded in `start` or never: what is compiled later runs without them.
+
     Weights of linear layers that read the same input move together (`share_linears`) when this is made.
     """
 
@@ -87,7 +89,7 @@ class DeviceForward:
 
     @torch.inference_mode()
     def start(self, timeout_s: float, progress: Progress) -> None:
-        """Begin compiling; wait `timeout_s` for it and for graphs at most. What is not ready then comes as it comes."""
+        """Compile and record graphs, for `timeout_s` at most. What is compiled later is adopted then, without graphs."""
         deadline = monotonic() + timeout_s
         progress(TASK, 0, 1)
         self._thread.start()
@@ -96,8 +98,12 @@ class DeviceForward:
         self._adopt()
         if self._compute is not None and timeout_s > 0:
             self._warm_prompts()
-            if self._graphs is not None:
-                self._graphs.record_all(deadline, progress)
+            if self._record is not None:
+                self._graphs = self._recorded(self._compute, self._record, deadline, progress)
+        elif self._record is not None:
+            log.warning(
+                "decodes run without CUDA graphs: the model is not compiled yet", extra={"waited_s": round(timeout_s)}
+            )
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
@@ -119,8 +125,16 @@ class DeviceForward:
         """Use what the thread has made, once; the thread that steps the engine does it, between two steps."""
         if self._compute is None and self._made is not None:
             self._compute = self._made
-            if self._record is not None:
-                self._graphs = DecodeGraphs(self._compute, cast("Recordable", self._attention), self._record)
+
+    def _recorded(self, compute: Compute, record: Recorder, deadline: float, progress: Progress) -> DecodeGraphs | None:
+        """Graphs of decode steps; None, when one of them cannot be recorded, and then none is kept."""
+        graphs = DecodeGraphs(compute, cast("Recordable", self._attention), record)
+        try:
+            graphs.record_all(deadline, progress)
+        except CaptureFailed as exc:
+            log.warning("decodes run without CUDA graphs: recording them failed", extra={"reason": str(exc)})
+            return None
+        return graphs
 
     @torch.inference_mode()
     def _compile(self) -> None:
@@ -156,14 +170,17 @@ class DeviceForward:
 def choose_device_forward(
     loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress
 ) -> Forward:
-    """How `loaded`, on a CUDA device, is going to run, as `config.compile` asks for it. Once for an engine."""
+    """How `loaded`, on a CUDA device, is going to run. Once for an engine.
+
+    `compile=auto` waits like `wait`: to compile beside a GPU that serves takes minutes of slow steps.
+    """
     reason = why_eager(config)
     if reason is not None:
         log.info("the model runs eagerly", extra={"reason": reason})
         return EagerForward(loaded.module)
     record = CudaRecorder() if isinstance(attention, Recordable) else None
     forward = DeviceForward(loaded, attention, record, torch_compile)
-    forward.start(config.compile_timeout_s if config.compile == "wait" else 0.0, progress)
+    forward.start(config.compile_timeout_s, progress)
     return forward
 
 

@@ -1,14 +1,17 @@
 """CUDA graphs of decode steps, one for each of some batch sizes: a step of hundreds of kernels is launched at once.
 
 A graph reads and writes the same addresses at each replay. So tokens and positions are copied into buffers of ours, the
-step's tables stand where attention keeps them for good (`engine.attention.step_tables`), and logits appear in the
-graph's own memory. A step runs in the smallest graph that holds it; rows beyond its requests are padding, which attention
+step's tables stand where attention keeps them for good (`engine.attention.step_tables`), and all graphs write their logits
+into one buffer. A step runs in the smallest graph that holds it; rows beyond its requests are padding, which attention
 knows by its context of 0.
+
+Graphs are recorded before the engine serves: a capture that fails in the midst of a step would take its requests with it.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
@@ -40,14 +43,11 @@ class Recordable(AttentionBackend, Protocol):
         """Attention of `rows` decodes that reads, whenever it runs, the tables of the step planned last."""
 
 
-class Recording(NamedTuple):
-    """Work that was recorded, and where its result appears."""
-
-    replay: Callable[[], None]
-    logits: torch.Tensor
+class CaptureFailed(Exception):
+    """Work cannot be recorded; the device still computes. The message says why."""
 
 
-Recorder = Callable[[Callable[[], torch.Tensor]], Recording]
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # work → what does it again. Raises: CaptureFailed.
 
 
 class CudaRecorder:
@@ -56,17 +56,31 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], torch.Tensor]) -> Recording:
-        """Record `work`, which has run before: nothing may be compiled or loaded meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads of this process move KV pages, and may go on doing so
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = work()
-        return Recording(graph.replay, logits)
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record `work`, which has run before: nothing may be compiled or loaded meanwhile.
+
+        Raises: CaptureFailed, and no more may be recorded then. A device that is lost raises what torch raises.
+        """
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # thread_local: other threads of this process move KV pages, and may go on doing so
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as exc:
+            self._abandon(stream)
+            raise CaptureFailed(str(exc.__context__ or exc)) from exc  # the end of a broken capture fails, too
+        return graph.replay
+
+    def _abandon(self, stream: torch.cuda.Stream) -> None:
+        """Undo what `torch.cuda.graph` leaves when its end fails: its own stream, and its memory for all that is allocated."""
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError):  # it may have come to that
+            torch._C._cuda_endAllocateToPool(stream.device_index, self._memory)
+        torch.cuda.synchronize()
 
 
 class DecodeGraphs:
-    """Decode steps of up to `attention.limits.requests` requests through `compute`, recorded when first needed."""
+    """Decode steps of up to `attention.limits.requests` requests through `compute`."""
 
     @torch.inference_mode()  # to a compiler, buffers made outside it would be other kinds of tensors than a step's
     def __init__(self, compute: Compute, attention: Recordable, record: Recorder) -> None:
@@ -74,20 +88,22 @@ class DecodeGraphs:
         self._attention = attention
         self._record = record
         self._sizes = graph_sizes(attention.limits.requests)
-        self._recordings: dict[int, Recording] = {}
+        self._replays: dict[int, Callable[[], None]] = {}  # by size
+        self._logits: torch.Tensor | None = None  # [largest size, vocab], once a step has shown their dtype
         device, largest = attention.device, self._sizes[-1]
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._keep = torch.arange(largest, device=device)
 
     def record_all(self, deadline: float, progress: Progress) -> None:
-        """Record the largest size first: whatever is missing when time is up runs in a larger one."""
+        """Record the largest size first: whatever is missing when time is up runs in a larger one. Raises: CaptureFailed."""
         self._attention.plan(NO_REQUESTS)  # all rows are padding: no KV is written
         for done, size in enumerate(reversed(self._sizes)):
             progress(TASK, done, len(self._sizes))
             if done and monotonic() > deadline:
                 break
-            self._recording(size)
+            if size not in self._replays:
+                self._replays[size] = self._recorded(size)
         progress(TASK, len(self._sizes), len(self._sizes))
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -95,23 +111,26 @@ class DecodeGraphs:
         count = len(token_ids)
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
-        replay, logits = self._recording(next(size for size in self._sizes if size >= count))
-        replay()
-        return logits[:count]
+        self._replays[min(size for size in self._replays if size >= count)]()
+        assert self._logits is not None
+        return self._logits[:count]
 
-    def _recording(self, size: int) -> Recording:
-        """In the midst of a step it first computes that step: the replay writes the same KV to the same slots."""
-        if size not in self._recordings:
-            step = self._attention.recorded(size)
-            inputs = self._token_ids[:size], self._positions[:size], self._keep[:size]
+    def _recorded(self, size: int) -> Callable[[], None]:
+        step = self._attention.recorded(size)
+        inputs = self._token_ids[:size], self._positions[:size], self._keep[:size]
 
-            def work() -> torch.Tensor:
-                with attending(step, size):
-                    return self._compute(*inputs)
+        def work() -> None:
+            with attending(step, size):
+                logits = self._compute(*inputs)
+            if self._logits is None:
+                self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
+            self._logits[:size].copy_(logits)
 
+        try:
             work()
-            self._recordings[size] = self._record(work)
-        return self._recordings[size]
+        except torch.OutOfMemoryError as exc:
+            raise CaptureFailed(str(exc)) from exc
+        return self._record(work)
 
 
 def graph_sizes(requests: int) -> list[int]:

@@ -42,6 +42,16 @@ def _flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+def keep_compiled(state_dir: Path) -> None:
+    """Have torch's and Triton's compilers keep what they make under `state_dir`, unless the environment says where.
+
+    By default that is /tmp, which a container loses at each start.
+    """
+    home = state_dir.expanduser() / "compile"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(home / "triton"))
+
+
 def fingerprint(facts: Mapping[str, object]) -> str:
     """16 hex digits that change with any of `facts`."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

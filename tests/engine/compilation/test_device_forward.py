@@ -1,18 +1,23 @@
 """The forward for CUDA devices on a CPU: kernels interpreted, recording faked, the compiler one that changes nothing."""
 
 import logging
+import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from engine import build
 from engine.build import assemble, make_pool
 from engine.compilation import device
 from engine.compilation.device import DeviceForward, choose_device_forward, torch_compile
 from engine.compilation.forward import EagerForward
-from engine.compilation.graphs import Compute, Recording
+from engine.compilation.graphs import CaptureFailed, Compute
 from engine.model.load import LoadedModel
 from engine.model.progress import silent
 from engine.ports import EngineRequest
@@ -31,14 +36,12 @@ class CountingRecorder:
     def __init__(self) -> None:
         self.replays = 0
 
-    def __call__(self, work: Callable[[], torch.Tensor]) -> Recording:
-        logits = work().clone()
-
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         def replay() -> None:
             self.replays += 1
-            logits.copy_(work())
+            work()
 
-        return Recording(replay, logits)
+        return replay
 
 
 def test_prompts_run_compiled_and_decodes_from_graphs_with_the_ids_of_the_eager_cpu_engine(
@@ -134,3 +137,92 @@ def test_the_compiler_for_devices_is_inductor_with_siblings_merged(monkeypatch: 
     with torch.inference_mode():
         assert torch_compile(Twice())(ids, ids, ids).tolist() == [6.0, 6.0, 6.0]
     assert seen == [1]
+
+
+@pytest.mark.parametrize("failing", [1, 3], ids=["the largest", "a later one"])
+def test_graphs_that_cannot_be_recorded_are_done_without(
+    tiny: LoadedModel, fresh: LoadedModel, failing: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A capture failed in the midst of serving: it took the worker with it, or was tried again at each step."""
+    tried: list[int] = []
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        tried.append(len(tried))
+        if len(tried) == failing:
+            raise CaptureFailed("operation not permitted when stream is capturing")
+        return work
+
+    config = small(attention="triton", max_running=16)
+    pool = make_pool(fresh, config)
+    forward = DeviceForward(fresh, pool.attention, record, lambda module: module)
+    forward.start(60.0, silent)
+    (warning,) = [log for log in caplog.records if log.levelno >= logging.WARNING]
+    assert warning.message == "decodes run without CUDA graphs: recording them failed"
+    assert "not permitted when stream is capturing" in vars(warning)["reason"]
+    assert run(assemble(fresh, config, forward, pool), REQUESTS).tokens == run(make_engine(tiny), REQUESTS).tokens
+    assert len(tried) == failing, "it is not tried again"
+
+
+def test_what_is_compiled_too_late_is_adopted_without_graphs(
+    fresh: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would be captured between two steps that serve."""
+    go_on = threading.Event()
+
+    def compiler(module: torch.nn.Module) -> Compute:
+        go_on.wait(20)
+        return module
+
+    config = small(attention="triton", max_running=2)
+    pool, record = make_pool(fresh, config), CountingRecorder()
+    forward = DeviceForward(fresh, pool.attention, record, compiler)
+    forward.start(0.01, silent)
+    assert "decodes run without CUDA graphs: the model is not compiled yet" in caplog.messages
+    go_on.set()
+    forward._thread.join()
+    assert len(run(assemble(fresh, config, forward, pool), REQUESTS[:1]).tokens["0"]) == 3
+    assert forward._compute is not None
+    assert record.replays == 0
+
+
+@pytest.mark.parametrize("compile_setting", ["auto", "wait"])
+def test_on_a_device_a_start_waits_for_the_compiler(
+    fresh: LoadedModel, compile_setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With auto it compiled while it served, for minutes, and then captured graphs between steps."""
+    waited: list[float] = []
+    monkeypatch.setattr(device, "why_eager", lambda _config: None)
+    monkeypatch.setattr(DeviceForward, "start", lambda _self, timeout_s, _progress: waited.append(timeout_s))
+    config = small(compile=compile_setting, compile_timeout_s=77.0)
+    choose_device_forward(fresh, config, make_pool(fresh, config).attention, silent)
+    assert waited == [77.0]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_is_compiled_for_a_device_is_kept_in_the_state_directory(
+    tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was kept in /tmp, so a container compiled for minutes at each start."""
+    names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    for name in names:
+        monkeypatch.setenv(name, "/elsewhere")
+        if not given:
+            monkeypatch.delenv(name)
+    there: dict[str, str] = {}
+
+    def make(*_args: object) -> None:  # kernels of ours are compiled in it
+        there.update({name: os.environ[name] for name in names})
+        raise LookupError
+
+    monkeypatch.setattr(
+        build, "load_model", lambda *_args: SimpleNamespace(device=torch.device("cuda", 1), module=None)
+    )
+    monkeypatch.setattr(build, "pack_linears", lambda _module: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(build, "make_pool", make)
+    with pytest.raises(LookupError):
+        build.build_engine("m", small(), tmp_path)
+    home = tmp_path / "compile"
+    assert there == {name: "/elsewhere" if given else str(home / last) for name, last in names.items()}
+    if not given:
+        assert cache_dir() == str(home / "inductor")

@@ -1,8 +1,10 @@
 """Which graph a decode step runs in, and what it finds there. The recorder is a fake: replaying is doing it again."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,28 +14,37 @@ from engine.attention.backend import Scoring, StepAttention, StepShape
 from engine.attention.opaque import OpaqueAttention
 from engine.attention.plain import PlainAttention
 from engine.attention.step_tables import StepLimits
-from engine.compilation.graphs import DecodeGraphs, Recordable, Recording, graph_sizes
+from engine.compilation.graphs import CaptureFailed, CudaRecorder, DecodeGraphs, Recordable, graph_sizes
+from engine.model.progress import silent
 
 VOCAB = 7
 CASE = AttentionCase((1,), (1,))
 
 
 class FakeRecorder:
-    """Notes what it replays. Like a graph, it writes its result to one place for good."""
+    """Notes the sizes that it records and replays, by what is computed then."""
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
         self.replayed: list[int] = []
+        self.computed = 0  # rows of the latest computation
+        self.fails_at: int | None = None
 
-    def __call__(self, work: Callable[[], torch.Tensor]) -> Recording:
-        logits = work().clone()
-        self.recorded.append(len(logits))
+    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        self.computed = len(token_ids)
+        return compute(token_ids, positions, keep)
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        if self.computed == self.fails_at:
+            raise CaptureFailed("operation not permitted when stream is capturing")
+        self.recorded.append(self.computed)
 
         def replay() -> None:
-            self.replayed.append(len(logits))
-            logits.copy_(work())
+            work()
+            self.replayed.append(self.computed)
 
-        return Recording(replay, logits)
+        return replay
 
 
 class FakeAttention:
@@ -78,6 +89,12 @@ def recorder() -> Iterator[FakeRecorder]:
         yield FakeRecorder()
 
 
+def recorded(recorder: FakeRecorder, attention: FakeAttention) -> DecodeGraphs:
+    graphs = DecodeGraphs(recorder.compute, attention, recorder)
+    graphs.record_all(monotonic() + 60, silent)
+    return graphs
+
+
 def decode(graphs: DecodeGraphs, attention: FakeAttention, contexts: list[int]) -> list[list[float]]:
     attention.plan(StepShape([1] * len(contexts), contexts, [[0]] * len(contexts)))
     positions = torch.tensor(contexts) - 1
@@ -86,7 +103,7 @@ def decode(graphs: DecodeGraphs, attention: FakeAttention, contexts: list[int]) 
 
 def test_a_step_runs_in_the_smallest_graph_that_holds_it(recorder: FakeRecorder) -> None:
     attention = FakeAttention(20)
-    graphs = DecodeGraphs(compute, attention, recorder)
+    graphs = recorded(recorder, attention)
     for contexts in ([5], [7, 8, 9], [3] * 17):
         assert decode(graphs, attention, contexts) == [[c + 99, c - 1, c] for c in contexts]
     assert recorder.replayed == [2, 4, 20]
@@ -94,23 +111,88 @@ def test_a_step_runs_in_the_smallest_graph_that_holds_it(recorder: FakeRecorder)
 
 def test_a_graph_is_recorded_once_and_reads_what_each_step_put_before_it(recorder: FakeRecorder) -> None:
     attention = FakeAttention(8)
-    graphs = DecodeGraphs(compute, attention, recorder)
+    graphs = recorded(recorder, attention)
     assert decode(graphs, attention, [5, 6]) == [[104, 4, 5], [105, 5, 6]]
     assert decode(graphs, attention, [9]) == [[108, 8, 9]]
-    assert recorder.recorded == [2]
+    assert recorder.recorded == [8, 4, 2], "nothing is recorded while it serves"
 
 
 def test_recording_beforehand_takes_the_largest_first_and_stops_when_time_is_up(recorder: FakeRecorder) -> None:
     """The largest is recorded whatever the time: any step fits into it."""
     attention = FakeAttention(24)
     told: list[tuple[int, int]] = []
-    graphs = DecodeGraphs(compute, attention, recorder)
+    graphs = DecodeGraphs(recorder.compute, attention, recorder)
     graphs.record_all(monotonic() - 1, lambda _task, done, total: told.append((done, total)))
     assert recorder.recorded == [24]
     assert not attention.contexts.any(), "recording must not write KV: all rows are padding"
     graphs.record_all(monotonic() + 60, lambda _task, done, total: told.append((done, total)))
     assert recorder.recorded == [24, 16, 8, 4, 2]
     assert told[-1] == (5, 5)
+
+
+def test_sizes_that_were_not_recorded_in_time_run_in_a_larger_one(recorder: FakeRecorder) -> None:
+    attention = FakeAttention(24)
+    graphs = DecodeGraphs(recorder.compute, attention, recorder)
+    graphs.record_all(monotonic() - 1, silent)
+    assert decode(graphs, attention, [7, 8]) == [[106, 6, 7], [107, 7, 8]]
+    assert (recorder.recorded, recorder.replayed) == ([24], [24])
+
+
+def test_all_graphs_write_their_logits_into_one_buffer(recorder: FakeRecorder) -> None:
+    """Each kept its own: 5 GB of 64 graphs of up to 512 rows of a vocabulary of 152,000."""
+    attention = FakeAttention(24)
+    graphs = recorded(recorder, attention)
+    places = set()
+    for count in (1, 3, 7, 20):
+        attention.plan(StepShape([1] * count, [5] * count, [[0]] * count))
+        places.add(graphs(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)).data_ptr())
+    assert len(places) == 1
+
+
+class PlayedCuda:
+    """As much of torch.cuda as records a graph, and a capture whose end fails, as one does that was broken in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.usual = SimpleNamespace(device_index=1)
+        self.stream = self.usual
+        self.ended: list[object] = []
+        for name, value in {
+            "graph_pool_handle": lambda: (0, 7),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "current_stream": lambda: self.stream,
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "synchronize": lambda: None,
+            "graph": self.graph,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(
+            torch._C, "_cuda_endAllocateToPool", lambda index, pool: self.ended.append((index, pool)), raising=False
+        )
+
+    @contextmanager
+    def graph(self, _graph: object, *, pool: object, capture_error_mode: str) -> Iterator[None]:
+        self.stream = SimpleNamespace(device_index=1)
+        try:
+            yield
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904 - as torch does
+        self.stream = self.usual
+
+
+def test_a_capture_that_fails_says_why_and_leaves_the_usual_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch leaves the capture's stream current, and its memory pool in use, when the end of a capture fails."""
+    cuda = PlayedCuda(monkeypatch)
+    record = CudaRecorder()
+
+    def syncs() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(CaptureFailed, match="not permitted when stream is capturing"):
+        record(syncs)
+    assert cuda.stream is cuda.usual
+    assert cuda.ended == [(1, (0, 7))]
+    record(lambda: None)
+    assert cuda.stream is cuda.usual
 
 
 @pytest.mark.parametrize("requests", [1, 2, 3, 8, 9, 64, 100])
