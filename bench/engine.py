@@ -285,10 +285,12 @@ def main(
         list[int] | None,
         typer.Option(help="measure only this: decodes and prompts beside so many busy processes; several times"),
     ] = None,
-    host: Annotated[bool, typer.Option("--host", help="measure only this: the host's part of a decode step")] = False,
+    only_host: Annotated[
+        bool, typer.Option("--host", help="measure only this: the host's part of a decode step")
+    ] = False,
 ) -> None:
     """Measure this machine, then decode steps and prompts, eager and compiled in turn."""
-    if host:
+    if only_host:
         for size, way, spent in host_steps(HOST_BATCHES, HOST_STEPS):
             say("host's part of a decode step", spent, 0.0, batch=size, context=CONTEXT, sampling=way)
         return

@@ -59,8 +59,10 @@ def host_core(batch: int, vocab: int) -> EngineCore:
     config = EngineConfig(num_pages=pages, max_running=batch, max_step_tokens=max(8192, batch + 2), pipeline="on")
     logits = torch.randn(batch, vocab, dtype=torch.bfloat16)
 
-    def forward(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        del ids, positions, step
+    def forward(
+        token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        del token_ids, positions, step
         return logits[: len(keep)]
 
     tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)

@@ -26,7 +26,7 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
     allowed = filled.view(np.uint32)
     if vocab % WORD_BITS:
         allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # there is no token behind the last one
-    for i in np.flatnonzero(~allowed.any(axis=1)):
+    for i in np.flatnonzero(~allowed.any(axis=1)).tolist():
         _set(allowed[i], rows[i].eos_ids)
     for words, row in zip(allowed, rows, strict=True):
         ends = [*(row.eos_ids if row.params.ignore_eos else ()), *(row.end_ids if row.must_go_on else ())]

@@ -28,7 +28,7 @@ def stream_starts(seeds: Iterable[int]) -> Words:
 def uniforms(starts: Words, positions: Sequence[int]) -> npt.NDArray[np.float64]:
     """The draws in [0, 1) that belong to these streams at these positions, whatever the batch, the worker or the history."""
     counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
-    return (_mixed(starts + counters * GOLDEN) >> UNUSED_BITS) * 2.0**-53
+    return (_mixed(starts + counters * GOLDEN) >> UNUSED_BITS).astype(np.float64) * np.float64(2.0**-53)
 
 
 def _mixed(words: Words) -> Words:

@@ -42,7 +42,7 @@ def watched(engine: EngineCore) -> list[Chunk]:
         chunks.extend(planned)
         return launch(planned)
 
-    engine._runner.launch = launched  # type: ignore[method-assign]
+    engine._runner.launch = launched  # type: ignore[method-assign, assignment]
     return chunks
 
 
