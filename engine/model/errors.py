@@ -11,5 +11,5 @@ class UnsupportedModel(WrongSettings):
     """The model was found, but this engine cannot compute it right, and refuses to compute it wrong."""
 
 
-class DeviceUnavailable(CannotStart):
+class DeviceUnavailable(WrongSettings):
     """The device named does not exist, or is not there for this process."""

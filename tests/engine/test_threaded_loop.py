@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.errors import InvariantBroken, PromptTooLong
+from components.errors import CannotStart, InvariantBroken, PromptTooLong
 from engine.core import EngineCore
 from engine.loop import EngineLoop
 from engine.model.load import LoadedModel
@@ -82,6 +82,21 @@ def test_an_engine_whose_step_fails_where_it_was_called_dies_all_the_same(
     with caplog.at_level(logging.ERROR):
         asyncio.run(main())
     assert "engine died" in caplog.text
+
+
+def test_an_engine_that_cannot_start_leaves_it_to_the_service_to_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """It was logged with a traceback, though its message says all."""
+
+    def build() -> EngineCore:
+        raise CannotStart("device=cuda: there is none")
+
+    async def main() -> None:
+        async with run_engine(build):
+            raise AssertionError("it started")
+
+    with pytest.raises(CannotStart, match="there is none"):
+        asyncio.run(main())
+    assert not caplog.records
 
 
 @given(ways=st.lists(st.sampled_from(["post", "call", "turn", "pause", "busy", "request"]), min_size=2, max_size=30))
