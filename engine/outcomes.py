@@ -129,7 +129,8 @@ class Outcomes:
     def _break(self, request: Request, output: StepOutput) -> None:
         """End a request, with all its branches, for which the model computed NaN or infinity."""
         log.error("logits are not finite", extra={"request": request.id, "tokens": len(request.tokens)})
-        self._memory.forget(request)
+        for branch in self._requests.branches(request.id):
+            self._memory.forget(branch)
         self._requests.cancel(request.id)
         message = "the model computed NaN or infinite logits for this request"
         output.failed.append(Failed(request.id, NonFiniteLogits(message, request_id=request.id)))

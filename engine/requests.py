@@ -48,6 +48,11 @@ class Requests:
         request = self._live.get(request_id)
         return request if request is not None and request.state is RequestState.RESERVED else None
 
+    def branches(self, request_id: str) -> list[Request]:
+        """All live branches of a request."""
+        first = self._live.get(request_id)
+        return [*([] if first is None else [first]), *self._branches.get(request_id, ())]
+
     def fork(self, request: Request) -> list[tuple[int, int]]:
         """The prompt's KV stands and nothing was generated yet: the other branches of the request begin.
 

@@ -138,6 +138,7 @@ def test_all_branches_end_with_the_broken_one_and_it_is_told_once(tiny: LoadedMo
         told += core.step().failed
         check_pages(core)
     assert [failed.request_id for failed in told] == ["r"]
+    assert peek(core, prompt(LONG)) == 0, "nor does one of them leave the prompt's pages in the cache"
 
 
 def test_a_prefill_fails_and_its_pages_wait_for_their_release(tiny: LoadedModel) -> None:
