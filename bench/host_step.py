@@ -51,23 +51,31 @@ class Device(TorchRunner):
     takes_cpu = False
 
 
+class _NoForward:
+    """The same logits for each step."""
+
+    kind: Final = "none"
+
+    def __init__(self, batch: int, vocab: int) -> None:
+        self._logits = torch.randn(batch, vocab, dtype=torch.bfloat16)
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        del token_ids, positions, step
+        return self._logits[: len(keep)]
+
+
 def host_core(batch: int, vocab: int) -> EngineCore:
     """An engine for `batch` requests that are decoded at once."""
     context = CONTEXT + ANSWER
     layout = KvLayout(model="none", dtype="bfloat16", page_size=16, layers=1, kv_heads=1, head_dim=16)
     pages = batch * layout.pages_for(context)
     config = EngineConfig(num_pages=pages, max_running=batch, max_step_tokens=max(8192, batch + 2), pipeline="on")
-    logits = torch.randn(batch, vocab, dtype=torch.bfloat16)
-
-    def forward(
-        token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
-    ) -> torch.Tensor:
-        del token_ids, positions, step
-        return logits[: len(keep)]
 
     tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)
     return EngineCore(
-        runner=Device(torch.device("cpu"), forward, tables, torch.zeros(1), Adapters()),
+        runner=Device(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters()),
         config=config,
         region=KvRegion(0, pages, layout, "cpu"),
         max_context=context,

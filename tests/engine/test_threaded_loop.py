@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.errors import CannotStart, InvariantBroken, PromptTooLong
+from components.errors import InvariantBroken, PromptTooLong
+from components.startup import WrongSettings
 from engine.core import EngineCore
 from engine.loop import EngineLoop
 from engine.model.load import LoadedModel
@@ -88,13 +89,13 @@ def test_an_engine_that_cannot_start_leaves_it_to_the_service_to_say_so(caplog: 
     """It was logged with a traceback, though its message says all."""
 
     def build() -> EngineCore:
-        raise CannotStart("device=cuda: there is none")
+        raise WrongSettings("device=cuda: there is none")
 
     async def main() -> None:
         async with run_engine(build):
             raise AssertionError("it started")
 
-    with pytest.raises(CannotStart, match="there is none"):
+    with pytest.raises(WrongSettings, match="there is none"):
         asyncio.run(main())
     assert not caplog.records
 
