@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from components.kv_transfer.layout import KvLayout
+from components.kv_transfer.network import leave_out_rdma
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.nixl_transfer import POLL_WRITES_S, open_nixl
 
@@ -37,6 +38,7 @@ class Pool:
 
 def plain_agent(name: str, pool: Pool) -> nixl_agent:
     """NIXL as it comes, over the same memory, without a thread that spins."""
+    leave_out_rdma()
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     agent.register_memory([(pool.address, pool.memory.nbytes, 0, "")], mem_type="DRAM")
     return agent

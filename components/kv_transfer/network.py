@@ -18,6 +18,8 @@ from typing import Final, NamedTuple
 log = logging.getLogger(__name__)
 
 UCX_DEVICES: Final = "UCX_NET_DEVICES"
+UCX_MODULES: Final = "UCX_MODULES"
+NO_RDMA: Final = "^ib"  # all modules but this one
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 _LISTEN: Final = "0A"
 
@@ -45,6 +47,15 @@ def choose_devices(host: str) -> None:
         return
     devices = [name] if ip_address(host).is_loopback else [name, *_rdma_devices()]
     os.environ[UCX_DEVICES] = ",".join(devices)
+
+
+def leave_out_rdma() -> None:
+    """Have UCX not load its module for RDMA devices where there are none, unless the environment says otherwise.
+
+    In nixl 1.5.1's wheel that module, beside Debian 12's libibverbs1, ends a process that exits with SIGSEGV.
+    """
+    if not _rdma_devices():
+        os.environ.setdefault(UCX_MODULES, NO_RDMA)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from components.kv_transfer.arrivals import Arrivals
 from components.kv_transfer.aux import HEAD, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.layout import check_compatible
-from components.kv_transfer.network import choose_devices, listeners_told
+from components.kv_transfer.network import choose_devices, leave_out_rdma, listeners_told
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
@@ -166,6 +166,7 @@ class NixlTransfer:
     # Below: on the thread, and what a short write needs on the event loop too, never at the same time.
 
     def _create_agent(self) -> KvEndpoint:
+        leave_out_rdma()
         if self._region.device != "cpu":  # imported here: a mock worker starts without torch
             import_module("components.kv_transfer.cuda_context").open_context(self._region.device)
         config = nixl_agent_config(

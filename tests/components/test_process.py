@@ -8,6 +8,7 @@ import pytest
 from components.errors import BackendUnavailable, MeshError
 from components.process import drain, new_instance_id, record_maker, run, stop_signal
 from components.settings import MeshSettings
+from components.startup import EX_CONFIG, WrongSettings
 from engine.attention.choose import AttentionUnavailable
 from engine.model.errors import ModelUnavailable, UnsupportedModel
 
@@ -89,7 +90,8 @@ def test_what_keeps_a_service_from_starting_is_said_in_one_line(error: MeshError
 
     with pytest.raises(SystemExit) as ended:
         run(main())
-    assert ended.value.code == error.message
+    assert str(ended.value) == error.message
+    assert ended.value.code == (EX_CONFIG if isinstance(error, WrongSettings) else error.message)
 
 
 def test_a_record_keeps_its_instance_and_takes_each_epoch(caplog: pytest.LogCaptureFixture) -> None:

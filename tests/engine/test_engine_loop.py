@@ -23,7 +23,11 @@ def thread(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def test_an_engine_starts_from_a_directory_and_answers(tiny_dir: Path, tiny: LoadedModel) -> None:
+def test_an_engine_starts_from_a_directory_and_answers(
+    tiny_dir: Path, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.progress.QUICK_S", 0.0)
+
     async def main() -> None:
         told: list[tuple[str, int, int]] = []
         async with start_engine(str(tiny_dir), small(), Path("unused"), lambda *args: told.append(args)) as loop:

@@ -48,17 +48,28 @@ def loaded(tiny_dir: Path, kernel: str | None) -> LoadedModel:
     return model
 
 
-def logits_of(loaded: LoadedModel, tokens: Sequence[int], company: Company) -> list[torch.Tensor]:
-    """From which each of a greedy request's tokens was drawn."""
-    eager = EagerForward(loaded.module)
-    seen: dict[tuple[int, int], torch.Tensor] = {}  # by position and token
+class Noting:
+    """The eager forward, which notes the logits of each token that it was asked for."""
 
-    def forward(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        logits = eager(ids, positions, keep, step)
+    kind = EagerForward.kind
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.seen: dict[tuple[int, int], torch.Tensor] = {}  # by position and token
+        self._eager = EagerForward(loaded.module)
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        logits = self._eager(ids, positions, keep, step)
         for position, token, row in zip(positions[keep].tolist(), ids[keep].tolist(), logits, strict=True):
-            seen[position, token] = row.clone()
+            self.seen[position, token] = row.clone()
         return logits
 
+
+def logits_of(loaded: LoadedModel, tokens: Sequence[int], company: Company) -> list[torch.Tensor]:
+    """From which each of a greedy request's tokens was drawn."""
+    forward = Noting(loaded)
+    seen = forward.seen
     config = {"dtype": "bfloat16", "max_step_tokens": 512, "num_pages": 400, "max_running": 64, **company.config}
     core = assemble(loaded, small(**config), forward)
     if company.cached:

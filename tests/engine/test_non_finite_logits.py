@@ -57,6 +57,8 @@ class Even:
 class Breaking:
     """A forward whose step `at` gives `value` as the logit of `token`, or of all, in its last row."""
 
+    kind = EagerForward.kind
+
     def __init__(self, loaded: LoadedModel, at: int, value: float, token: int | None) -> None:
         self._eager = EagerForward(loaded.module)
         self._where = slice(None) if token is None else token
@@ -160,14 +162,7 @@ def test_prompt_logprobs_that_are_no_numbers_fail_the_request(tiny: LoadedModel)
 
 def test_a_vector_that_is_not_finite_fails_its_text(tmp_path: Path) -> None:
     loaded = load_tiny(save_embedding_model(tmp_path / "embed", "lasttoken"))
-    eager = EagerForward(loaded.module)
-
-    def forward(*step: Any) -> torch.Tensor:
-        hidden = eager(*step)
-        hidden[-1] = float("nan")
-        return hidden
-
-    core = assemble(loaded, small(), forward)
+    core = assemble(loaded, small(), Breaking(loaded, 0, float("nan"), None))
     for name, length in (("good", 9), ("bad", 20)):
         core.submit(EngineRequest(name, list(range(3, 3 + length)), greedy(1), Phase.EMBED))
     output = core.step()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from components.startup import EX_CONFIG
 from components.text.tokenizer import TextModel
 from tests.components.text.tiny_model import tiny_tokenizer
 from tests.engine.lora.lora_files import merge, save_adapter
@@ -128,5 +129,5 @@ def test_adapters_and_the_model_answer_at_once_as_if_merged_and_no_prompt_goes_t
 
 def test_an_adapter_with_the_models_own_name_stops_the_start(mesh: MeshProcesses, home: Path) -> None:
     worker = mesh._spawn("decode", {"MESH_ENGINE__LORA": _adapters(home, base="legal")})
-    assert worker.popen.wait(60) == 1
+    assert worker.popen.wait(60) == EX_CONFIG
     assert "setting engine.lora: 'base' is the name of the model itself" in worker.logged()

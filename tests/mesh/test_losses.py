@@ -116,7 +116,7 @@ def test_prefill_killed_while_its_pages_are_being_written_costs_only_latency(tin
         async with open_client(tiny_mesh, MODEL) as client:
             expected = await client.generate(prompt, 4, model=MODEL, salt="alone")
             prefill = await asyncio.to_thread(
-                tiny_mesh.start_one, "prefill", MESH_LOG_LEVEL="debug", MESH_ENGINE__MAX_STEP_TOKENS="65"
+                tiny_mesh.start_one, "prefill", MESH_LOG_LEVEL="debug", MESH_ENGINE__MAX_STEP_TOKENS="66"
             )
             await client.until_usable("prefill")
             answering = asyncio.create_task(client.generate(prompt, 4, model=MODEL, salt="killed"))

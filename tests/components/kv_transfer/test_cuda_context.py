@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.errors import TransferFailed
 from components.kv_transfer import nixl_transfer
 from components.kv_transfer.nixl_transfer import NixlTransfer
+from components.startup import WrongSettings
 from tests.components.kv_transfer.nixl_peer import Pages
 
 
@@ -36,7 +36,7 @@ async def test_the_thread_has_a_context_before_the_agent_is_made(
     )
     monkeypatch.setattr(nixl_transfer, "nixl_agent", agent)
     transfer = NixlTransfer(Pages(device=device), "me", "UCX", 4)
-    with pytest.raises(TransferFailed, match="no GPU"):
+    with pytest.raises(WrongSettings, match="no GPU"):
         await transfer.start()
     await transfer.stop()
     assert [what for what, _ in called] == [*before, "agent"]

@@ -11,13 +11,14 @@ from ipaddress import ip_address
 import pytest
 
 from components.kv_transfer import network
-from components.kv_transfer.network import Listener, choose_devices, listeners, listeners_told
+from components.kv_transfer.network import Listener, choose_devices, leave_out_rdma, listeners, listeners_told
 
 OPEN_AGENT = """
 import json, sys
-from components.kv_transfer.network import choose_devices, listeners
+from components.kv_transfer.network import choose_devices, leave_out_rdma, listeners
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 choose_devices(sys.argv[1])
+leave_out_rdma()
 agent = nixl_agent("a", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 print(json.dumps([str(listener.address) for listener in listeners()]))
 """
@@ -51,6 +52,16 @@ def test_elsewhere_nixl_listens_on_the_interface_with_the_address() -> None:
         pytest.skip("this machine has no interface but loopback")
     assert set(addresses_of_an_agent(own)) == {own}
     assert set(addresses_of_an_agent(own, UCX_NET_DEVICES="lo")) == {"127.0.0.1"}, "the environment wins"
+
+
+def test_a_machine_without_rdma_devices_does_not_load_what_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where libibverbs1 was installed each worker ended with SIGSEGV when it was told to leave."""
+    for devices, modules in (([], "^ib"), (["mlx5_0:1"], None)):
+        monkeypatch.setenv(network.UCX_MODULES, "")
+        monkeypatch.delenv(network.UCX_MODULES)
+        monkeypatch.setattr(network, "_rdma_devices", lambda found=devices: found)
+        leave_out_rdma()
+        assert os.environ.get(network.UCX_MODULES) == modules
 
 
 def test_rdma_devices_are_used_beside_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,8 @@ def test_a_request_gives_the_same_ids_alone_and_among_others(directory: Path) ->
 class Otherwise:
     """The eager forward, with attention told something else than the layer asks for."""
 
+    kind = EagerForward.kind
+
     def __init__(self, loaded: LoadedModel, **changes: float) -> None:
         self._forward = EagerForward(loaded.module)
         self._changes = changes
