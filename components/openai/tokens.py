@@ -11,7 +11,7 @@ from components.openai.conversation import Conversation, name_answers
 from components.openai.fields import Strict
 from components.openai.tools import MAX_TOOLS, Tool
 
-MAX_TOKENS: Final = 1 << 20  # to detokenize
+MAX_TOKENS: Final = 1 << 19  # to detokenize
 
 
 def _ids(value: JsonValue) -> list[int]:

@@ -61,7 +61,7 @@ class FrontendSettings(MeshSettings):
             description="a client whose headers or body do not come, or that reads nothing, for so long is cut off, seconds"
         ),
     ] = 20.0
-    max_body_bytes: Annotated[PositiveInt, Field(description="largest request body")] = 8 * 1024 * 1024
+    max_body_bytes: Annotated[PositiveInt, Field(description="largest request body")] = 4 * 1024 * 1024
     decode_policy: Annotated[RoutingPolicy, Field(description=f"how a decode instance is chosen: {ABOUT_POLICIES}")] = (
         DEFAULT["decode"]
     )

@@ -77,20 +77,25 @@ def chat(content: Any, count: int) -> bytes:
 
 
 BODIES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
-    "empty parts": lambda: (CHAT, chat([{}] * 1024, 2600)),
-    "empty blocks": lambda: ("/v1/messages", chat([{}] * 1024, 2600)),
-    "keys": lambda: (CHAT, packed({"model": MODEL, "x": {str(i): 0 for i in range(500_000)}})),
-    "good parts": lambda: (CHAT, chat([TEXT] * 60, 4000)),
+    "empty parts": lambda: (CHAT, chat([{}] * 1024, 1300)),
+    "empty blocks": lambda: ("/v1/messages", chat([{}] * 1024, 1300)),
+    "keys": lambda: (CHAT, packed({"model": MODEL, "x": {str(i): 0 for i in range(300_000)}})),
+    "good parts": lambda: (CHAT, chat([TEXT] * 60, 2500)),
     "as many parts as may be": lambda: (CHAT, chat([TEXT] * 60, 330)),
     "as many blocks as may be": lambda: ("/v1/messages", chat([TEXT] * 60, 330)),
-    "token ids": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [5] * 1_000_000})),
-    "too many token ids": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [5] * 3_900_000})),
+    "token ids": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [5] * 500_000})),
+    "long token ids": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [10_000] * 500_000})),
+    "long numbers": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [10**399] * 9_000})),
+    "text": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": "a" * 4_000_000})),
+    "turns": lambda: (CHAT, chat("a" * 1500, 2700)),
+    "cut short": lambda: (CHAT, chat("é" * 100, 6500)[:-5]),
+    "too many token ids": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [5] * 2_000_000})),
 }
 
 
 @pytest.mark.parametrize("kind", BODIES)
 async def test_a_body_as_large_as_it_may_be_blocks_nobody(mesh: FakeMesh, kind: str) -> None:
-    """Bodies of 8 MB blocked the event loop for up to a second each, and one of many blocks for more than a minute."""
+    """Bodies blocked the event loop for up to a second each, and one of many blocks for more than a minute."""
     path, body = BODIES[kind]()
     settings = FrontendSettings(port=0, drain_timeout_s=2)
     async with serve_http(create_app(mesh, mesh.text, settings), settings) as url:
@@ -109,9 +114,9 @@ async def test_thousands_of_blocks_of_one_turn_take_linear_time(mesh: FakeMesh, 
     item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a" * 1000}]}
     value: dict[str, Any] = {"model": MODEL, "max_tokens": 2}
     if block is None:
-        value = {"model": MODEL, "max_output_tokens": 2, "input": [item] * 4000 + [{"role": "user", "content": "a"}]}
+        value = {"model": MODEL, "max_output_tokens": 2, "input": [item] * 3800 + [{"role": "user", "content": "a"}]}
     else:
-        turns = [{"role": "assistant", "content": [block] * 1000}] * 4
+        turns = [{"role": "assistant", "content": [block] * 950}] * 4
         value["messages"] = [{"role": "user", "content": "a"}, *turns, {"role": "user", "content": "a"}]
     async with serve_http(create_app(mesh, mesh.text, settings), settings) as url:
         status, answer, gap_s = await asked(url, path, packed(value))
