@@ -1,4 +1,6 @@
-"""Which backend of attention an engine gets. Only that one is imported: kernels and their compilers are optional."""
+"""Choose an engine's attention backend. Only the chosen one is imported: the others' kernels and compilers are
+optional.
+"""
 
 import logging
 import os
@@ -21,8 +23,8 @@ from engine.kernels.build import KernelsUnavailable, kernels_are_loaded, load_ke
 
 log = logging.getLogger(__name__)
 
-HEAD_DIM_STEP: Final = 16  # the C++ kernel takes heads of so many numbers, or a multiple
-# backend: the module that its kernels need, what pip calls it, and the class of ours
+HEAD_DIM_STEP: Final = 16  # the C++ kernel needs a multiple of this
+# backend: the module that its kernels need, its package, and our class
 ON_CUDA: Final = {
     "triton": ("triton", "triton", "engine.attention.triton_backend", "TritonAttention"),
     "flashinfer": ("flashinfer", "flashinfer-python", "engine.attention.flashinfer_backend", "FlashInferAttention"),
@@ -30,11 +32,13 @@ ON_CUDA: Final = {
 
 
 class AttentionUnavailable(WrongSettings):
-    """The attention backend that was asked for cannot run here; the message says what would."""
+    pass
 
 
 def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path) -> None:
-    """Load what `make_attention` may need; it can take some seconds, once for a machine. Raises: AttentionUnavailable."""
+    """Compile or load what `make_attention` needs: some seconds, once for a machine. Raises:
+    AttentionUnavailable.
+    """
     if device.type != "cpu" or kind not in ("auto", "cpu"):
         return
     try:
@@ -51,7 +55,9 @@ def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path
 def make_attention(
     kind: AttentionKind, pool: torch.Tensor, layout: KvLayout, query_group: int, limits: StepLimits
 ) -> AttentionBackend:
-    """The backend `kind` over `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim]. Raises: AttentionUnavailable."""
+    """The backend `kind` over `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim]. Raises:
+    AttentionUnavailable.
+    """
     chosen = _automatic(pool.device, layout) if kind == "auto" else kind
     if chosen == "torch":
         return PlainAttention(pool, layout, query_group)
@@ -70,7 +76,7 @@ def make_attention(
 
 
 def why_not_cpu(kind: AttentionKind, device: torch.device, layout: KvLayout) -> str | None:
-    """Why attention is not the C++ kernel's; None: it is."""
+    """The reason why the C++ kernel cannot be used; None if it can."""
     if kind not in ("auto", "cpu"):
         return f"attention={kind} was asked for"
     if device.type != "cpu":
@@ -95,10 +101,9 @@ def _automatic(device: torch.device, layout: KvLayout) -> str:
 
 
 def find_c_compiler() -> str | None:
-    """The one with which triton makes its kernels callable."""
     return next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs kernels in Python, as it does for tests: it looks at this itself when it is imported."""
+    """Whether Triton runs kernels in Python. It reads the same variable when it is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"

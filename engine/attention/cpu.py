@@ -1,7 +1,6 @@
-"""Attention on the CPU that reads pages where they lie: a kernel in C++, and torch's operator for it.
+"""Attention on the CPU: a C++ kernel that reads pages in place, as an operator of torch.
 
-The operator takes the step as a tensor, so that a compiled package can have it for an input and calls the kernel without
-Python in between.
+The step is a tensor argument, so a compiled package calls the kernel without Python.
 """
 
 from collections.abc import Sequence
@@ -25,22 +24,20 @@ class CpuAttention:
         self._layout = layout
 
     def plan(self, shape: StepShape) -> "CpuStep":
-        """One int32 tensor that tells the kernel of the step: see `pack_plan`."""
+        """One int32 tensor, laid out by `pack_plan`."""
         pages = [self._layout.pages_for(context) for context in shape.context_lens]
         return CpuStep(self._pool, pack_plan(shape.query_lens, shape.context_lens, shape.block_tables, max(pages)))
 
 
 @dataclass(frozen=True, slots=True)
 class CpuStep:
-    """One step: the pool, and where in it the kernel has to write and read."""
-
     pool: torch.Tensor
     plan: torch.Tensor
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `StepAttention.attend`. Rows of tokens beyond the plan's are zero, and nothing is written for them."""
+        """Attend; rows beyond the plan's tokens are zero and write no KV."""
         told = scoring.scaling, scoring.window, scoring.softcap
         attended: torch.Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *told)
         return attended
@@ -49,7 +46,9 @@ class CpuStep:
 def pack_plan(
     query_lens: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]], table_len: int
 ) -> torch.Tensor:
-    """int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts, tables."""
+    """int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts,
+    tables.
+    """
     count = len(query_lens)
     plan = np.zeros(3 + count * (2 + table_len), dtype=np.int32)
     plan[:2] = count, table_len

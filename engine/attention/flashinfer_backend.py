@@ -1,8 +1,10 @@
-"""The backend `flashinfer`: its paged wrappers over our pool, whose layers are strided views of it.
+"""The backend `flashinfer`: its paged wrappers over our pool. Never run with flashinfer itself; tests use a
+stand-in.
 
-A layer's keys are [num_pages, kv_heads, page_size, head_dim] with the strides of a page that holds all layers, which its
-kernels take as long as keys and values have the same (flashinfer, "HND" layout). Written against flashinfer 0.6 and never
-run with it: tests put a stand-in in its place. Its plans are made on the host, so that decodes are not recorded in graphs.
+A layer's keys are a strided view, [num_pages, kv_heads, page_size, head_dim]. The kernels accept any strides that
+keys
+and values share (flashinfer 0.6, layout "HND"). Plans are made on the host, so decodes cannot be recorded in
+graphs.
 """
 
 from collections.abc import Sequence
@@ -20,16 +22,16 @@ from engine.attention.choose import AttentionUnavailable
 from engine.attention.step_tables import PageRows, StepLimits, count_decodes
 from engine.device_copy import to_device
 
-WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # what its documentation recommends
-HEAD_DIMS: Final = (64, 128, 256)  # those that its kernels are generated for
-TENSOR_CORE_GROUP: Final = 4  # from so many query heads to a key head on, tensor cores pay in decodes
+WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # recommended by its documentation
+HEAD_DIMS: Final = (64, 128, 256)  # what its kernels are generated for
+TENSOR_CORE_GROUP: Final = 4  # query heads per key head from which tensor cores pay in decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Requests of a step that one wrapper computes; int32 tensors on the host."""
 
-    tokens: slice  # of the step
+    tokens: slice
     query_starts: torch.Tensor  # [R + 1], counted from the span's first token
     page_starts: torch.Tensor  # [R + 1]
     pages: torch.Tensor
@@ -41,7 +43,7 @@ class FlashInferAttention:
     """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] on a CUDA device."""
 
     def __init__(self, pool: torch.Tensor, layout: KvLayout, query_group: int, _limits: StepLimits) -> None:
-        """Raises: AttentionUnavailable, for what its kernels do not compute."""
+        """Raises: AttentionUnavailable, if its kernels do not support the model."""
         if pool.dtype == torch.float32 or layout.head_dim not in HEAD_DIMS:
             raise AttentionUnavailable(
                 f"attention=flashinfer computes in 16 bits with head dimensions of {', '.join(map(str, HEAD_DIMS))}; "
@@ -55,7 +57,7 @@ class FlashInferAttention:
         self._wrappers: dict[tuple[bool, Scoring], Any] = {}
 
     def plan(self, shape: StepShape) -> "FlashInferStep":
-        """Cut the step into its decodes and its prompt chunks; wrappers are planned when a layer's scoring is known."""
+        """Split the step into decodes and prompt chunks. Wrappers are planned once a layer's scoring is known."""
         arrays = self._rows.take(shape)
         num_decodes = count_decodes(shape.query_lens)
         starts = [0, num_decodes, len(shape.query_lens)]
@@ -67,7 +69,7 @@ class FlashInferAttention:
         return FlashInferStep(self, shape, spans)
 
     def wrapper(self, decodes: bool, scoring: Scoring) -> Any:
-        """One for each kind of span and scoring: a model with windows in some layers has several in use at once."""
+        """The wrapper for a kind of span and a scoring. A model with windows in some layers uses several."""
         key = (decodes, scoring)
         if key not in self._wrappers:
             if decodes:
@@ -94,8 +96,6 @@ class FlashInferAttention:
 
 
 class FlashInferStep:
-    """One step; wrappers keep its plan until the next."""
-
     def __init__(self, backend: FlashInferAttention, shape: StepShape, spans: list[Span]) -> None:
         self._backend = backend
         self._spans = spans
@@ -106,7 +106,7 @@ class FlashInferStep:
         ends = np.cumsum(lengths)
         positions = np.arange(len(owners)) - (ends - np.array(shape.context_lens))[owners]
         counts = np.concatenate([np.diff(span.page_starts) for span in spans])
-        # of all requests together, on the device: where new keys and values go
+        # slots of all requests' new keys and values, on the device
         self._slots = [
             to_device(tensor, device)
             for tensor in (
@@ -121,7 +121,6 @@ class FlashInferStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
         owners, positions, pages, page_starts, last_page_lens = self._slots
         kv = self._backend.pool[:, :, layer, 0], self._backend.pool[:, :, layer, 1]
         queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
@@ -142,7 +141,7 @@ class FlashInferStep:
             sizes = heads, layout.kv_heads, layout.head_dim, layout.page_size
             options = {
                 "sm_scale": scoring.scaling,
-                "window_left": scoring.window - 1,  # theirs does not count the query's own key; -1 is none
+                "window_left": scoring.window - 1,  # flashinfer does not count the query's own key; -1 is no window
                 "logits_soft_cap": scoring.softcap,
                 "q_data_type": queries.dtype,
                 "kv_data_type": queries.dtype,

@@ -1,7 +1,7 @@
-"""Attention as one operator that a compiler does not look into: `torch.ops.kvmesh.attend`.
+"""Attention as one operator that a compiler does not trace: `torch.ops.kvmesh.attend`.
 
-A forward that torch.compile has made, or a graph has recorded, is run for every step, so the step cannot travel through it
-as an argument. `engine.compilation.device` names it for its own thread with `attending`; engines on others do not see it.
+A compiled or recorded forward runs for every step, so the step cannot be its argument. `attending` sets it for the
+calling thread, which keeps engines on other threads apart.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from engine.attention.backend import Scoring, StepAttention
 @dataclass(frozen=True, slots=True)
 class _Current:
     step: StepAttention
-    num_tokens: int  # of the step; what the forward has beyond them is padding
+    num_tokens: int  # tokens of the step; the forward may have more, as padding
 
 
 _current: ContextVar[_Current] = ContextVar("kvmesh_attention")
@@ -26,7 +26,7 @@ _current: ContextVar[_Current] = ContextVar("kvmesh_attention")
 
 @contextmanager
 def attending(step: StepAttention, num_tokens: int) -> Iterator[None]:
-    """Have `kvmesh::attend` on this thread attend with `step`, to the first `num_tokens` tokens it is given."""
+    """Let `kvmesh::attend` on this thread attend with `step` to the first `num_tokens` tokens."""
     token = _current.set(_Current(step, num_tokens))
     try:
         yield
@@ -35,12 +35,11 @@ def attending(step: StepAttention, num_tokens: int) -> Iterator[None]:
 
 
 class OpaqueAttention:
-    """A `StepAttention` that leaves an operator in the graph, and the step to `attending`."""
+    """A `StepAttention` that calls the operator."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
         told = scoring.scaling, scoring.window, scoring.softcap
         attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, *told)
         return attended
@@ -68,7 +67,7 @@ def _attend(  # noqa: PLR0917 - the order of the schema below
 
 
 def _like_output(query: torch.Tensor, *_others: object) -> torch.Tensor:
-    """[1, T, heads, head_dim], contents undefined: all that a compiler learns about the operator."""
+    """[1, T, heads, head_dim], contents undefined."""
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 

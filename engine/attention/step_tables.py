@@ -1,4 +1,4 @@
-"""A step's block tables and lengths on the device, where kernels and recorded graphs find them step after step."""
+"""A step's block tables and lengths on the device, at fixed addresses that recorded graphs can read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ import torch
 from engine.attention.backend import StepShape
 
 SMALLEST_BLOCK: Final = 16  # queries in a block of a prompt chunk
-ALIGNMENT: Final = 4  # in int32: what Triton takes for granted of a pointer is then true of each table
+ALIGNMENT: Final = 4  # int32 values; Triton assumes this alignment of each table
 
 Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What no step exceeds, so that tables have one place for good."""
+    """Upper bounds of a step, which fix the addresses of its tables."""
 
     requests: int
     tokens: int
@@ -27,21 +27,20 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The prompt chunks of a step, P of them, cut into blocks of queries; int32 on the device, until the next step."""
+    """The P prompt chunks of a step, cut into blocks of queries. int32 on the device, valid until the next step."""
 
     query_starts: torch.Tensor  # [P + 1], tokens of the step
-    requests: torch.Tensor  # [blocks], which chunk each belongs to
-    firsts: torch.Tensor  # [blocks], its first query, counted in the chunk
+    requests: torch.Tensor  # [blocks], index of the chunk
+    firsts: torch.Tensor  # [blocks], first query of the block within its chunk
     block_m: int  # queries in a block
 
     @property
     def count(self) -> int:
-        """How many blocks there are."""
         return len(self.requests)
 
 
 class PageRows:
-    """Block tables as arrays, converted anew only where a table has changed since the last step."""
+    """Block tables as arrays, converted again only if a table has changed since the last step."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -49,7 +48,7 @@ class PageRows:
         self._arrays: list[Ints] = []
 
     def take(self, shape: StepShape) -> list[Ints]:
-        """The pages of each request as far as its context goes; not to be written to."""
+        """Each request's pages up to its context. Read-only."""
         for i, (table, context) in enumerate(zip(shape.block_tables, shape.context_lens, strict=True)):
             pages = list(table[: -(-context // self._page_size)])
             if i == len(self._lists):
@@ -62,11 +61,11 @@ class PageRows:
 
 
 class StepTables:
-    """One buffer on the device for a step's tables, filled with one copy from pinned memory.
+    """One buffer on the device, filled with one copy from pinned memory a step.
 
-    [context_lens | table_starts | pages | what prompts need besides]: the first three begin at the same address in
-    every step, so that a graph recorded once reads what the latest step put there. A row beyond the step's requests
-    has a context of 0, which kernels take for padding.
+    [context_lens | table_starts | pages | prompt tables]: the first three keep their addresses, so a graph recorded
+    once
+    reads the latest step. A row with context 0 is padding.
     """
 
     def __init__(self, limits: StepLimits, page_size: int, device: torch.device) -> None:
@@ -83,7 +82,7 @@ class StepTables:
         self.pages = self._buffer[2 * self._rows :]
 
     def fill(self, shape: StepShape, num_decodes: int, block_m: int) -> PromptBlocks:
-        """Put `shape` there, in stream order: kernels of the step before have read theirs when this lands."""
+        """Copy `shape` in stream order: the previous step's kernels have read their tables before this lands."""
         tables = self._page_rows.take(shape)
         assert len(tables) <= self.limits.requests, "more requests than the tables were made for"
         starts = np.cumsum([0, *map(len, tables)])
@@ -93,7 +92,7 @@ class StepTables:
         query_starts = num_decodes + np.cumsum([0, *query_lens])
         lengths = [2 * self._rows, int(starts[-1]), len(query_starts), len(requests), len(requests)]
         at = np.cumsum([0, *map(_aligned, lengths)])
-        # from torch's cache of pinned memory, which does not hand a piece out again while a copy from it is under way
+        # torch's cache does not reuse pinned memory while a copy from it is in progress
         host = torch.empty(int(at[-1]), dtype=torch.int32, pin_memory=self._pinned)
         array: Ints = host.numpy()
         array[: 2 * self._rows] = 0
@@ -109,7 +108,7 @@ class StepTables:
 
 
 def _blocks(query_lens: Ints, contexts: Ints, block_m: int) -> tuple[Ints, Ints]:
-    """Chunk and first query of each block, those with the most keys to see first: the short ones fill the end."""
+    """Chunk and first query of each block, those with the most keys first, so that short ones fill the end."""
     counts = -(-query_lens // block_m)
     requests = np.repeat(np.arange(len(query_lens), dtype=np.int32), counts)
     firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * block_m

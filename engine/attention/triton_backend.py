@@ -1,4 +1,4 @@
-"""The backend `triton`: plans a step, and launches the kernels of `triton_kernels` for each layer."""
+"""The backend `triton`: plans a step and launches the kernels of `triton_kernels`."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,26 +10,28 @@ from engine.attention import triton_kernels as kernels
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.step_tables import SMALLEST_BLOCK, PromptBlocks, StepLimits, StepTables, count_decodes
 
-PROGRAMS_PER_PROCESSOR: Final = 4  # decodes are split until there are so many: a few hide each other's waits for memory
+PROGRAMS_PER_PROCESSOR: Final = (
+    4  # decodes are split into this many programs per processor, so that some hide others' memory latency
+)
 MAX_SPLITS: Final = 64
-MIN_TILE: Final = 16  # the least that tl.dot takes in any dimension
+MIN_TILE: Final = 16  # minimum of tl.dot in any dimension
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Shapes of the kernels' blocks; `choose_tiles` has the ones for a model, `bench.gpu --part tune` compares others."""
+    """Block shapes of the kernels. `bench.gpu --part tune` compares alternatives to `choose_tiles`."""
 
-    decode_n: int  # keys that a decode takes at a time
+    decode_n: int  # keys per iteration of a decode
     decode_warps: int
-    decode_stages: int  # blocks of keys under way at once
-    prompt_m: int  # queries of a long chunk's block
+    decode_stages: int  # blocks of keys in flight
+    prompt_m: int  # queries in a long chunk's block
     prompt_n: int
     prompt_warps: int
     prompt_stages: int
 
 
 def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """What fits into a streaming multiprocessor of a Hopper GPU: no register is spilled, as its assembler reports."""
+    """Shapes that fit a Hopper streaming multiprocessor without register spills."""
     if dtype == torch.float32:
         if head_dim <= 64:
             return Tiles(32, 4, 2, 32, 32, 4, 2)
@@ -50,7 +52,7 @@ class TritonAttention:
         tiles: Tiles | None = None,
         programs: int | None = None,
     ) -> None:
-        """Attend over `pool`; decodes are split until there are `programs`, by default a few for each processor."""
+        """`programs`: decodes are split until there are this many; by default a few for each processor."""
         self._pool = pool
         self._layout = layout
         self._tables = StepTables(limits, layout.page_size, pool.device)
@@ -65,7 +67,7 @@ class TritonAttention:
             "HEAD_DIM": layout.head_dim,
             "BLOCK_D": block_d,
         }
-        # products of float32 are not rounded to tf32: the same greedy ids as any other backend's are worth the time
+        # float32 products are not rounded to tf32, so that greedy ids equal other backends'
         self._scores = {
             "GROUP": query_group,
             "PRECISION": "ieee" if pool.dtype == torch.float32 else "tf32",
@@ -74,16 +76,13 @@ class TritonAttention:
 
     @property
     def limits(self) -> StepLimits:
-        """What steps must keep within."""
         return self._tables.limits
 
     @property
     def device(self) -> torch.device:
-        """Where pool and tables are."""
         return self._pool.device
 
     def plan(self, shape: StepShape) -> "TritonStep":
-        """Put the step's tables on the device."""
         num_decodes = count_decodes(shape.query_lens)
         prompts = shape.query_lens[num_decodes:]
         blocks = self._tables.fill(shape, num_decodes, self._block_m(max(prompts, default=0)))
@@ -91,13 +90,13 @@ class TritonAttention:
         return TritonStep(self, num_decodes, self._splits(num_decodes, longest), blocks if prompts else None)
 
     def recorded(self, rows: int) -> "TritonStep":
-        """A step of `rows` decodes whose tables are those of whichever step was planned last: for a graph."""
+        """A step of `rows` decodes that reads the tables of the latest planned step: for a graph."""
         return TritonStep(self, rows, self._splits(rows, self.limits.context), None)
 
     def decode(
         self, step: "TritonStep", layer: int, out: torch.Tensor, new: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> None:
-        """Attend for the step's decodes and write their keys and values; `new` is query, key, value [heads, T, D]."""
+        """Attend for the decodes and write their KV; `new` is query, key, value [heads, T, D]."""
         rows, splits = step.num_decodes, step.splits
         query, key, value = new
         heads, head_dim = query.shape[0], self._layout.head_dim
@@ -122,7 +121,7 @@ class TritonAttention:
     def prompt(
         self, step: "TritonStep", layer: int, out: torch.Tensor, new: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> None:
-        """Write the keys and values of the step's prompt chunks, then attend for them."""
+        """Write the KV of the prompt chunks, then attend for them."""
         query, key, value = new
         blocks, tables, tiles = step.prompts, self._tables, self._tiles
         assert blocks is not None
@@ -147,7 +146,7 @@ class TritonAttention:
         return SMALLEST_BLOCK if longest <= SMALLEST_BLOCK else self._tiles.prompt_m
 
     def _splits(self, rows: int, context: int) -> int:
-        """Into how many parts each decode's context is cut: a power of two, because each is compiled."""
+        """Parts of each decode's context: a power of two, because each is compiled."""
         fill = self._programs // max(1, rows * self._layout.kv_heads)
         useful = -(-context // self._tiles.decode_n)
         return 1 << max(0, min(fill, useful, MAX_SPLITS).bit_length() - 1)
@@ -155,7 +154,7 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """One step; its tables stand in the backend's buffer until the next is planned."""
+    """One step. Its tables are in the backend's buffer until the next step is planned."""
 
     backend: TritonAttention
     num_decodes: int
@@ -164,13 +163,12 @@ class TritonStep:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether a graph recorded for decodes computes it."""
+        """Whether a graph recorded for decodes can run the step."""
         return self.prompts is None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
         heads, tokens, head_dim = query.shape[1:]
         new = tuple(x[0] if x.stride(3) == 1 else x[0].contiguous() for x in (query, key, value))
         out = query.new_empty(1, tokens, heads, head_dim)
@@ -182,12 +180,12 @@ class TritonStep:
 
 
 def _processors(device: torch.device) -> int:
-    """Streaming multiprocessors; under the interpreter there are none, and one program does as well as many."""
+    """Number of streaming multiprocessors; 1 under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Of heads and of tokens, of each [heads, T, head_dim]."""
+    """Strides of heads and tokens of each [heads, T, head_dim]."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 

@@ -1,12 +1,15 @@
-"""Attention over the page pool as Triton kernels: decodes with their context split, prompt chunks, writing a chunk's KV.
+"""Attention over the page pool as Triton kernels: decodes with split contexts, prompt chunks, and writing KV.
 
-A pool is [num_pages, kv_heads, layers, 2, page_size, head_dim], one piece. Tables are int32: `pages` holds the block tables
-one after the other, and request r's begins at `table_starts[r]`. Numbers that change from step to step are not specialised
-on: a kernel is compiled for a model, not for a batch. Scores are kept in base 2. Head dimensions that are no power of two
-are padded with zeros. OPERANDS is the pool's type; only under the interpreter, whose numpy has no bfloat16 to multiply,
-is it float32.
+The pool is [num_pages, kv_heads, layers, 2, page_size, head_dim]. Tables are int32: `pages` holds the block tables
+one
+after the other, and request r's starts at `table_starts[r]`. Numbers that change between steps are not specialised
+on,
+so a kernel is compiled once for a model. Scores are in base 2. Head dimensions that are no power of two are padded
+with zeros.
+OPERANDS is the pool's type, and float32 under the interpreter, whose numpy has no bfloat16.
 
-Sources: FlashAttention-2, Dao 2023, arXiv:2307.08691; split contexts, Dao et al. 2023, "Flash-Decoding for long-context
+Sources: FlashAttention-2, Dao 2023, arXiv:2307.08691; split contexts, Dao et al. 2023, "Flash-Decoding for long-
+context
 inference"; pages, Kwon et al. 2023, arXiv:2309.06180.
 """
 
@@ -32,7 +35,7 @@ def _addresses(
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Where the keys of a request's `positions` begin; its values stand PAGE * HEAD_DIM behind them."""
+    """Offsets of the keys of a request's `positions`; the values follow PAGE * HEAD_DIM later."""
     page = tl.load(pages + table + positions // PAGE, mask=inside, other=0).to(tl.int64)
     piece = (page * KV_HEADS + head) * LAYERS + layer
     return pool + piece * (2 * PAGE * HEAD_DIM) + (positions % PAGE) * HEAD_DIM
@@ -40,7 +43,7 @@ def _addresses(
 
 @triton.jit
 def _score(products, scaling, softcap, CAPPED: tl.constexpr):
-    """Weights' logarithms in base 2. tanh is written out, because not every Triton has one."""
+    """Logarithms of the weights in base 2. Not every Triton has tanh."""
     if CAPPED:
         capped = products * (scaling / softcap)
         small = tl.exp(-2 * tl.abs(capped))
@@ -70,7 +73,7 @@ def _take_block(
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """One more block of keys and values into the running softmax; `seen` [rows, keys] is who sees what, if MASKED."""
+    """Add one block of keys and values to the running softmax. `seen` [rows, keys] is the mask, if MASKED."""
     dims = tl.arange(0, BLOCK_D)
     wide = dims < HEAD_DIM
     if MASKED:
@@ -82,7 +85,7 @@ def _take_block(
     if MASKED:
         scores = tl.where(seen, scores, -float("inf"))
     above = tl.maximum(highest, tl.max(scores, 1))
-    # a row that has seen nothing yet stays at -inf, and -inf from -inf is no number
+    # a row that has seen no key stays at -inf; -inf minus -inf is NaN
     base = tl.where(above == -float("inf"), 0.0, above) if MASKED else above
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(highest - base)
@@ -93,8 +96,8 @@ def _take_block(
 
 @triton.jit(do_not_specialize=["layer", "window"])
 def decode_kernel(
-    out,  # [rows, heads, head_dim], when not SPLIT
-    partial_out,  # float32 [rows, heads, splits, head_dim], when SPLIT
+    out,  # [rows, heads, head_dim], unless SPLIT
+    partial_out,  # float32 [rows, heads, splits, head_dim], if SPLIT
     partial_log,  # float32 [rows, heads, splits]: logarithm of each split's sum of weights, -inf for none
     query,
     key,
@@ -130,9 +133,9 @@ def decode_kernel(
 ):
     """One token of one request against a split of its context, for the query heads of one key head.
 
-    Grid (rows, kv_heads, splits). The new key and value come from `key` and `value` and are written to the pool by
-    split 0, which begins its softmax with them: nobody reads a slot that is being written. A row without context is
-    padding: it writes no KV and its output is zero.
+    Grid (rows, kv_heads, splits). Split 0 writes the new key and value to the pool and takes them from `key` and
+    `value`,
+    so no program reads a slot that is being written. A row without context is padding: no KV, output zero.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + row)
@@ -163,7 +166,7 @@ def decode_kernel(
     first = 0
     if WINDOWED:
         first = tl.maximum(0, context - window)
-    # of the keys that stood before, first..last-1, each split takes the same number of blocks
+    # each split gets the same number of blocks of the earlier keys, first..last-1
     length = tl.cdiv(tl.cdiv(last - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     begin = first + split * length
     end = tl.minimum(begin + length, last)
@@ -192,7 +195,7 @@ def decode_kernel(
 def join_kernel(
     out, partial_out, partial_log, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Weigh the splits of one row and query head by their sums of weights: grid (rows * heads,)."""
+    """Combine the splits of one row and query head: grid (rows * heads,)."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
     wide = dims < HEAD_DIM
@@ -287,10 +290,10 @@ def prompt_kernel(
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """A block of a prompt chunk's queries, of one head, against all that they see in the pool: grid (heads, blocks).
+    """A block of a prompt chunk's queries, of one head, against the pool: grid (heads, blocks).
 
-    The chunk's own keys and values have been written by `write_kernel`. Heads run fastest, so that those which share a
-    key head run together and find its pages in the cache.
+    `write_kernel` has written the chunk's own KV. Heads vary fastest, so those that share a key head find its pages
+    cached.
     """
     head, block = tl.program_id(0), tl.program_id(1)
     request = tl.load(block_requests + block)
@@ -309,7 +312,7 @@ def prompt_kernel(
     operand = q.to(OPERANDS)
     positions = context - length + rows
     lowest = context - length + first_row
-    end = tl.minimum(lowest + BLOCK_M, context)  # after the last key that anyone here sees
+    end = tl.minimum(lowest + BLOCK_M, context)  # after the last key that any query of the block sees
     begin = 0
     whole = (lowest + 1) // BLOCK_N * BLOCK_N  # before this, every query sees every key
     if WINDOWED:

@@ -1,7 +1,6 @@
-"""Compile a model's forward to a package: python -m engine.compilation.build, a process of its own.
+"""Compile a model's forward to a package, in a process of its own: `python -m engine.compilation.build`.
 
-Ahead of time, because what is compiled at run time is traced anew in every process and, with weights folded in, not
-cached either: 42 s at each start of SmolLM2-135M, where a package loads in half a second.
+A package loads in half a second. Compiling at run time would take 42 s at each start of SmolLM2-135M.
 """
 
 import json
@@ -27,12 +26,12 @@ from engine.model.progress import silent
 
 OWN_WEIGHTS: Final = {"freezing": True}  # folded in and packed
 NO_WEIGHTS: Final = {"always_keep_tensor_constants": True, "aot_inductor.package_constants_in_so": False}
-EXAMPLE: Final = 8  # tokens of the step with which the model is exported
+EXAMPLE: Final = 8  # tokens in the exported example step
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to compile, and where to put it; goes to the child as one JSON argument."""
+    """What to compile and where to put it; the child's JSON argument."""
 
     model: str
     state_dir: str
@@ -40,12 +39,11 @@ class Order:
     config: EngineConfig
 
     def dump(self) -> str:
-        """As JSON."""
         return json.dumps(asdict(self), default=str)
 
 
 def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
-    """Compile `loaded` for steps of 2 to `max_tokens` tokens into `path`, which appears whole or not at all."""
+    """Compile `loaded` for steps of 2 to `max_tokens` tokens. `path` appears by a rename."""
     step = step_of(scratch_attention(loaded.layout, EXAMPLE), loaded.layout, EXAMPLE, EXAMPLE)
     example = torch.zeros(EXAMPLE, dtype=torch.int64), torch.arange(EXAMPLE), torch.arange(4), step.pool, step.plan
     tokens = torch.export.Dim("tokens", min=MIN_TOKENS, max=max_tokens)
@@ -72,11 +70,11 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
 
 
 def main() -> None:
-    """Carry out the order in argv, with what the others leave of the cores; end when the parent has ended."""
+    """Carry out the order in argv at the lowest priority. Ends when the parent ends."""
     _step_back()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     order = TypeAdapter(Order).validate_json(sys.argv[1])
-    torch.set_num_threads(os.cpu_count() or 1)  # then generated loops take as many as are set when they run
+    torch.set_num_threads(os.cpu_count() or 1)  # generated loops use the number of threads that is set when they run
     loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
     load_kernels(Path(order.state_dir))
     pack_linears(loaded.module)
@@ -84,20 +82,21 @@ def main() -> None:
 
 
 def _step_back() -> None:
-    """Take only what nobody on this machine wants.
+    """Take only cores that no other process wants.
 
-    Where Linux schedules by sessions (autogroup), `nice` counts within one alone: beside a compiler in another worker's
-    session a token took a second, not 30 ms, its threads waiting for one another at each barrier.
+    Linux may schedule by sessions (autogroup), and `nice` counts within a session only. In another worker's session
+    the
+    compiler would make its OpenMP threads wait at each barrier: a token took a second instead of 30 ms.
     """
     os.nice(19)
-    with suppress(OSError):  # a session of ours already; or a kernel without it
+    with suppress(OSError):  # already a session leader, or a kernel without autogroup
         os.setsid()
         Path("/proc/self/autogroup").write_text("19")
 
 
 def _end_with_parent() -> None:
-    """Standard input is a pipe that nobody writes to: it ends with the process at its other end."""
-    os.read(sys.stdin.fileno(), 1)  # not through the file object: its lock would be held when the interpreter ends
+    """Standard input is a pipe from the parent: it ends with the parent."""
+    os.read(sys.stdin.fileno(), 1)  # not through the file object, whose lock would be held when the interpreter ends
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The forward on a CUDA device: compiled by torch at run time, decode steps replayed from CUDA graphs."""
+"""The forward on a CUDA device: compiled by torch at run time, decodes replayed from CUDA graphs."""
 
 import logging
 import threading
@@ -25,54 +25,49 @@ from engine.model.progress import Progress
 log = logging.getLogger(__name__)
 
 TASK: Final = "Compiling the model"
-EXAMPLE: Final = (8, 4)  # tokens and kept ones, unequal: a compiler takes equal sizes for the same size
+EXAMPLE: Final = (8, 4)  # tokens and kept ones, unequal: a compiler takes equal sizes for the same dimension
 
 Compiler = Callable[[torch.nn.Module], Compute]
 
 
 class _Step(StepAttention, Protocol):
-    """A step of a `Recordable`."""
-
     @property
     def decodes_only(self) -> bool:
-        """Whether a graph recorded for decodes computes it."""
+        pass
 
 
 class NoAttention:
-    """A `StepAttention` for a model that is being compiled: it reads and writes no page."""
+    """For a model that is being compiled: reads and writes no page."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Zeros."""
         return torch.zeros_like(query).transpose(1, 2)
 
 
 class Traced(torch.nn.Module):
-    """The forward as torch.compile is given it: attention an operator that finds its step by itself, to be recorded too."""
+    """The forward for torch.compile: attention is an operator, so it can be recorded, too."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self._eager = EagerForward(module)
-        self.module = module  # so that its parameters are found
+        self.module = module  # as an attribute, so that its parameters are found
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens at `keep`."""
         return self._eager(token_ids, positions, keep, OpaqueAttention())
 
 
 class DeviceForward:
-    """Eager until torch has compiled the model in a thread beside; then compiled, and decodes from graphs.
+    """Eager until torch has compiled the model in a thread; then compiled, with decodes from graphs.
 
     Graphs are recorded in `start` or never: what is compiled later runs without them.
-
-    Weights of linear layers that read the same input move together (`share_linears`) when this is made.
+    Making it moves the weights of linear layers with the same input together (`share_linears`).
     """
 
     def __init__(
         self, loaded: LoadedModel, attention: AttentionBackend, record: Recorder | None, compiler: Compiler
     ) -> None:
-        """Record graphs with `record`, unless it is None: then `attention` need not be `Recordable`."""
+        """`attention` must be `Recordable` if `record` is given."""
         self.kind: str = EagerForward.kind
         self._eager = EagerForward(loaded.module)
         self._traced = Traced(loaded.module)
@@ -80,16 +75,16 @@ class DeviceForward:
         self._record = record
         self._compiler = compiler
         self._device = loaded.device
-        self._made: Compute | None = None  # written by the thread that compiles
+        self._made: Compute | None = None  # set by the compiling thread
         self._compute: Compute | None = None
         self._graphs: DecodeGraphs | None = None
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         share_linears(loaded.module)
-        torch.cuda.empty_cache()  # of the weights as they were, in pieces too small for anything else
+        torch.cuda.empty_cache()  # the former weights, in pieces too small for anything else
 
     @torch.inference_mode()
     def start(self, timeout_s: float, progress: Progress) -> None:
-        """Compile and record graphs, for `timeout_s` at most. What is compiled later is adopted then, without graphs."""
+        """Compile and record graphs, for at most `timeout_s`. What is compiled later is used without graphs."""
         deadline = monotonic() + timeout_s
         progress(TASK, 0, 1)
         self._thread.start()
@@ -108,11 +103,10 @@ class DeviceForward:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
-        """See `Forward`."""
         self._adopt()
         if self._compute is None:
             return self._eager(token_ids, positions, keep, step)
-        graphs = None if any_adapted() else self._graphs  # what was recorded knows no adapter
+        graphs = None if any_adapted() else self._graphs  # graphs were recorded without adapters
         if graphs is not None and len(keep) == len(token_ids) and cast("_Step", step).decodes_only:
             self.kind = "graph"
             return graphs(token_ids, positions)
@@ -122,12 +116,12 @@ class DeviceForward:
         return logits[: len(keep)]
 
     def _adopt(self) -> None:
-        """Use what the thread has made, once; the thread that steps the engine does it, between two steps."""
+        """Use what the compiling thread has made; called by the engine's thread between two steps."""
         if self._compute is None and self._made is not None:
             self._compute = self._made
 
     def _recorded(self, compute: Compute, record: Recorder, deadline: float, progress: Progress) -> DecodeGraphs | None:
-        """Graphs of decode steps; None, when one of them cannot be recorded, and then none is kept."""
+        """Graphs of decode steps; None if any of them cannot be recorded."""
         graphs = DecodeGraphs(compute, cast("Recordable", self._attention), record)
         try:
             graphs.record_all(deadline, progress)
@@ -144,10 +138,9 @@ class DeviceForward:
             log.info("the model runs compiled from here on")
         except Exception as exc:  # noqa: BLE001 - whatever a compiler raises: eager always works
             log.warning("the model runs without torch.compile: compiling it failed", extra={"reason": str(exc)})
-            self._made = self._traced if self._record is not None else None  # eager modules can be recorded too
+            self._made = self._traced if self._record is not None else None  # eager modules can be recorded, too
 
     def _compiled(self) -> Compute:
-        """Compiled for any number of tokens from two on: with attention opaque, that takes one graph."""
         tokens, kept = EXAMPLE
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=self._device)
         keep = torch.arange(kept, device=self._device)
@@ -160,7 +153,7 @@ class DeviceForward:
         return compiled
 
     def _warm_prompts(self) -> None:
-        """Run a short and a longer prompt through page 0, which nobody has yet: their kernels are compiled now."""
+        """Compile the kernels of short and long prompts on page 0, which is still unused."""
         for length in (SMALLEST_BLOCK, SMALLEST_BLOCK + 1):
             ids = torch.zeros(length, dtype=torch.int64, device=self._device)
             positions = torch.arange(length, device=self._device)
@@ -170,9 +163,9 @@ class DeviceForward:
 def choose_device_forward(
     loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress
 ) -> Forward:
-    """How `loaded`, on a CUDA device, is going to run. Once for an engine.
+    """Choose how `loaded` runs on a CUDA device. Once for an engine.
 
-    `compile=auto` waits like `wait`: to compile beside a GPU that serves takes minutes of slow steps.
+    `compile=auto` waits like `wait`: compiling beside a serving GPU takes minutes of slow steps.
     """
     reason = why_eager(config)
     if reason is not None:
@@ -185,7 +178,7 @@ def choose_device_forward(
 
 
 def why_eager(config: EngineConfig) -> str | None:
-    """None: what torch.compile needs is there."""
+    """None if torch.compile has all it needs."""
     if config.compile == "off":
         return "compile is off"
     if find_spec("triton") is None:
@@ -196,8 +189,6 @@ def why_eager(config: EngineConfig) -> str | None:
 
 
 def torch_compile(module: torch.nn.Module) -> Compute:
-    """By inductor, siblings' products merged first."""
-
     def merged(traced: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         merge_products(traced.graph)
         traced.recompile()
@@ -208,5 +199,4 @@ def torch_compile(module: torch.nn.Module) -> Compute:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the one on which this thread launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

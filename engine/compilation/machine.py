@@ -1,4 +1,4 @@
-"""What compiled code depends on beyond its source: the processor, the compiler, the versions."""
+"""Facts of the machine that compiled code depends on: processor, compiler, versions."""
 
 import fcntl
 import hashlib
@@ -14,11 +14,11 @@ import torch
 
 
 class NoCompiler(Exception):
-    """There is no C++ compiler; the message tells what to do."""
+    pass
 
 
 def compiler() -> str:
-    """Path of the C++ compiler, the one in CXX or g++. Raises: NoCompiler."""
+    """Path of the C++ compiler: CXX or g++. Raises: NoCompiler."""
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:
@@ -27,12 +27,12 @@ def compiler() -> str:
 
 
 def processor() -> str:
-    """What generated code may use: the instruction sets, where the system lists them."""
+    """The processor's instruction sets, if the system lists them."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_flags()}"
 
 
 def has_amx() -> bool:
-    """Whether the processor multiplies tiles of bfloat16 (AMX), which oneDNN does and our kernels do not."""
+    """Whether the processor has AMX, which oneDNN uses and our kernels do not."""
     return "amx_bf16" in _flags().split()
 
 
@@ -43,9 +43,9 @@ def _flags() -> str:
 
 
 def keep_compiled(state_dir: Path) -> None:
-    """Have torch's and Triton's compilers keep what they make under `state_dir`, unless the environment says where.
+    """Keep the caches of torch's and Triton's compilers in `state_dir`, unless the environment says where.
 
-    By default that is /tmp, which a container loses at each start.
+    The default is /tmp, which a container loses at each start.
     """
     home = state_dir.expanduser() / "compile"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "inductor"))
@@ -53,13 +53,13 @@ def keep_compiled(state_dir: Path) -> None:
 
 
 def fingerprint(facts: Mapping[str, object]) -> str:
-    """16 hex digits that change with any of `facts`."""
+    """16 hex digits over `facts`."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def making(path: Path) -> Iterator[None]:
-    """Of several processes that want `path` made, one at a time. Raises: OSError."""
+    """Let one process at a time make `path`. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Which package belongs to a model on this machine, and how it comes to be there."""
+"""Find, make and load the compiled package of a model."""
 
 import logging
 import os
@@ -24,32 +24,31 @@ from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = 6  # to be raised when the code that is exported changes
-MIN_PARAMETERS: Final = 50_000_000  # smaller ones are not worth a minute of compiling
-MAX_PARAMETERS: Final = 2_000_000_000  # of a package that holds the weights again, on disk and in memory
+FORMAT: Final = 6  # increment when the exported code changes
+MIN_PARAMETERS: Final = 50_000_000  # smaller models are not worth a minute of compiling
+MAX_PARAMETERS: Final = 2_000_000_000  # for a package with its own copy of the weights
 KEPT_PACKAGES: Final = 4
 
 
 class CompilationFailed(Exception):
-    """The model cannot be compiled; the message ends what the compiling process said."""
+    pass
 
 
 class CompiledWhenReady:
-    """Eager, until a package is there.
+    """Runs eagerly until a package is loaded.
 
-    A package from an earlier start is used at once. Otherwise a child process at the lowest priority makes one, and
-    the step after it is loaded runs from it.
+    A package of an earlier start is used at once. Otherwise a child process of the lowest priority makes one.
     """
 
     def __init__(self, loaded: LoadedModel, order: Order) -> None:
         self._forward: Forward = EagerForward(loaded.module)
         self._model = loaded
         self._order = order
-        self._loaded: Forward | None = None  # written by the thread that makes it
+        self._loaded: Forward | None = None  # set by the thread that makes it
         self._thread = threading.Thread(target=self._prepare, name="compile", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        """Load the package if it is there, else have it made; wait `timeout_s` for that at most."""
+        """Load the package if it exists, or start making it; wait at most `timeout_s`."""
         if Path(self._order.package).exists():
             self._prepare()
             return
@@ -60,17 +59,15 @@ class CompiledWhenReady:
 
     @property
     def kind(self) -> str:
-        """See `Forward`."""
         return self._forward.kind
 
     def is_compiling(self) -> bool:
-        """Whether a process compiles for it, or for another worker whose package it waits for."""
+        """Whether a process is compiling for this model, here or for another worker."""
         return self._thread.is_alive()
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
-        """See `Forward`."""
         if self._loaded is not None:
             self._forward, self._loaded = self._loaded, None
         return self._forward(token_ids, positions, keep, step)
@@ -84,7 +81,7 @@ class CompiledWhenReady:
             log.warning("the model runs eagerly: compiling it failed", extra={"reason": str(exc)})
 
     def _tried(self) -> Forward:
-        """The package, loaded and found to compute what the eager model does. Raises: CompilationFailed."""
+        """Load the package and compare it with the eager model. Raises: CompilationFailed."""
         path = Path(self._order.package)
         try:
             forward = PackagedForward(path, self._model.module, Path(self._order.state_dir))
@@ -92,7 +89,7 @@ class CompiledWhenReady:
         except Exception:
             path.unlink(missing_ok=True)  # the next start makes another
             raise
-        if not far <= 1:  # NaN is not
+        if not far <= 1:  # also for NaN
             raise CompilationFailed(f"its logits are off by {far:.1f} times what rounding explains")
         return forward
 
@@ -100,7 +97,7 @@ class CompiledWhenReady:
 def choose_forward(
     model: str, loaded: LoadedModel, config: EngineConfig, state_dir: Path, progress: Progress
 ) -> Forward:
-    """How `loaded` is going to run, as `config.compile` asks for it. To be called once for an engine."""
+    """Choose how `loaded` runs, by `config.compile`. Once for an engine."""
     reason = _why_eager(loaded, config)
     if reason is not None:
         if config.compile != "off":
@@ -108,7 +105,7 @@ def choose_forward(
         return EagerForward(loaded.module)
     order = Order(model, str(state_dir), str(_package_path(loaded, config, state_dir)), config)
     forward = CompiledWhenReady(loaded, order)
-    if config.compile != "wait":  # it is there, or made in the background: nothing to watch
+    if config.compile != "wait":  # the package exists, or is made in the background: no bar
         forward.start(0.0)
         return forward
     progress("Compiling the model", 0, 1)
@@ -118,7 +115,7 @@ def choose_forward(
 
 
 def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
-    """None: compiling it is possible and pays."""
+    """None if compiling is possible and worthwhile."""
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     if config.compile == "off":
         return "compile is off"
@@ -137,7 +134,7 @@ def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
 
 
 def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) -> Path:
-    """A name that changes with everything that is compiled in: weights, versions and kind of processor."""
+    """The name changes with weights, versions and kind of processor."""
     facts = {
         "format": FORMAT,
         "model": loaded.layout.model,
@@ -146,7 +143,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "page_size": config.page_size,
         "max_step_tokens": config.max_step_tokens,
         "kernels": [path.read_text() for path in kernel_sources()],
-        "adapted": loaded.adapters.layers,  # each leaves an operator in the graph; whose adapter it is does not matter
+        "adapted": loaded.adapters.layers,  # each adapted layer leaves an operator in the graph; the adapters themselves do not matter
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": processor(),
@@ -155,22 +152,19 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
 
 
 def _make(order: Order) -> None:
-    """Have the package made, unless it is there; of several processes that want it, one makes it.
-
-    Raises: OSError; CompilationFailed.
-    """
+    """Make the package unless it exists; one process at a time. Raises: OSError, CompilationFailed."""
     package = Path(order.package)
     with making(package):
         if not package.exists():
             _run_child(order, package.parent / "inductor")
             _forget_old(package.parent)
-        package.touch()  # used last
+        package.touch()  # marks it as used
 
 
 def _run_child(order: Order, cache_dir: Path) -> None:
     command = [sys.executable, "-m", "engine.compilation.build", order.dump()]
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir)}
-    # its standard input is ours to hold open: when this process ends, so does the child
+    # an adapted layer leaves an operator in the graph
     with subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as child:
@@ -183,7 +177,7 @@ def _run_child(order: Order, cache_dir: Path) -> None:
 
 
 def _forget_old(directory: Path) -> None:
-    """Keep the packages used last: each is as large as its model."""
+    """Keep the packages used last: each may be as large as its model."""
     packages = sorted(directory.glob("*.pt2"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in packages[KEPT_PACKAGES:]:
         path.unlink(missing_ok=True)

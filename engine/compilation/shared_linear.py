@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, computed as one: for a few tokens three small products cost thrice the waiting."""
+"""Merge linear layers that read the same input: three small products take three times the latency of one."""
 
 from itertools import pairwise
 from typing import Any, Final
@@ -6,15 +6,15 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import linear
 
-# as transformers names them in its decoders; where a model has fused them itself there is nothing to do
+# transformers' names in its decoders; some models have fused them already
 SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedLinear(torch.nn.Module):
-    """Some rows of a linear layer that siblings share: those of one that was loaded apart.
+    """Some rows of a linear layer that siblings share.
 
-    A compiler is shown the whole product by each sibling, and `merge_products` leaves it one; eagerly each computes its
-    own rows.
+    In a traced forward each sibling computes the whole product and `merge_products` leaves one; eagerly each
+    computes its own rows.
     """
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, first: int, last: int) -> None:
@@ -31,9 +31,9 @@ class SharedLinear(torch.nn.Module):
 
 
 def share_linears(module: torch.nn.Module) -> int:
-    """Replace siblings throughout `module`, whose weights move into one tensor; how many sets of them there were.
+    """Replace siblings throughout `module` and move their weights into one tensor. Returns the number of groups.
 
-    Layers of any other class than torch's own are left as they are.
+    Only torch's own linear layers are replaced.
     """
     shared = 0
     for parent in list(module.modules()):
@@ -70,8 +70,10 @@ def _share(parent: torch.nn.Module, names: tuple[str, ...], layers: list[Any]) -
 
 
 def merge_products(graph: torch.fx.Graph) -> int:
-    """Let equal calls of `linear` in a traced forward be one, which inductor does not see to; how many were dropped."""
-    products = {linear, torch.ops.aten.linear.default}  # in a graph of torch.compile's, of torch.export's
+    """Merge equal calls of `linear` in a traced forward, which inductor does not do. Returns the number of
+    dropped calls.
+    """
+    products = {linear, torch.ops.aten.linear.default}  # in a graph of torch.compile, of torch.export
     if hasattr(torch.ops.kvmesh, "linear"):
         products.add(torch.ops.kvmesh.linear.default)
     found: dict[Any, torch.fx.Node] = {}

@@ -1,4 +1,4 @@
-"""A step on pages of nobody's, to export a model with and to try a package before requests meet it."""
+"""A step on scratch pages, to export a model and to try a package before it serves."""
 
 from typing import Any, Final
 
@@ -10,27 +10,27 @@ from engine.attention.cpu import CpuAttention, CpuStep
 from engine.compilation.forward import EagerForward, Forward
 from engine.kv.storage import allocate_storage
 
-PROMPT: Final = 40  # tokens, of more than two pages of the smallest size
-# of the logits' own size: what two right ways to round differ by, with room. In bfloat16 SmolLM2's differ by 0.03, and
-# single logits by a fifth of the largest: eagerly that is, which is further from fp32 than a package.
+PROMPT: Final = 40  # tokens, more than two pages of the smallest size
+# tolerance relative to the size of the logits, with room for two correct ways to round
 TOLERANCE: Final = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1.5e-1}
 
 
 def scratch_attention(layout: KvLayout, num_tokens: int) -> CpuAttention:
-    """Attention over a pool of its own for one request of `num_tokens` tokens."""
+    """Attention over a scratch pool for one request of `num_tokens` tokens."""
     return CpuAttention(allocate_storage(layout, _pages(layout, num_tokens), torch.device("cpu")), layout)
 
 
 def step_of(attention: CpuAttention, layout: KvLayout, length: int, context: int) -> CpuStep:
-    """The step in which the one request's last `length` tokens of `context` are computed."""
+    """A step that computes the request's last `length` tokens of `context`."""
     return attention.plan(StepShape([length], [context], [list(range(_pages(layout, context)))]))
 
 
 @torch.inference_mode()
 def difference(module: Any, forward: Forward, layout: KvLayout) -> float:
-    """How far `forward` is from the eager `module`, on a prompt and on one decode after it; up to 1 is as it should be.
+    """Root mean square difference between the logits of `forward` and of the eager `module`, on a prompt and a
+    decode.
 
-    The root mean square of what their logits differ by, in units of what the dtype allows. NaN for NaN.
+    In units of the tolerance: up to 1 is correct. NaN for NaN.
     """
     worst = torch.zeros(())
     ids = torch.arange(PROMPT + 1) * 7919 % module.get_input_embeddings().num_embeddings

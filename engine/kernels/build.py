@@ -1,4 +1,4 @@
-"""The C++ in this directory: compiled once for this machine, some seconds, then loaded into the process."""
+"""Compile the C++ sources in this directory, once for a machine, and load them."""
 
 import logging
 import os
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parent
 SHARED: Final = ("-std=c++20", "-shared", "-fPIC")
-# Sums may be taken in any order, which vectors need. Not -ffast-math: a library linked with that changes how the whole
-# process rounds numbers near zero.
+# Sums may be reordered, which vectors need. -ffast-math is avoided: linking with it changes denormal handling for
+# the whole process.
 FAST: Final = (
     *("-O3", "-march=native", "-fopenmp-simd"),
     *("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
@@ -25,13 +25,12 @@ FAST: Final = (
 
 
 class KernelsUnavailable(Exception):
-    """There are no compiled kernels on this machine; the message tells why."""
+    pass
 
 
 def load_kernels(state_dir: Path) -> None:
-    """Have the operators in this process: attend_pages and, where the processor can, those of linear.cpp.
-
-    Called again, it does nothing. Raises: KernelsUnavailable.
+    """Load the operators, once: attend_pages and, if the processor can, those of linear.cpp. Raises:
+    KernelsUnavailable.
     """
     if kernels_are_loaded():
         return
@@ -44,7 +43,7 @@ def load_kernels(state_dir: Path) -> None:
 
 
 def load_package_class(state_dir: Path) -> None:
-    """Have `torch.classes.kvmesh_package.Package` in this process; once, then it does nothing. Raises: KernelsUnavailable."""
+    """Load `torch.classes.kvmesh_package.Package`, once. Raises: KernelsUnavailable."""
     try:
         torch.classes.kvmesh_package.Package  # noqa: B018 - to look for it is the only way to know
     except RuntimeError:
@@ -56,12 +55,11 @@ def load_package_class(state_dir: Path) -> None:
 
 
 def kernel_sources() -> list[Path]:
-    """Of the operators: what was compiled with other kernels may not run with these."""
+    """Part of a package's name: other kernels may not run with it."""
     return [HERE / "attention.cpp", HERE / "linear.cpp", HERE / "cores.cpp"]
 
 
 def kernels_are_loaded() -> bool:
-    """Whether this process has the operators."""
     return hasattr(torch.ops.kvmesh, "attend_pages")
 
 
@@ -96,7 +94,7 @@ def _load(  # noqa: PLR0917 - a compiler's command line, in its order
 
 
 def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> None:
-    """Make `library`, which appears whole or not at all."""
+    """`library` appears by a rename."""
     unfinished = library.with_name(f"{library.stem}-{os.getpid()}.so")
     try:
         done = subprocess.run([*command, "-o", str(unfinished), *links], capture_output=True, text=True, check=False)

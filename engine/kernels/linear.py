@@ -1,4 +1,4 @@
-"""A model's linear layers in bfloat16 on x86 processors: weights packed once, small products fast."""
+"""Linear layers in bfloat16 on x86: weights packed once, fast for few rows."""
 
 import logging
 from typing import Any, Final
@@ -13,14 +13,14 @@ from engine.huge_pages import HugeMemory
 
 log = logging.getLogger(__name__)
 
-PANEL: Final = 32  # output columns that lie together
+PANEL: Final = 32  # output columns stored together
 
 
 class PackedLinear(torch.nn.Module):
-    """As `torch.nn.Linear`, of which these are the rows `first` to `last` of packed weights that siblings may share.
+    """The rows `first` to `last` of packed weights that siblings may share, as a `torch.nn.Linear`.
 
-    A compiler is shown the whole product by each sibling, and `merge_products` leaves it one; eagerly each computes its
-    own rows.
+    In a traced forward each sibling computes the whole product and `merge_products` leaves one; eagerly each
+    computes its own rows.
     """
 
     def __init__(self, packed: torch.nn.Parameter, bias: torch.nn.Parameter | None, first: int, last: int) -> None:
@@ -42,7 +42,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class PackedGate(torch.nn.Module):
-    """A gated MLP, down(silu(gate(x)) * up(x)), whose gate and up projections are one product that ends with their own."""
+    """A gated MLP, down(silu(gate(x)) * up(x)), with gate, up and SiLU as one product."""
 
     def __init__(self, gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear, memory: HugeMemory) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class PackedGate(torch.nn.Module):
 
 
 class PackedHead(torch.nn.Module):
-    """The output layer of a model, without a bias: its logits are fp32."""
+    """An output layer without bias; its logits are fp32."""
 
     def __init__(self, head: torch.nn.Linear, memory: HugeMemory) -> None:
         super().__init__()
@@ -71,29 +71,29 @@ class PackedHead(torch.nn.Module):
 
 
 def is_packed(module: torch.nn.Module) -> bool:
-    """Whether `pack_linears` found something to replace in `module`."""
     return any(isinstance(layer, PackedLinear | PackedGate | PackedHead) for layer in module.modules())
 
 
 def can_pack() -> bool:
-    """Whether the kernels, which must be loaded, were compiled for a processor with AVX2 or more."""
+    """Whether the loaded kernels were compiled for AVX2 or more."""
     return hasattr(torch.ops.kvmesh, "linear")
 
 
 def pack_linears(module: torch.nn.Module) -> int:
-    """Replace the linear layers of `module` that can be; their plain weights are let go. Returns how many there were.
+    """Replace the linear layers of `module` that the kernels support and free their plain weights. Returns their
+    number.
 
-    None where `can_pack` says so, and none on a processor with AMX. Layers that read the same input are packed together.
+    None on a processor with AMX, or without AVX2. Layers with the same input are packed together.
     """
     if not can_pack():
         return 0
-    if has_amx():  # its tiles have several times the peak of the dot products that our kernels use
+    if has_amx():  # AMX tiles have several times the peak of our dot products
         log.warning("linear layers are oneDNN's: with AMX prompts are faster than in our kernels, small batches slower")
         return 0
     memory = HugeMemory()
     replaced = _pack_gates(module, memory) + _pack_head(module, memory)
     share_linears(module)
-    packed: dict[int, torch.nn.Parameter] = {}  # by the weights that siblings share
+    packed: dict[int, torch.nn.Parameter] = {}  # by weights that siblings share
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             rows = _rows(layer)
@@ -108,14 +108,14 @@ def pack_linears(module: torch.nn.Module) -> int:
 
 
 def pack(weight: torch.Tensor, memory: HugeMemory) -> torch.Tensor:
-    """bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2]: what the kernel reads lies in the order in which it does."""
+    """bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2], the order in which the kernel reads."""
     out_size, in_size = weight.shape
     panels = weight.view(out_size // PANEL, PANEL, in_size // 2, 2).transpose(1, 2)
     return memory.take(tuple(panels.shape), weight.dtype).copy_(panels)
 
 
 def _pack_gates(module: torch.nn.Module, memory: HugeMemory) -> int:
-    """Replace the gated MLPs of `module` that can be; how many linear layers went into them."""
+    """Replace supported gated MLPs. Returns the number of linear layers in them."""
     replaced = 0
     for parent in list(module.modules()):
         for name, mlp in list(parent.named_children()):
@@ -127,7 +127,7 @@ def _pack_gates(module: torch.nn.Module, memory: HugeMemory) -> int:
 
 
 def _pack_head(module: Any, memory: HugeMemory) -> int:
-    """Replace the output layer, if `module` is a model that has one like others; whether it did."""
+    """Replace the output layer if it is supported. Returns whether it was."""
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if head is None or type(head) is not torch.nn.Linear or head.bias is not None or _rows(head) is None:
         return 0
@@ -136,7 +136,7 @@ def _pack_head(module: Any, memory: HugeMemory) -> int:
 
 
 def _is_gated(mlp: Any) -> bool:
-    """Whether it computes, instruction by instruction, what Llama's does, without biases and with SiLU."""
+    """Whether its instructions are those of Llama's MLP, without biases and with SiLU."""
     code, usual = getattr(type(mlp).forward, "__code__", None), LlamaMLP.forward.__code__
     if code is None or (code.co_code, code.co_names) != (usual.co_code, usual.co_names):
         return False
@@ -147,7 +147,7 @@ def _is_gated(mlp: Any) -> bool:
 
 
 def _rows(layer: Any) -> slice | None:
-    """Which rows of its weights `layer` is; None when the kernel cannot compute it."""
+    """The rows of its weights that `layer` is; None if the kernel does not support it."""
     if type(layer) is torch.nn.Linear:
         rows = slice(0, layer.out_features)
     elif type(layer) is SharedLinear:

@@ -1,7 +1,7 @@
-"""Linear layers that adapters may change: each row of a step by its own adapter, or by none.
+"""Linear layers that change each row of a step by its own adapter, or by none.
 
-A step's grouping of rows travels beside the model's forward, as attention's step does in `engine.attention.opaque`: a
-compiled forward is made once and run for every step. Rows without an adapter are what they would be without any loaded.
+The grouping of rows is set per thread beside the forward, so one compiled forward serves all steps. Rows without an
+adapter have the same bits as without any loaded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one layer: x -> up (down x). Source: LoRA, Hu et al. 2021, arXiv:2106.09685."""
+    """What one adapter adds to one layer: up (down x). Source: LoRA, Hu et al. 2021, arXiv:2106.09685."""
 
     down: torch.Tensor  # [rank, in], PEFT's lora_A
     up: torch.Tensor  # [out, rank], PEFT's lora_B times the scale
@@ -24,9 +24,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows of a step that belong to one adapter."""
-
-    rows: slice | torch.Tensor  # int64 [N], unless they are neighbours
+    rows: slice | torch.Tensor  # int64 [N], or a slice of neighbours
     changes: Sequence[LowRank | None]  # by site
 
 
@@ -35,7 +33,7 @@ _groups: ContextVar[Sequence[RowGroup]] = ContextVar("kvmesh_lora", default=())
 
 @contextmanager
 def adapted(groups: Sequence[RowGroup]) -> Iterator[None]:
-    """Have forwards on this thread change these rows, each row by one group at most."""
+    """Apply the groups to forwards on this thread. A row may be in one group."""
     token = _groups.set(groups)
     try:
         yield
@@ -44,12 +42,11 @@ def adapted(groups: Sequence[RowGroup]) -> Iterator[None]:
 
 
 def any_adapted() -> bool:
-    """Whether forwards on this thread have rows to change."""
     return bool(_groups.get())
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A linear layer, and a number under which adapters keep their change of it."""
+    """A linear layer with a number, its site, under which adapters keep their change."""
 
     def __init__(self, plain: torch.nn.Linear, site: int) -> None:
         super().__init__()
@@ -57,7 +54,7 @@ class AdaptedLinear(torch.nn.Module):
         self._site = site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] to [..., out], where all dimensions but the last make up the rows of the step."""
+        """[..., in] to [..., out]; all dimensions but the last are the rows of the step."""
         y = self.plain(x)
         if torch.compiler.is_compiling():
             torch.ops.kvmesh.adapt(y, x, self._site)
@@ -67,7 +64,7 @@ class AdaptedLinear(torch.nn.Module):
 
 
 def _adapt(y: torch.Tensor, x: torch.Tensor, site: int) -> None:
-    """Add to `y` [..., out] what the adapters of this step make of `x` [..., in]."""
+    """Add the adapters' part for `x` [..., in] to `y` [..., out]."""
     for group in _groups.get():
         change = group.changes[site]
         if change is None:
@@ -81,7 +78,7 @@ def _adapt(y: torch.Tensor, x: torch.Tensor, site: int) -> None:
 
 
 def _adapt_nothing(_y: torch.Tensor, _x: torch.Tensor, _site: int) -> None:
-    """All that a compiler learns about the operator."""
+    pass
 
 
 _LIBRARY: Final = torch.library.Library("kvmesh", "FRAGMENT")  # type: ignore[no-untyped-call]

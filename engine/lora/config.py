@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: what of it this engine computes, and what it refuses."""
+"""PEFT's adapter_config.json: what this engine computes, and what it refuses."""
 
 import json
 import re
@@ -17,13 +17,13 @@ USED: Final = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "init_lora_weights", "bias",
 })  # fmt: skip
-# of where it comes from and how it was trained: nothing that a forward needs to know
+# origin and training; no effect on the forward
 WITHOUT_EFFECT: Final = frozenset({
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "lora_dropout",
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
     "ensure_weight_tying",
 })  # fmt: skip
-# and whatever else is set that has no name here
+# any other key that is set and not named here is refused, too
 REFUSED: Final = {
     "use_dora": "it is weight-decomposed (DoRA)",
     "modules_to_save": "it replaces whole modules (modules_to_save)",
@@ -36,37 +36,30 @@ REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Which layers an adapter changes, at what rank, and how much."""
-
     rank: int
     alpha: float
-    rank_stabilised: bool  # scaled by the root of the rank, as in rsLoRA, Kalajdzievski 2023, arXiv:2312.03732
-    ranks: Mapping[str, int]  # of layers whose name ends as the pattern says
+    rank_stabilised: bool  # rsLoRA, Kalajdzievski 2023, arXiv:2312.03732: scaled by the root of the rank
+    ranks: Mapping[str, int]  # for layers whose name ends with the pattern
     alphas: Mapping[str, float]
-    targets: str | tuple[str, ...]  # "all-linear", a regular expression for whole names, or their last parts
+    targets: str | tuple[str, ...]  # "all-linear", a regular expression for whole names, or last parts of names
     excluded: str | tuple[str, ...]
-    some_layers: bool  # `targets` were taken in some layers only
+    some_layers: bool  # `targets` apply to some layers only
 
     def rank_of(self, layer: str) -> int:
-        """The adapter's rank in a layer, by its name in the model."""
         return int(_by_pattern(self.ranks, layer, self.rank))
 
     def scale_of(self, layer: str) -> float:
-        """What is to multiply the product of both matrices."""
         rank = self.rank_of(layer)
         return _by_pattern(self.alphas, layer, self.alpha) / (sqrt(rank) if self.rank_stabilised else rank)
 
     def names(self, layer: str) -> bool:
-        """Whether a linear layer, by its name in the model, is one of those to adapt."""
         wanted = self.targets == ALL_LINEAR or _matches(self.targets, layer)
         return wanted and not _matches(self.excluded, layer)
 
 
 def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
-    """The configuration in `directory` of the adapter `name`.
-
-    Raises: ModelUnavailable, when there is none; UnsupportedModel, when it asks for more than low-rank changes of linear
-    layers. Both name the adapter.
+    """Raises: ModelUnavailable, if there is none; UnsupportedModel, if it is more than a low-rank change of
+    linear layers. Both name the adapter.
     """
     path = directory / ADAPTER_CONFIG
     try:
@@ -94,7 +87,6 @@ def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
 
 
 def _reasons_against(given: Mapping[str, Any]) -> list[str]:
-    """Why the adapter would be computed wrong."""
     start = given.get("init_lora_weights")
     reasons = {
         f"it is of type {given.get('peft_type')}": given.get("peft_type") != "LORA",

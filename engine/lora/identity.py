@@ -1,4 +1,4 @@
-"""What an adapter is, in one short string: KV is shared, and exchanged, only among adapters of equal identity."""
+"""The identity of an adapter: KV is shared only between adapters of equal identity."""
 
 import hashlib
 import json
@@ -11,9 +11,9 @@ INCIDENTAL: Final = ("base_model_name_or_path", "revision", "inference_mode", "p
 
 
 def adapter_identity(directory: Path) -> str:
-    """16 hex digits over configuration and weights, the whole of them: two checkpoints of one training may differ little.
+    """16 hex digits over configuration and weights, but not the name.
 
-    The name does not go in: the same weights under two names are the same adapter.
+    Weights are hashed as a whole: two checkpoints of one training may differ little.
     """
     config = json.loads((directory / ADAPTER_CONFIG).read_text())
     for key in INCIDENTAL:

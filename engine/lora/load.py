@@ -1,4 +1,4 @@
-"""Adapters from PEFT's directories onto a loaded model."""
+"""Load adapters from PEFT's directories into a model."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,19 +22,17 @@ TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters of a model, by name."""
-
-    identities: Mapping[str, str] = field(default_factory=dict)  # see `adapter_identity`
-    layers: tuple[str, ...] = ()  # that any of them changes, by site
+    identities: Mapping[str, str] = field(default_factory=dict)  # by name, from `adapter_identity`
+    layers: tuple[str, ...] = ()  # changed by any adapter, by site
     changes: Mapping[str, Sequence[LowRank | None]] = field(default_factory=dict, repr=False)  # by site
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @contextmanager
     def of_rows(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
-        """Have forwards on this thread apply them to the rows of one step.
+        """Apply adapters to the rows of one step on this thread.
 
         Args:
-            runs: (adapter or "", how many rows) of neighbouring rows, in order. Each name is one of `identities`.
+            runs: (adapter or "", number of rows) in order. Each name is one of `identities`.
         """
         rows: dict[str, list[int]] = {}
         start = 0
@@ -52,13 +50,13 @@ class Adapters:
 
 
 def install_adapters(module: Any, directories: Mapping[str, str]) -> Adapters:
-    """Read the adapters in `directories`, by name, and let the linear layers of `module` apply them.
+    """Read the adapters in `directories` and replace the linear layers of `module` that they change.
 
     Args:
-        module: transformers' model, whose layers are replaced in place; they keep their parameters and names.
-        directories: each holds adapter_config.json and adapter_model.safetensors, as PEFT saves them.
-    Raises: ModelUnavailable, when one cannot be read; UnsupportedModel, when it asks for what is not computed here or
-        does not belong to this model. Both name the adapter.
+        module: transformers' model, changed in place; layers keep their parameters and names.
+        directories: by adapter name; each holds adapter_config.json and adapter_model.safetensors.
+    Raises: ModelUnavailable, if one cannot be read; UnsupportedModel, if it cannot be computed or does not fit the
+    model.
     """
     linears = _adaptable(module)
     read = {name: _read(name, Path(given).expanduser(), linears) for name, given in directories.items()}
@@ -75,7 +73,9 @@ def install_adapters(module: Any, directories: Mapping[str, str]) -> Adapters:
 
 
 def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
-    """Linear layers by name, but for those that see fewer rows than a step has: routed experts and the output layer."""
+    """Linear layers by name, except those that see only some rows of a step: routed experts and the output
+    layer.
+    """
     head = module.get_output_embeddings()
     return {
         name: layer
@@ -85,7 +85,6 @@ def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
 
 
 def _read(name: str, directory: Path, linears: Mapping[str, torch.nn.Linear]) -> dict[str, LowRank]:
-    """One adapter's changes by layer."""
     config = read_adapter_config(name, directory)
     pairs = _pairs(name, directory)
     strangers = [layer for layer in pairs if layer not in linears]
@@ -100,7 +99,6 @@ def _read(name: str, directory: Path, linears: Mapping[str, torch.nn.Linear]) ->
 
 
 def _pairs(name: str, directory: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Both matrices of each layer."""
     path = directory / ADAPTER_WEIGHTS
     try:
         tensors = load_file(path)

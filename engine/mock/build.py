@@ -1,4 +1,4 @@
-"""`mock` or `mock:<model>` to an engine that answers: no torch, no weights, everything else as it is with a model."""
+"""Build the mock engine for `mock` or `mock:<model>`, without torch or weights."""
 
 import json
 from math import isfinite
@@ -19,14 +19,11 @@ from engine.model.resolve import model_dir, served_name
 
 
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
-    """An engine with the vocabulary, context and KV shape of the model that `model` names.
-
-    Raises: ModelUnavailable, UnsupportedModel.
-    """
+    """Raises: ModelUnavailable, UnsupportedModel."""
     directory = model_dir(model, state_dir, progress)
     described = json.loads((directory / CONFIG_FILE).read_text())
     pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
-    described = described.get("text_config", described)  # of a model that also sees
+    described = described.get("text_config", described)  # of a multimodal model
     layout = _layout(described, served_name(model), config)
     num_pages = count_pages(config, layout)
     pages = MarkedPages(layout, num_pages)
@@ -52,9 +49,9 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
         max_context=min(positions, pool_tokens, config.max_context or pool_tokens),
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
-        adapters=config.lora,  # what a real engine takes for their directory is all that there is to a mock's adapter
+        adapters=config.lora,  # a mock adapter is identified by its directory's name
         pooling=pooling,
-        # no number of prompts keeps a device busy that takes no time
+        # without step times, any number of prompts may share a step
         pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.max_step_tokens,
     )
 
@@ -63,7 +60,7 @@ def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLay
     heads = int(described["num_attention_heads"])
     mock = config.mock
     return KvLayout(
-        model=name,  # a mock by its name: no KV of the model itself is taken for ours
+        model=name,  # never the model's own name: its KV is not compatible
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         page_size=config.page_size,
         layers=mock.layers or int(described["num_hidden_layers"]),

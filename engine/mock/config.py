@@ -1,4 +1,4 @@
-"""The mock engine's settings, such as `MESH_ENGINE__MOCK__SPEEDUP`, and the cost model that they make."""
+"""Settings of the mock engine, such as `MESH_ENGINE__MOCK__SPEEDUP`, and its cost model."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ Size = Annotated[int | None, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class MockConfig:
-    """What a step would take on a device, and the shape of its KV. The defaults are SmolLM2-135M's on two CPU cores."""
+    """Costs and KV shape. The defaults are SmolLM2-135M's on two CPU cores."""
 
     speedup: Annotated[float, Field(gt=0, description="time runs so much faster; inf: no step waits at all")] = 1.0
     step_s: Annotated[Seconds, Field(description="any step, whatever is in it")] = 0.0104
@@ -32,13 +32,13 @@ class MockConfig:
     ] = False
 
     def duration_s(self, prompt_tokens: int, decodes: int, context_tokens: int, pairs: int = 0) -> float:
-        """How long a step takes, 0 for one that has nothing to do.
+        """Duration of a step.
 
         Args:
             prompt_tokens: computed in the step.
-            decodes: requests that get their next token in it.
-            context_tokens: tokens that these have before it, all together.
-            pairs: of a prompt token computed and a token it attends to, itself included; see `attended`.
+            decodes: requests that get a token.
+            context_tokens: total context of the decodes.
+            pairs: prompt tokens times the tokens that they attend to; see `attended`.
         """
         if not prompt_tokens and not decodes:
             return 0.0
@@ -48,5 +48,5 @@ class MockConfig:
 
 
 def attended(start: int, length: int) -> int:
-    """Pairs of a token and one it attends to, itself included, in a chunk of `length` prompt tokens behind `start`."""
+    """Pairs of a token and one it attends to, itself included, for `length` prompt tokens after `start`."""
     return length * start + length * (length + 1) // 2

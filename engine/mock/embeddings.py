@@ -1,4 +1,4 @@
-"""Vectors that look like embeddings, made up from the tokens: equal texts have equal ones, and others none like them."""
+"""Made-up embeddings: equal texts have equal vectors, other texts have unrelated ones."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from components.wire.embedding_model import EmbeddingModel
 
 
 def made_up_vector(checksum: int, model: EmbeddingModel) -> bytes:
-    """float32[dimensions], little-endian, for all tokens that `checksum` is of."""
+    """float32[dimensions], little-endian."""
     draw = random.Random(checksum)
     values = [draw.gauss(0.0, 1.0) for _ in range(model.dimensions)]
     length = math.hypot(*values) if model.normalised else 1.0

@@ -1,4 +1,4 @@
-"""Log-probabilities that no model computed: a function of what was drawn, so they are the same wherever it is drawn."""
+"""Made-up log-probabilities, a function of the drawn token, so equal on every worker."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,11 +8,11 @@ from components.wire.logprobs import TokenLogprobs
 from components.wire.tokens import pack_tokens
 from engine.scheduler.scheduler import Chunk
 
-STEPS: Final = 1024  # in a unit: so few that float32 has them all
+STEPS: Final = 1024  # per unit; float32 represents all of them
 
 
 def made_up(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[int]) -> TokenLogprobs:
-    """Of a token that `checksum` made: the most probable one, and each alternative is one less so."""
+    """The drawn token is the most probable, and each alternative is one less."""
     logprob = -(checksum % STEPS) / STEPS
     others = [other for other in alphabet[:alternatives] if other != token_id]
     top = [(other, logprob - i) for i, other in enumerate([token_id, *others][:alternatives])]
@@ -20,7 +20,6 @@ def made_up(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[
 
 
 def leave_prompt_logprobs(chunk: Chunk, alphabet: Sequence[int]) -> None:
-    """Leave with a request those of its prompt's tokens behind the ones of `chunk`, as far as they are not noted."""
     request = chunk.request
     told, alternatives = request.row.prompt_logprobs, request.sampling.prompt_logprobs
     if told is None or alternatives is None:

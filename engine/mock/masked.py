@@ -1,4 +1,4 @@
-"""What the mock says where a mask leaves it a choice."""
+"""The mock's choice among the tokens that a mask allows."""
 
 from typing import Final
 
@@ -11,10 +11,9 @@ FEW: Final = 24
 
 
 def draw_masked(row: Row, vocab_size: int, drawn: int, *, ends: bool) -> int:
-    """One of the tokens that `row` may have next, the same for the same `drawn`, 32 bits; an end where it `ends` or must.
+    """A token that `row` allows, the same for the same 32 bits `drawn`; an end if it `ends` or must.
 
-    With a taste for texts that come to an end: of many tokens for low ids, where vocabularies have quotes, of a few bytes for
-    high ones, which are brackets that close rather than white space.
+    It prefers texts that end: low ids (quotes) among many tokens, high ids (closing brackets) among few.
     """
     (allowed,) = bits_of(allowed_words([row], vocab_size), vocab_size)
     may_end = [token_id for token_id in row.eos_ids if allowed[token_id]]

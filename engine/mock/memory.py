@@ -1,8 +1,10 @@
-"""The mock's pages: real host memory that NIXL moves, and in each block of tokens a mark of those whose KV it stands for.
+"""The mock's pages: host memory that NIXL moves, with a mark in each block of tokens.
 
-The mark is a checksum over all tokens up to the last one in the block, so it can be carried on from any block, by whoever
-has its page. It stands in the first and in the last stripe of the page, in the row of the block's first token: a page that
-arrived in part is noticed, and one whose rows were moved into pages of another size says the same.
+A mark is a checksum over all tokens up to the last one in the block, so any worker with the page can continue it.
+It is
+written in the first and the last stripe of the page, in the row of the block's first token. So a page that arrived
+in part is
+detected, and rows moved into pages of another size keep their marks.
 """
 
 import ctypes
@@ -20,21 +22,21 @@ from engine.inflight import StepFailed
 from engine.ports import KvRegion
 from engine.scheduler.memory import LEAST_COMPUTED
 
-MARK: Final = Struct("<II")  # tokens of this block whose KV stands, checksum of all tokens up to the last of them
-TOKEN: Final = Struct("<i")  # as `pack_tokens` has it
+MARK: Final = Struct("<II")  # tokens of the block with KV, checksum of all tokens up to the last of them
+TOKEN: Final = Struct("<i")  # as in `pack_tokens`
 BLOCK: Final = min(PAGE_SIZES)  # tokens
 
 
 class MarkedPages:
-    """A pool of `num_pages` pages. Memory is taken by the kernel page by page, as it is first written.
+    """A pool of `num_pages` pages. The kernel commits memory as it is first written.
 
-    Raises: WrongSettings, when the kernel does not give so much.
+    Raises: WrongSettings, if there is not enough.
     """
 
     def __init__(self, layout: KvLayout, num_pages: int) -> None:
         self._page_bytes = layout.page_bytes
-        self._block_bytes = BLOCK * layout.row_bytes  # in one stripe
-        self._blocks = layout.page_size // BLOCK  # of a page
+        self._block_bytes = BLOCK * layout.row_bytes
+        self._blocks = layout.page_size // BLOCK
         self._last_stripe = (layout.num_stripes - 1) * layout.page_size * layout.row_bytes
         num_bytes = num_pages * layout.page_bytes
         try:
@@ -46,9 +48,9 @@ class MarkedPages:
         self.region = KvRegion(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_pages, layout, "cpu")
 
     def extend(self, pages: Sequence[int], token_id: int, at: int) -> int | None:
-        """Write the mark of the token at index `at`; the checksum of all tokens up to it.
+        """Write the mark of the token at `at` and return the checksum up to it.
 
-        None, with nothing written: its block has none before it, or other ones, and `compute` is to be asked.
+        None, with nothing written, if the block's earlier marks are missing or different; then call `compute`.
         """
         offset = at % BLOCK
         if not offset:
@@ -65,10 +67,10 @@ class MarkedPages:
         return checksum
 
     def compute(self, pages: Sequence[int], tokens: Sequence[int], start: int, end: int, origin: int = 0) -> int:
-        """Write the marks of tokens `start` to `end`; the checksum of all tokens before `end`.
+        """Write the marks of tokens `start` to `end` and return the checksum before `end`.
 
-        `origin` is the checksum of no tokens, another one for each adapter.
-        Raises: StepFailed, when the pages do not hold what was computed before `start`.
+        `origin` is the checksum of no tokens, one for each adapter.
+        Raises: StepFailed, if the pages do not hold what was computed before `start`.
         """
         checksum = self._read(pages, tokens, start, origin) if start else origin
         while start < end:
@@ -81,13 +83,12 @@ class MarkedPages:
         return checksum
 
     def copy(self, source: int, target: int) -> None:
-        """Give page `target` the marks of page `source`."""
         for block in range(self._blocks):
             for here, there in zip(self._places([source], block), self._places([target], block), strict=True):
                 MARK.pack_into(self._memory, there, *MARK.unpack_from(self._memory, here))
 
     def _places(self, pages: Sequence[int], block: int) -> tuple[int, int]:
-        """Where both marks of a block stand."""
+        """Offsets of both marks of a block."""
         index, inner = divmod(block, self._blocks)
         first = pages[index] * self._page_bytes + inner * self._block_bytes
         return first, first + self._last_stripe

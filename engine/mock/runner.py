@@ -1,4 +1,4 @@
-"""A step without a device: marks instead of KV, tokens drawn from the marks, and the time that it would have taken."""
+"""A step without a device: marks instead of KV, tokens drawn from the marks, and a simulated duration."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,17 +24,16 @@ MASKED: Final = "engine.mock.masked"  # imported with the first mask: it needs n
 
 
 class DrawMasked(Protocol):
-    """What that module has under the name `draw_masked`."""
-
     def __call__(self, row: Row, vocab_size: int, drawn: int, *, ends: bool) -> int:
-        """A token that the row's mask allows."""
+        pass
 
 
 class MockRunner:
-    """Draws the token at a position from all tokens before it, as the pages hold them, and from the seed.
+    """Draws each token from the marks of all tokens before it and from the seed.
 
-    So it is the same on every worker, after a move and after a retraction, and another one where KV of another prompt or
-    adapter was moved. A temperature of 0 makes the seed irrelevant, as everywhere.
+    So a token is the same on every worker, after a move and after a preemption, and differs if KV of another prompt
+    or
+    adapter was moved.
     """
 
     def __init__(
@@ -55,17 +54,15 @@ class MockRunner:
         self._eos_token_id = eos_token_id
         self._vocab_size = vocab_size
         self._origins = {name: crc32(identity.encode()) for name, identity in adapters.items()}
-        self._busy_until_s = 0.0  # the device that is not there takes one step after the other
+        self._busy_until_s = 0.0  # the simulated device runs one step at a time
         self._drawn: dict[Request, int] = {}  # in the latest step
 
     @property
     def takes_cpu(self) -> bool:
-        """No: it waits, as one waits for a device."""
         return False
 
     @property
     def forward_kind(self) -> str:
-        """See `Runner`."""
         return ""
 
     def launch(self, chunks: Sequence[Chunk]) -> "MockStep":
@@ -94,14 +91,13 @@ class MockRunner:
         origin = self._origins.get(request.adapter, 0)
         if not chunk.ahead:
             return self._pages.compute(request.pages, request.tokens, chunk.start, chunk.end, origin)
-        request.tokens.append(self._drawn[request])  # for as long as this takes: to copy them all would take longer
+        request.tokens.append(self._drawn[request])  # temporarily: a copy of all tokens would take longer
         try:
             return self._pages.compute(request.pages, request.tokens, chunk.start, chunk.end, origin)
         finally:
             request.tokens.pop()
 
     def draw(self, chunks: Sequence[Chunk], checksums: Sequence[int]) -> list[int | None]:
-        """A token for each chunk that `samples`, from the checksum of all before it."""
         if self._pooling is not None:
             return self._pool(chunks, checksums, self._pooling)
         drawn: dict[Request, int] = {}
@@ -115,14 +111,12 @@ class MockRunner:
         return token_ids
 
     def _pool(self, chunks: Sequence[Chunk], checksums: Sequence[int], pooling: Pooling) -> list[int | None]:
-        """Vectors for those that end, and tokens for none."""
         for chunk, checksum in zip(chunks, checksums, strict=True):
             if chunk.samples:
                 chunk.request.vector = made_up_vector(checksum, pooling.about)
         return [None] * len(chunks)
 
     def leave(self, chunks: Sequence[Chunk], checksums: Sequence[int], token_ids: Sequence[int | None]) -> None:
-        """Leave log-probabilities with the requests that ask for them."""
         for chunk, checksum, token_id in zip(chunks, checksums, token_ids, strict=True):
             request = chunk.request
             alternatives = request.sampling.logprobs
@@ -132,25 +126,24 @@ class MockRunner:
                 leave_prompt_logprobs(chunk, self._alphabet)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page's marks."""
         self._pages.copy(source, target)
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
-        """It takes no cores."""
+        """It uses no cores."""
         return 0
 
     def done(self) -> None:
-        """Nobody waits for it."""
+        pass
 
     def rest(self) -> None:
-        """Nothing is kept from others."""
+        pass
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
         """Raises: Rejected."""
         raise Rejected("this worker runs the mock engine, which computes nothing: profile one with a model")
 
     def stop_profile(self) -> Recording:
-        """None was started. Raises: InvariantBroken."""
+        """Raises: InvariantBroken."""
         raise InvariantBroken("the mock engine records no profile")
 
     def _draw(self, chunk: Chunk, checksum: int) -> int:
@@ -170,10 +163,9 @@ class MockRunner:
 
 
 class MockStep:
-    """A step that is over when the device would be done with it; everything else has happened already."""
+    """A step that is over when the simulated device is done. Its work has happened already."""
 
     def __init__(self, runner: MockRunner, chunks: Sequence[Chunk], checksums: Sequence[int], until_s: float) -> None:
-        """Of `chunks`, up to each of which all tokens have that checksum."""
         self._runner = runner
         self._chunks = chunks
         self._checksums = checksums
@@ -181,15 +173,13 @@ class MockStep:
         self._token_ids: list[int | None] = []
 
     def sample(self) -> None:
-        """Masks know all tokens before by now; no penalty changes what the mock says."""
+        """All tokens before are known to the mask by now. Penalties do not change the mock's tokens."""
         self._token_ids = self._runner.draw(self._chunks, self._checksums)
 
     def wait_s(self) -> float:
-        """What is left of its time."""
         return max(0.0, self._until_s - time.perf_counter())
 
     def result(self) -> list[int | None]:
-        """Wait for the device that is not there."""
         if left_s := self.wait_s():
             time.sleep(left_s)
         self._runner.leave(self._chunks, self._checksums, self._token_ids)

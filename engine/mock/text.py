@@ -8,10 +8,10 @@ from uuid import uuid4
 from components.text.byte_letters import byte_letters
 
 MOCK: Final = "mock"
-PREFIX: Final = "mock:"  # `mock:<model>`: the tokenizer, vocabulary and KV shape of that model
+PREFIX: Final = "mock:"  # `mock:<model>` has that model's tokenizer, vocabulary and KV shape
 START, END = "<|im_start|>", "<|im_end|>"
-SPECIAL: Final = {START: 256, END: 257}  # after the 256 bytes, each of which is its own token id
-LETTERS: Final = [*b" abcdefghijklmnopqrstuvwxyz"]  # what it talks in
+SPECIAL: Final = {START: 256, END: 257}  # after the 256 bytes, whose token ids are their values
+LETTERS: Final = [*b" abcdefghijklmnopqrstuvwxyz"]  # that it generates
 
 CONFIG: Final[dict[str, Any]] = {
     "model_type": "llama",
@@ -31,17 +31,16 @@ TEMPLATE: Final = (
 
 
 def inner_model(model: str) -> str | None:
-    """The model that `mock:<model>` pretends to be; None for any other name."""
+    """The model in `mock:<model>`; None for any other name."""
     return model.removeprefix(PREFIX) if model.startswith(PREFIX) else None
 
 
 def is_mock(model: str) -> bool:
-    """Whether a model setting asks for the mock engine."""
     return model == MOCK or model.startswith(PREFIX)
 
 
 def mock_dir(models: Path) -> Path:
-    """The directory of `mock` below `models`, written where it is not there yet or another release's."""
+    """The directory of `mock` in `models`, written if it is missing or of another release."""
     directory = models / MOCK
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in _files().items():
@@ -69,7 +68,7 @@ def _files() -> dict[str, dict[str, Any]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Several workers may start at once: each sees the whole file or none."""
+    """Several workers may start at once, so the file appears by a rename."""
     if path.is_file() and path.read_text() == text:
         return
     draft = path.with_name(f".{path.name}.{uuid4().hex}")

@@ -1,4 +1,4 @@
-"""Convert or fetch a model ahead of time and print its directory: `python -m engine.model smollm2-135m`."""
+"""Convert or download a model and print its directory: `python -m engine.model smollm2-135m`."""
 
 import argparse
 import sys
@@ -13,7 +13,6 @@ from engine.model.resolve import model_dir
 
 
 def main() -> int:
-    """The directory goes to stdout, the progress bar to stderr; 1 when there is no such model."""
     parser = argparse.ArgumentParser(prog="python -m engine.model", description=__doc__)
     parser.add_argument("model", help="smollm2-135m, a directory, a config.json, a GGUF file, or a hub id")
     parser.add_argument("--state-dir", type=Path, default=Path("~/.cache/kvmesh"), help="default: %(default)s")

@@ -1,10 +1,8 @@
-"""GGUF to safetensors, once: run by `engine.model.converted`.
+"""Convert GGUF to safetensors, once: run by `engine.model.converted`.
 
     python -m engine.model.convert FILE.gguf DIRECTORY FINAL_DIRECTORY GENERATION_DEFAULTS_AS_JSON
 
-
-transformers can read GGUF directly, but takes 13 s each time for the smallest model, and `save_pretrained` refuses a
-model so loaded. What its reader leaves out, and what a model needs, is refused.
+transformers reads GGUF directly, but takes 13 s for the smallest model at each start.
 """
 
 import json
@@ -24,7 +22,7 @@ from engine.model.converted import PROGRESS_MARK, REASON_MARK, finish
 
 STEPS: Final = 3
 EXACT: Final = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
-# Keys that change the result, after the architecture's name, and what transformers' configurations call them.
+# keys that change the result (after the architecture's name), and their names in transformers' configurations
 TELLING: Final = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -34,15 +32,12 @@ ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_fa
 
 
 class CannotConvert(Exception):
-    """The file is damaged or of a kind that would not come out right; the message says which."""
+    """The file is damaged, or of a kind that would be converted wrong."""
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write weights, configuration and tokenizer of the GGUF file `source` into the directory `target`.
-
-    Raises: CannotConvert.
-    """
-    disable_progress_bar()  # ours is another one, and theirs fails where nobody reads it
+    """Write weights, configuration and tokenizer of the GGUF file `source` into `target`. Raises: CannotConvert."""
+    disable_progress_bar()  # we show a bar of our own
     _report(0)
     reader = _read(source)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
@@ -54,14 +49,13 @@ def convert(source: Path, target: Path) -> None:
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "model.safetensors").chmod(0o644)  # an image converts as one user and serves as another
+    (target / "model.safetensors").chmod(0o644)  # an image is built by one user and served by another
     del model.config.quantization_config  # the weights are no longer quantised
     model.config.save_pretrained(target)
     model.generation_config.save_pretrained(target)
 
 
 def _read(source: Path) -> GGUFReader:
-    """The file's table of contents, known to be whole and of a kind that transformers reads."""
     try:
         reader = GGUFReader(source)
         architecture = reader.fields["general.architecture"].contents()
@@ -80,7 +74,7 @@ def _read(source: Path) -> GGUFReader:
 
 
 def _check(reader: GGUFReader, config: Any, loading: dict[str, Any]) -> None:
-    """Raises: CannotConvert, when something that the file says did not arrive in the model."""
+    """Raises: CannotConvert, if a value of the file is missing in the model."""
     if missing := sorted(loading["missing_keys"]):
         raise CannotConvert(f"it lacks {len(missing)} of the model's tensors, among them {missing[0]}")
     architecture = reader.fields["general.architecture"].contents()
@@ -94,7 +88,7 @@ def _check(reader: GGUFReader, config: Any, loading: dict[str, Any]) -> None:
 
 
 def _dtype(reader: GGUFReader) -> torch.dtype:
-    """What holds the matrices without loss, where they are not quantised; else bfloat16."""
+    """The dtype that holds the matrices without loss if they are not quantised, else bfloat16."""
     kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
     return EXACT.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
 
@@ -103,14 +97,13 @@ def _report(done: int) -> None:
     try:
         sys.stdout.write(f"{PROGRESS_MARK}{done}/{STEPS}\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # who wanted it has died; others will want the result
+    except BrokenPipeError:  # the parent has died; others will use the result
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(nowhere, stream)
 
 
 def main() -> int:
-    """1 when the file cannot be converted; why is told in a line of its own."""
     try:
         source, partial, done = map(Path, sys.argv[1:4])
         convert(source, partial)

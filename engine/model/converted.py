@@ -1,4 +1,4 @@
-"""Models that come as a GGUF file: converted to safetensors once, into a directory that everyone then uses."""
+"""Models from GGUF files, converted to safetensors once, into a directory that all processes share."""
 
 import fcntl
 import json
@@ -15,8 +15,8 @@ from typing import IO, Final
 from engine.model.errors import ModelUnavailable
 from engine.model.progress import Progress
 
-PROGRESS_MARK: Final = "progress\t"  # begins a line of `engine.model.convert` that tells how far it is
-REASON_MARK: Final = "reason\t"  # and one that tells why it gives up
+PROGRESS_MARK: Final = "progress\t"  # starts a line of progress from `engine.model.convert`
+REASON_MARK: Final = "reason\t"  # starts the line with the reason of a failure
 
 
 def converted_dir(
@@ -28,17 +28,15 @@ def converted_dir(
     source: Callable[[], Path],
     generation: Mapping[str, float | bool],
 ) -> Path:
-    """Directory `<name>-<key>` below `models_dir`, converted from a GGUF file if it is not there yet.
+    """Directory `<name>-<key>` in `models_dir`, converted from a GGUF file if it does not exist.
 
-    The result appears by one rename, so whoever sees it sees all of it; a lock makes others wait for the first.
+    The result appears by one rename, so it is complete for every reader. A lock makes other processes wait.
 
     Args:
         name: for people.
-        key: changes with the content of the file.
-        models_dir: made where it is not there.
-        progress: called while it converts.
-        source: the file, asked for only when it is needed.
-        generation: sampling defaults, which a GGUF file does not say.
+        key: changes with the file's content.
+        source: returns the file; called only if it is needed.
+        generation: sampling defaults, which a GGUF file lacks.
     Raises: ModelUnavailable, and what `source` raises.
     """
     done = models_dir / f"{name}-{key}"
@@ -60,7 +58,7 @@ def converted_dir(
 
 
 def finish(partial: Path, done: Path, generation: Mapping[str, float | bool]) -> None:
-    """Make what a conversion has written to `partial` the model `done`, whole on the disk before it has that name."""
+    """Flush what a conversion wrote to `partial`, then rename it to `done`."""
     path = partial / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **generation}, indent=2) + "\n")
     for written in [*partial.iterdir(), partial]:
@@ -73,15 +71,15 @@ def finish(partial: Path, done: Path, generation: Mapping[str, float | bool]) ->
 
 
 def _seconds(file: Path) -> int:
-    """How long a conversion takes, roughly: as measured on two cores, 100 MB in half a minute."""
+    """Rough duration of a conversion: 100 MB in half a minute on two cores."""
     return 10 + 10 * round(file.stat().st_size / 50e6)
 
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
-    """Hold `path` against other processes; released by closing, hence also by dying.
+    """Hold `path` against other processes; closing or dying releases it.
 
-    `waiting` is called with 0 when another process has it, and with 1 when that is over.
+    `waiting` is called with 0 while another process holds it, and with 1 after that.
     """
     with path.open("w") as lock:
         try:
@@ -94,10 +92,10 @@ def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
 
 
 def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[str], progress: Progress) -> None:
-    """Run `engine.model.convert` in a process of its own: its memory goes with it, and torch stays out of this one.
+    """Run `engine.model.convert` in a process of its own, so that its memory is freed and torch stays out of
+    this process.
 
-    The child inherits the lock, and gives the result its name: if we are killed, nobody else converts meanwhile, and what
-    it has done is used.
+    The child inherits the lock and names the result. If this process is killed, no other one converts meanwhile.
     """
     command = [sys.executable, "-m", "engine.model.convert", str(source), *map(str, finishing)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,4 +1,4 @@
-"""Which device a model runs on."""
+"""Choose the device of a model."""
 
 import torch
 
@@ -6,9 +6,8 @@ from engine.model.errors import DeviceUnavailable
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that a setting names, a CUDA device with its index. Raises: DeviceUnavailable.
-
-    `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
+    """A CUDA device gets an index. `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
+    Raises: DeviceUnavailable.
     """
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"

@@ -1,15 +1,15 @@
-"""Why a model cannot be served here; the message says what to do about it."""
+"""Reasons why a model cannot be served."""
 
 from components.startup import WrongSettings
 
 
 class ModelUnavailable(WrongSettings):
-    """The model named cannot be found, fetched or read."""
+    """The model cannot be found, downloaded or read."""
 
 
 class UnsupportedModel(WrongSettings):
-    """The model was found, but this engine cannot compute it right, and refuses to compute it wrong."""
+    """This engine would compute the model wrong, so it refuses to."""
 
 
 class DeviceUnavailable(WrongSettings):
-    """The device named does not exist, or is not there for this process."""
+    """The device does not exist, or this process has no access to it."""

@@ -1,4 +1,4 @@
-"""GGUF files by path: which one a model setting means, and what tells one from another. Needs neither torch nor gguf."""
+"""GGUF files by path. Needs neither torch nor gguf."""
 
 import hashlib
 from pathlib import Path
@@ -11,9 +11,9 @@ SUFFIX: Final = ".gguf"
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The file that `path` is, or the one that it holds; None for a directory with other weights, or none.
+    """The file itself, or the only one in a directory; None for a directory with other weights.
 
-    Raises: ModelUnavailable, for a file that is not there and a directory that holds several.
+    Raises: ModelUnavailable, for a missing file and a directory with several.
     """
     if path.suffix == SUFFIX and not path.is_dir():
         if not path.is_file():
@@ -30,7 +30,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def content_key(path: Path) -> str:
-    """Eight hex digits over the file's size and samples; wherever it lies and whenever it was written."""
+    """Eight hex digits over the file's size and samples of it, independent of path and time."""
     digest = hashlib.sha256()
     sample_file(digest, path)
     return digest.hexdigest()[:8]

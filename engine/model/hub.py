@@ -1,4 +1,4 @@
-"""A model from the Hugging Face hub. Imported with the first hub id: the hub's package takes a quarter of a second to load."""
+"""Models from the Hugging Face hub. Imported on demand: the hub's package takes a quarter of a second."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -14,13 +14,13 @@ FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def fetch(model: str, progress: Progress) -> Path:
-    """The hub's snapshot of `model`, from the local cache when nothing changed. Raises: ModelUnavailable."""
+    """The hub's snapshot of `model`, from the local cache if nothing changed. Raises: ModelUnavailable."""
 
     class Bar(tqdm):  # type: ignore[misc]
-        """Passes the hub's count of files or bytes on, and draws nothing."""
+        """A tqdm that forwards the hub's progress and draws nothing."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # a keyword of the hub's own bar
+            kwargs.pop("name", None)  # an argument of the hub's own bar
             super().__init__(*args, **{**kwargs, "disable": False, "file": _Nowhere()})
 
         def update(self, n: float | None = 1) -> bool | None:
@@ -38,10 +38,8 @@ def fetch(model: str, progress: Progress) -> Path:
 
 
 class _Nowhere:
-    """A file that drops what is written to it."""
-
     def write(self, text: str) -> int:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        pass

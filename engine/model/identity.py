@@ -1,4 +1,4 @@
-"""What was loaded, in one short string: prefill and decode exchange KV only when theirs are equal."""
+"""The identity of loaded weights: prefill and decode exchange KV only if theirs are equal."""
 
 import hashlib
 import json
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Final
 
 CONFIG_FILE: Final = "config.json"
-SAMPLES: Final = 16  # pieces of each weight file that are read
+SAMPLES: Final = 16  # pieces that are read of each weight file
 SAMPLE_BYTES: Final = 4096
-INCIDENTAL: Final = ("transformers_version", "_name_or_path", "architectures")  # differ where the weights do not
+INCIDENTAL: Final = ("transformers_version", "_name_or_path", "architectures")  # may differ between equal weights
 
 
 def weights_identity(name: str, directory: Path) -> str:
     """`name@hash` over configuration, tensor table, size and samples of each safetensors file.
 
-    Whole files would take seconds a process; two fine-tunes of one base differ in the samples.
+    Whole files would take seconds. Two fine-tunes of one base differ in the samples.
     """
     digest = _config_digest(directory)
     for path in sorted(directory.glob("*.safetensors")):
@@ -28,7 +28,7 @@ def weights_identity(name: str, directory: Path) -> str:
 
 
 def random_identity(name: str, directory: Path, seed: int, device: str) -> str:
-    """`name@random<seed>-<device>-<hash>`: equal seeds draw equal weights on equal devices only."""
+    """`name@random<seed>-<device>-<hash>`: equal seeds give equal weights only on equal devices."""
     return f"{name}@random{seed}-{device}-{_config_digest(directory).hexdigest()[:12]}"
 
 

@@ -1,4 +1,4 @@
-"""Weights into memory: transformers' model with our attention, and what the engine must know about it."""
+"""Load transformers' model with our attention."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,9 +31,7 @@ RANDOM_SEED: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and the facts of its configuration that the engine needs."""
-
-    module: Any  # transformers' model, in eval mode, on `device`
+    module: Any  # transformers' model on `device`, in eval mode
     layout: KvLayout
     device: torch.device
     vocab_size: int
@@ -41,11 +39,11 @@ class LoadedModel:
     max_positions: int
     eos_token_ids: frozenset[int]
     adapters: Adapters = field(default_factory=Adapters)
-    pooling: Pooling | None = None  # of a model that makes embeddings; `module` is a `Headless` then
+    pooling: Pooling | None = None  # for an embedding model, whose `module` is a `Headless`
 
 
 class Headless(torch.nn.Module):
-    """A model without output layer under the face of one with it: what it gives for logits are hidden states."""
+    """A model without an output layer: its `logits` are hidden states."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -53,17 +51,16 @@ class Headless(torch.nn.Module):
         self.config = base.config
 
     def get_input_embeddings(self) -> Any:
-        """Of the model."""
         return self.base.get_input_embeddings()
 
     def forward(self, *, logits_to_keep: torch.Tensor | None = None, **inputs: Any) -> CausalLMOutput:
-        """`logits`: [1, K, size], behind the last norm, of the tokens at `logits_to_keep` [K]; None: of all."""
+        """`logits`: [1, K, size] after the last norm, for the tokens at `logits_to_keep` [K]; None: all."""
         hidden = self.base(**inputs).last_hidden_state
         return CausalLMOutput(logits=hidden if logits_to_keep is None else hidden[:, logits_to_keep])
 
 
 def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> LoadedModel:
-    """Find, check and load `model`. Raises: ModelUnavailable, UnsupportedModel, each naming the model; DeviceUnavailable."""
+    """Find, check and load `model`. Raises: ModelUnavailable, UnsupportedModel, DeviceUnavailable."""
     directory = model_dir(model, state_dir, progress)
     name = served_name(model)
     device = pick_device(config.device)
@@ -130,20 +127,20 @@ def _trained_model(auto: Any, directory: Path, dtype: torch.dtype, device: torch
             )
     except (OSError, SafetensorError) as exc:
         raise ModelUnavailable(f"the weights in {directory} cannot be read: {exc}") from exc
-    if missing := sorted(report["missing_keys"]):  # transformers would make them up
+    if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
         raise ModelUnavailable(f"the weights in {directory} lack {len(missing)} tensors, among them {missing[0]}")
     return module.to(device)
 
 
 def _random_model(auto: Any, model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The same weights in every process, without touching the caller's random state."""
+    """The same weights in every process. The caller's random state is unchanged."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(RANDOM_SEED)
         return auto.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
 def _eos_token_ids(directory: Path, text_config: Any) -> frozenset[int]:
-    """From generation_config.json where there is one, else from config.json; one id, several or none."""
+    """From generation_config.json if it exists, else from config.json."""
     if (directory / "generation_config.json").is_file():
         found = GenerationConfig.from_pretrained(directory).eos_token_id
     else:
@@ -155,7 +152,6 @@ def _eos_token_ids(directory: Path, text_config: Any) -> frozenset[int]:
 
 @contextmanager
 def _reported_bars(task: str, progress: Progress) -> Iterator[None]:
-    """Send transformers' own progress bars to `progress` instead of the terminal."""
     quiet = unless_quick(progress)
 
     def make(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Bar":
@@ -169,7 +165,7 @@ def _reported_bars(task: str, progress: Progress) -> Iterator[None]:
 
 
 class _Bar:
-    """As much of tqdm's face as transformers uses while loading."""
+    """The part of tqdm's interface that transformers uses while loading."""
 
     def __init__(self, task: str, progress: Progress, iterable: Iterable[Any], total: int | None) -> None:
         self._task = task
@@ -194,4 +190,4 @@ class _Bar:
         self._progress(self._task, self._done, self._total)
 
     def close(self) -> None:
-        """There is nothing to take off the terminal."""
+        pass

@@ -1,7 +1,8 @@
-"""Whether a model makes embeddings, and how a text's vector comes from its tokens: what its directory says, without torch.
+"""How an embedding model pools tokens into a vector, read from its directory without torch.
 
-A directory as sentence-transformers saves it says so in modules.json. One without is an embedding model when its weights
-have no output layer (`"architectures": ["MistralModel"]`): then it is the last token's state, normalised, as in vLLM.
+sentence-transformers' directories say so in modules.json. Without that file, a model is an embedding model if its
+weights have no output
+layer (`"architectures": ["MistralModel"]`). Then the vector is the last token's state, normalised, as in vLLM.
 """
 
 import json
@@ -16,7 +17,7 @@ from engine.model.identity import CONFIG_FILE
 
 MODULES_FILE: Final = "modules.json"
 LIMIT_FILE: Final = "sentence_bert_config.json"
-SWITCH: Final = "pooling_mode_"  # in older files each way has one; newer ones name the way in `pooling_mode`
+SWITCH: Final = "pooling_mode_"  # older files have a key for each mode; newer ones have `pooling_mode`
 HEADLESS: Final = re.compile(r"\w+(?<!LMHead)Model")
 PoolingMode = Literal["last", "mean", "cls"]
 MODES: Final[dict[str, PoolingMode]] = {
@@ -30,22 +31,20 @@ MODES: Final[dict[str, PoolingMode]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How a text becomes a vector."""
-
-    mode: PoolingMode  # of the hidden states behind the last layer's norm: the last token's, their mean, the first's
+    mode: PoolingMode  # over hidden states after the last norm
     about: EmbeddingModel
-    max_tokens: int | None = None  # of a text, where its authors let in less than its positions
+    max_tokens: int | None = None  # of a text, if the authors allow fewer than the model's positions
 
     @property
     def reads_all(self) -> bool:
-        """Whether every token's state counts: then none may come from the prefix cache, which has none."""
+        """Whether all tokens count. Then none may come from the prefix cache, which keeps no states."""
         return self.mode != "last"
 
 
 def read_pooling(name: str, directory: Path, *, matryoshka: bool = False) -> Pooling | None:
-    """None: the model in `directory` generates. `matryoshka`: its vectors may be cut, though config.json does not say so.
+    """None: the model generates. `matryoshka`: its vectors may be cut, though config.json does not say so.
 
-    Raises: UnsupportedModel, naming what it would need that is not computed here; ModelUnavailable.
+    Raises: UnsupportedModel, ModelUnavailable.
     """
     config = _read(directory / CONFIG_FILE)
     modules = directory / MODULES_FILE
@@ -68,7 +67,6 @@ def read_pooling(name: str, directory: Path, *, matryoshka: bool = False) -> Poo
 
 
 def _of_modules(name: str, directory: Path, modules: list[dict[str, Any]]) -> tuple[PoolingMode, bool]:
-    """By a list of modules: the transformer itself, pooling, and maybe a normalisation."""
     kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnsupportedModel(

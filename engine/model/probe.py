@@ -1,7 +1,8 @@
-"""What a model's attention really asks for, found by running one token through it at load.
+"""Check a model's attention by running one token through it at load.
 
-Configurations name their windows, chunks and caps in many ways. transformers turns all of them into a mask function for
-each layer; here it hands them over, and they are held against what the layer tells our attention.
+Configurations name windows, chunks and caps in many ways. transformers turns them into a mask function for each
+layer.
+Here that function is compared with the arguments that our attention gets.
 """
 
 from collections.abc import Callable
@@ -15,15 +16,14 @@ from engine.model.errors import UnsupportedModel
 from engine.model.load import LoadedModel
 
 PROBE: Final = "kvmesh-probe"
-POSITIONS: Final = 1 << 18  # that masks are tried on; a window as wide as this is none
+POSITIONS: Final = 1 << 18  # positions for which masks are compared; a window this wide is none
 
 
 @torch.inference_mode()
 def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> None:
-    """Run one token through page 0, which nobody has yet.
+    """Run one token through page 0, which is still unused.
 
-    Raises: UnsupportedModel, naming the model, when a layer attends without us or in a way that is not ours: it would
-    be silently wrong.
+    Raises: UnsupportedModel, if a layer attends without our function or with a mask that we would not apply.
     """
     config = loaded.module.config
     refused = f"{loaded.layout.model} does not run on paged attention"
@@ -43,7 +43,7 @@ def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> None:
 
 
 class _Witness:
-    """A `StepAttention` that notes which layers came to it, and refuses those that ask for what they do not get."""
+    """A `StepAttention` that records the layers and refuses unsupported arguments."""
 
     def __init__(self, step: StepAttention, loaded: LoadedModel) -> None:
         self.layers: list[int] = []
@@ -55,7 +55,6 @@ class _Witness:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Note, check and pass on."""
         shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
         if shapes != [self._query_shape, self._kv_shape, self._kv_shape]:
             raise UnsupportedModel(f"layer {layer} has queries, keys and values of shapes {shapes}")
@@ -64,9 +63,9 @@ class _Witness:
 
 
 def _mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:
-    """What transformers makes masks with: int64 [1, 1, 1, 1], how many keys the last of `POSITIONS` queries sees.
+    """transformers' mask hook: int64 [1, 1, 1, 1], the number of keys that the last of `POSITIONS` queries sees.
 
-    Raises: UnsupportedModel, when that is not all there is to say.
+    Raises: UnsupportedModel, for a mask that is more than a window.
     """
     keys = torch.arange(POSITIONS + 1)
     queries = torch.tensor([[0], [POSITIONS // 2], [POSITIONS - 2], [POSITIONS - 1]])
@@ -88,7 +87,7 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`attend_paged`, once the mask is known to be what it is going to do. Raises: UnsupportedModel."""
+    """`attend_paged`, after the mask was compared. Raises: UnsupportedModel."""
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1) or attention_mask.dtype != torch.int64:
         raise UnsupportedModel(f"{type(module).__name__} does not take transformers' masks as they are")
     if min(sliding_window or POSITIONS, POSITIONS) != (window := int(attention_mask)):

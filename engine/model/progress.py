@@ -1,4 +1,4 @@
-"""How loading reports its progress, to whoever draws the bar."""
+"""Progress of loading."""
 
 import time
 from collections.abc import Callable
@@ -8,18 +8,18 @@ QUICK_S: Final = 1.0
 
 
 class Progress(Protocol):
-    """Called from whichever thread does the work."""
+    """Called from the thread that does the work."""
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        """`done` of `total` steps of `task` are over."""
+        """`done` of `total` steps of `task` are complete."""
 
 
 def silent(task: str, done: int, total: int) -> None:
-    """Report to nobody."""
+    pass
 
 
 def unless_quick(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """`progress`, from `QUICK_S` after now on: of what is over sooner, nobody needs to see a bar."""
+    """`progress`, silent for the first `QUICK_S`: short work needs no bar."""
     began_s, told = clock(), False
 
     def report(task: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""From the name of a model to a directory on this machine, without torch: the frontend wants only the tokenizer."""
+"""Find a model's directory by its name, without torch: the frontend needs the tokenizer only."""
 
 import re
 from importlib import import_module
@@ -18,7 +18,7 @@ HUB: Final = "engine.model.hub"  # imported with the first hub id
 
 
 def served_name(model: str) -> str:
-    """The name under which clients ask for `model`: a directory's or GGUF file's own, any other model's as given."""
+    """The name in the API: a directory's or GGUF file's own name, otherwise `model` itself."""
     if (inner := inner_model(model)) is not None:
         return f"{MOCK}:{served_name(inner)}"
     path = _local_path(model)
@@ -28,19 +28,18 @@ def served_name(model: str) -> str:
 
 
 def is_random(model: str) -> bool:
-    """Whether `model` asks for random weights by naming a config.json instead of its directory."""
+    """A path to a config.json, instead of its directory, asks for random weights."""
     return model not in WHEEL_MODELS and Path(model).name == CONFIG_FILE
 
 
 def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
-    """Directory with config.json, weights and tokenizer of `model`; converts or downloads it first where needed.
+    """Directory with config.json, weights and tokenizer of `model`. Converts or downloads it if needed.
 
     Args:
-        model: a built-in name, a directory, the config.json in one (random weights), a GGUF file, a hub id, `mock`, or
-            any of these after `mock:`.
-        state_dir: GGUF files are converted once into its `models/`; several processes may ask at once.
-        progress: called while there is work to do.
-    Raises: ModelUnavailable, saying what to do.
+        model: a built-in name, a directory, a config.json (random weights), a GGUF file, a hub id, `mock`, or any
+            of these after `mock:`.
+        state_dir: GGUF files are converted into its `models/`; several processes may call at once.
+    Raises: ModelUnavailable.
     """
     if (inner := inner_model(model)) is not None:
         return model_dir(inner, state_dir, progress)
@@ -67,7 +66,6 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
 
 
 def _local_path(model: str) -> Path | None:
-    """A directory that exists, or a GGUF file that may be missing."""
     if not model or model == MOCK or model in WHEEL_MODELS:
         return None
     path = Path(model).expanduser()

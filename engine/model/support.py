@@ -1,4 +1,4 @@
-"""What this engine cannot compute right is refused at load, by the model's name and before weights are read."""
+"""Refuse unsupported models at load, before weights are read."""
 
 from typing import Any, Final
 
@@ -11,10 +11,10 @@ NEEDED: Final = ("num_attention_heads", "num_hidden_layers", "hidden_size", "max
 
 
 def check_config(name: str, config: Any) -> None:
-    """Raises: UnsupportedModel, for what configuration and model class tell; `engine.model.probe` looks at the rest."""
+    """Check configuration and model class; `engine.model.probe` checks attention. Raises: UnsupportedModel."""
     try:
         found = [reason for reason, applies in _reasons(config).items() if applies]
-    except RuntimeError as exc:  # so do configurations whose layers differ answer for the whole
+    except RuntimeError as exc:  # raised by configurations whose layers differ
         found = [str(exc)]
     if found:
         raise UnsupportedModel(f"{name} is not supported: {'; '.join(found)}")
@@ -42,7 +42,7 @@ def _reasons(config: Any) -> dict[str, Any]:
 
 
 def _quantisation(config: Any) -> str:
-    """The method by which the weights are quantised; "": they are not."""
+    """The quantisation method of the weights; "" if there is none."""
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
@@ -53,10 +53,11 @@ def _quantisation(config: Any) -> str:
 
 
 def max_positions(config: Any) -> int:
-    """Longest context in which the rotary frequencies of one request do not depend on the others of its batch.
+    """Longest context in which a request's rotary frequencies do not depend on its batch.
 
-    transformers changes from the short to the long frequencies of "longrope" when any position of a batch lies beyond
-    the context of the first training; so does a request's own text when it grows, while its keys stay as they were.
+    "longrope" in transformers switches to long frequencies when any position of the batch exceeds the original
+    context.
+    A request's own text switches, too, while its cached keys keep the short ones.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
     each = list(ropes.values()) if all(isinstance(rope, dict) for rope in ropes.values()) else [ropes]

@@ -1,4 +1,4 @@
-"""Models that come as a GGUF file inside a Python wheel: found by metadata, checked by hash, converted once."""
+"""Built-in models: a GGUF file inside a Python wheel, found by metadata, checked by hash, converted once."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,13 +15,11 @@ from engine.model.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class WheelModel:
-    """Where a built-in model is."""
-
     distribution: str
     version: str
     file: str
     sha256: str
-    generation: Mapping[str, float | bool]  # what its authors recommend, which a GGUF file does not say
+    generation: Mapping[str, float | bool]  # the authors' recommendation, which a GGUF file lacks
 
 
 WHEEL_MODELS: Final = {
@@ -36,9 +34,8 @@ WHEEL_MODELS: Final = {
 
 
 def wheel_dir(name: str, models_dir: Path, progress: Progress) -> Path:
-    """Directory of the built-in model `name` as safetensors below `models_dir`, converted if it is not there yet.
-
-    Raises: ModelUnavailable, when the wheel is missing or its file is not the one we know.
+    """Directory of the built-in model `name` as safetensors. Raises: ModelUnavailable, if the wheel is missing
+    or its file is unknown.
     """
     wanted = WHEEL_MODELS[name]
     return converted_dir(
@@ -52,7 +49,7 @@ def wheel_dir(name: str, models_dir: Path, progress: Progress) -> Path:
 
 
 def wheel_file(wanted: WheelModel) -> Path:
-    """The GGUF file inside the installed wheel, which is never imported: it would want llama.cpp."""
+    """The GGUF file in the installed wheel. The wheel is not imported: it would need llama.cpp."""
     try:
         listed = files(wanted.distribution) or []
     except PackageNotFoundError:
