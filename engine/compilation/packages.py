@@ -143,7 +143,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "page_size": config.page_size,
         "max_step_tokens": config.max_step_tokens,
         "kernels": [path.read_text() for path in kernel_sources()],
-        "adapted": loaded.adapters.layers,  # each adapted layer leaves an operator in the graph; the adapters themselves do not matter
+        "adapted": loaded.adapters.layers,  # each leaves an operator in the graph
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": processor(),
