@@ -1,4 +1,4 @@
-"""Whether a constraint can be kept, found out by compiling it and taking a few steps. Bombs are for `sandbox`, not for this."""
+"""Check whether a constraint can be kept, by compiling it and taking a few steps. `sandbox` bounds the cost."""
 
 import json
 import random
@@ -14,13 +14,13 @@ from components.structured.mask import GrammarMask
 from components.structured.schema import fault_in_schema
 from components.wire.sampling import Constraint
 
-STEPS: Final = 32  # of a text at random: what costs too much often does so soon
+STEPS: Final = 32  # of a random text: constraints that cost too much often do so early
 LONGEST_REASON: Final = 300
 NOT_KEPT: Final = re.compile(r"^[a-z_]\w*\[[^\]\n]*\b(temperature)\s*=", re.MULTILINE)
 JSON_BEGINS: Final = re.compile(r"%json\s*(?={)")
 DECODER: Final = json.JSONDecoder()
 REGEX_FAULT: Final = re.compile(r"regex parse error:.*?\nerror: ([^\n]+)", re.DOTALL)
-TOLD: Final = (  # what llguidance says, as far as it needs other words here; the first that fits
+TOLD: Final = (  # rewordings of llguidance's messages; the first match counts
     ("coerce_one_of", "'oneOf' is supported only for schemas that exclude one another; use 'anyOf'"),
     ("NoExtension", "there is nothing that satisfies it"),
     ("unknown special token", "it names a special token that this model does not have"),
@@ -37,11 +37,11 @@ TOLD: Final = (  # what llguidance says, as far as it needs other words here; th
 
 
 class Unusable(Exception):
-    """A constraint that cannot be kept; the message ends a sentence that says which."""
+    """A constraint that cannot be kept. The message completes a sentence that names the constraint."""
 
 
 def check(vocabulary: LLTokenizer, constraint: Constraint) -> Constraint:
-    """The constraint in the form in which the mesh carries it. Raises: Unusable."""
+    """The constraint as the mesh carries it. Raises: Unusable."""
     if constraint.kind == "json_schema":
         _check_schema(constraint.text)
     elif constraint.kind == "lark":
@@ -67,14 +67,14 @@ def _check_schema(text: str) -> None:
 
 
 def _check_lark(text: str) -> None:
-    """What the compiler would take and nobody keep. A schema inside may say itself that it is `lenient`."""
+    """Refuse what the compiler accepts but does not keep. A nested schema may set `lenient`."""
     if (option := NOT_KEPT.search(text)) is not None:
         raise Unusable(f"the option '{option[1]}' of a rule is not supported")
     for begin in JSON_BEGINS.finditer(text):
         try:
             schema, _ = DECODER.raw_decode(text, begin.end())
         except (ValueError, RecursionError):
-            continue  # a comment, or what the compiler will complain of
+            continue  # a comment, or a fault that the compiler reports
         style = schema.pop("x-guidance", None) if isinstance(schema, dict) else None
         lenient = isinstance(style, dict) and style.get("lenient")
         if not lenient and (fault := fault_in_schema(schema)) is not None:
@@ -82,7 +82,7 @@ def _check_lark(text: str) -> None:
 
 
 def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
-    """Take steps that the constraint allows: what makes a mask too expensive shows there, not in the grammar."""
+    """Take allowed steps: masks that are too expensive show only here."""
     num_words = -(-vocabulary.vocab_size // 32)
     mask = GrammarMask(matcher, num_words)
     words = np.zeros(num_words, dtype=np.int32)
@@ -98,7 +98,7 @@ def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
 
 
 def _told(reason: str) -> str:
-    """In one line: behind it stands the grammar again."""
+    """The first line; the rest repeats the grammar."""
     if (wrong := REGEX_FAULT.search(reason)) is not None:
         return f"invalid regex: {wrong[1]}"
     shown = reason.partition("\n")[0][:LONGEST_REASON]

@@ -1,6 +1,6 @@
-"""Constraints of clients, checked before anything else is done for them: in other processes, within a budget, once each.
+"""Check clients' constraints once each, in other processes, within a budget.
 
-Callers take turns, and no caller has all the processes: whoever asks for much holds up nobody but himself.
+Callers take turns and none can occupy all processes.
 """
 
 import asyncio
@@ -27,15 +27,11 @@ from components.wire.sampling import Constraint
 log = logging.getLogger(__name__)
 
 PROCESSES: Final = 3  # each starts when those before it are busy
-OF_A_CALLER: Final = (
-    2  # at once: a bomb holds up not even its own caller's others, and one process is left for everybody else
-)
-MAX_WAITING: Final = 512  # those being checked included
+OF_A_CALLER: Final = 2  # of one caller at a time, so that one process is left for others
+MAX_WAITING: Final = 512  # including those being checked
 MAX_WAITING_OF_A_CALLER: Final = 128
-LEFT_S: Final = (
-    0.5  # that a check goes on which nobody waits for any more: as long as it takes to start another process
-)
-PATIENCE: Final = 30  # times the budget, by the clock: then it is the machine that is slow
+LEFT_S: Final = 0.5  # grace for a check that no request waits for, as long as another process takes to start
+PATIENCE: Final = 30  # wall-clock time in units of the budget; beyond it the machine is too slow
 START_S: Final = 30.0
 MAX_KNOWN: Final = 1024
 MAX_KNOWN_BYTES: Final = 32 << 20
@@ -44,16 +40,14 @@ TOO_COMPLEX: Final = "it is too complex: compiling it takes more time or memory 
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """Of whom something waits or is being checked."""
-
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OF_A_CALLER))
     checks: dict[Constraint, "_Check"] = field(default_factory=dict)
-    num_tasks: int = 0  # those that were given up and have not ended included
+    num_tasks: int = 0  # including abandoned ones that have not ended
 
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """One constraint, for all requests of one caller that wait for it."""
+    """One constraint, for all waiting requests of one caller."""
 
     constraint: Constraint
     caller: _Caller
@@ -64,10 +58,10 @@ class _Check:
 
 
 class ConstraintChecker:
-    """Belongs to the event loop. Processes start when they are needed, and again when one has died of its work."""
+    """Belongs to the event loop. Processes start on demand and are replaced when they die."""
 
     def __init__(self, folder: Path, budget_s: float, metrics: ConstraintMetrics) -> None:
-        """`folder`: the model's, for its tokenizer. `budget_s`: CPU seconds for one constraint."""
+        """`folder`: for the tokenizer. `budget_s`: CPU seconds for one constraint."""
         self._folder = folder
         self._budget_s = budget_s
         self._metrics = metrics
@@ -76,13 +70,13 @@ class ConstraintChecker:
         self._callers: dict[bytes, _Caller] = {}
         self._tasks: set[asyncio.Task[Constraint | str]] = set()
         self._idle = [_Sandbox(folder, budget_s) for _ in range(PROCESSES)]
-        # First in, first out; nobody is in this queue more than OF_A_CALLER times: so callers take turns.
+        # first in, first out; a caller has at most OF_A_CALLER entries, so callers take turns
         self._turn = asyncio.Semaphore(PROCESSES)
 
     async def check(self, constraint: Constraint, caller: bytes = b"") -> Constraint:
-        """The constraint in the form in which the mesh carries it; whoever is cancelled waits no more.
+        """The constraint as the mesh carries it.
 
-        Raises: Unusable, saying why it is refused; TooManyChecks; Overloaded, when the machine is too slow to tell.
+        Raises: Unusable; TooManyChecks; Overloaded, if the machine is too slow.
         """
         known = self._recall(constraint)
         if known is None:
@@ -92,7 +86,6 @@ class ConstraintChecker:
         return known
 
     async def aclose(self) -> None:
-        """End the processes."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -108,7 +101,7 @@ class ConstraintChecker:
         return known
 
     def _check_of(self, constraint: Constraint, caller_id: bytes) -> _Check:
-        """Callers do not share: else one would have to wait until it is the other's turn."""
+        """Callers do not share checks: one would wait for the other's turn."""
         caller = self._callers.get(caller_id) or _Caller()
         check = caller.checks.get(constraint)
         if check is not None:
@@ -130,27 +123,27 @@ class ConstraintChecker:
         if check.giving_up is not None:
             check.giving_up.cancel()
         try:
-            return await asyncio.shield(check.task)  # others may wait for it too
+            return await asyncio.shield(check.task)  # other requests may wait for it, too
         finally:
             check.num_waiting -= 1
             if not check.num_waiting and not check.task.done():
                 self._left_alone(check)
 
     def _left_alone(self, check: _Check) -> None:
-        """All have left who waited for it."""
+        """No request waits for the check any more."""
         if check.has_process:
             check.giving_up = asyncio.get_running_loop().call_later(LEFT_S, self._give_up, check)
         else:
             self._give_up(check)
 
     def _give_up(self, check: _Check) -> None:
-        check.caller.checks.pop(check.constraint, None)  # whoever asks now begins anew
+        check.caller.checks.pop(check.constraint, None)  # a later request starts a new check
         check.task.cancel()
 
     async def _check(self, check: _Check) -> Constraint | str:
         started = time.perf_counter()
         async with check.caller.turn, self._turn:
-            known = self._recall(check.constraint)  # another caller's may have been the same
+            known = self._recall(check.constraint)  # another caller may have had the same constraint checked
             if known is not None:
                 return known
             check.has_process = True
@@ -158,7 +151,9 @@ class ConstraintChecker:
             try:
                 known = await sandbox.check(check.constraint)
             finally:
-                self._idle.insert(len(self._idle) if sandbox.is_there else 0, sandbox)  # the next one takes the last
+                self._idle.insert(
+                    len(self._idle) if sandbox.is_there else 0, sandbox
+                )  # the next check takes the last one
             self._learn(check.constraint, known)
         self._metrics.count("refused" if isinstance(known, str) else "compiled", time.perf_counter() - started)
         return known
@@ -174,7 +169,7 @@ class ConstraintChecker:
         if check.giving_up is not None:
             check.giving_up.cancel()
         if not task.cancelled():
-            task.exception()  # told to those who wait, if anybody does; the next one who asks tries again
+            task.exception()  # retrieved, in case no request waits; the next request tries again
 
     def _learn(self, constraint: Constraint, known: Constraint | str) -> None:
         if constraint in self._known:
@@ -186,23 +181,22 @@ class ConstraintChecker:
 
 
 class _Sandbox:
-    """One process, or the place for one."""
+    """A process, or a place for one."""
 
     def __init__(self, folder: Path, budget_s: float) -> None:
         self._command = ["-m", "components.structured.sandbox", str(folder), str(budget_s)]
         self._patience_s = PATIENCE * budget_s
-        self._process: asyncio.Task[Process] | None = None  # from the moment in which it is started
+        self._process: asyncio.Task[Process] | None = None  # set when it starts
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a process, or soon will be."""
         return self._process is not None
 
     async def check(self, constraint: Constraint) -> Constraint | str:
         """Raises: Overloaded."""
         if self._process is None:
             self._process = asyncio.create_task(self._start())
-        process = await asyncio.shield(self._process)  # it is wanted by others too, should this one be given up
+        process = await asyncio.shield(self._process)  # the start continues for others if this check is abandoned
         kept = False
         try:
             async with asyncio.timeout(self._patience_s):
@@ -228,18 +222,17 @@ class _Sandbox:
                 await _end(process)
                 raise
         except BaseException as exc:
-            self._process = None  # the next one tries again
+            self._process = None  # the next check starts one again
             if isinstance(exc, TimeoutError | asyncio.IncompleteReadError):
                 raise Overloaded("the process that checks constraints did not start") from exc
             raise
         return process
 
     async def end(self) -> None:
-        """There is no process any more."""
         started, self._process = self._process, None
         if started is None:
             return
-        started.cancel()  # unless it is there
+        started.cancel()  # unless it has started
         await asyncio.wait((started,))
         if not started.cancelled() and started.exception() is None:
             await _end(started.result())
@@ -268,7 +261,6 @@ async def _end(process: Process) -> None:
 
 @asynccontextmanager
 async def open_checker(folder: Path, budget_s: float, metrics: ConstraintMetrics) -> AsyncIterator[ConstraintChecker]:
-    """See `ConstraintChecker`; leaving it ends its processes."""
     checker = ConstraintChecker(folder, budget_s, metrics)
     try:
         yield checker

@@ -1,4 +1,4 @@
-"""Masks for the engine's requests, compiled beside the event loop and the engine, once for many of them."""
+"""Compile masks beside the event loop and the engine, once for many requests."""
 
 import asyncio
 import contextlib
@@ -19,20 +19,18 @@ from components.structured.metrics import ConstraintMetrics
 from components.structured.threads import Threads
 from components.wire.sampling import Constraint, Sampling
 
-THREADS: Final = 2  # one that takes long holds up no other
-STOP_S: Final = 2.0  # that the end of the process waits for what is being compiled
+THREADS: Final = 2  # so that a slow one does not block the others
+STOP_S: Final = 2.0  # the process's end waits this long for a compilation
 MAX_KNOWN: Final = 128
-MAX_KNOWN_BYTES: Final = 512 << 20  # as estimated, since llguidance does not say what it holds
-# The most that was measured; docs/openai.md has the figures.
+MAX_KNOWN_BYTES: Final = 512 << 20  # estimated: llguidance does not report its memory
+# upper bounds; docs/openai.md has the figures
 BYTES_PER_CPU_S: Final = 160e6  # of compiling
 BYTES_PER_TOKEN: Final = 24e3  # of texts
-MAX_TOKENS: Final = 1024  # then it is compiled anew, for those who come
+MAX_TOKENS: Final = 1024  # then later requests compile it again
 
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """Before the first token of any text."""
-
     matcher: LLMatcher
     cpu_s: float
     num_words: int
@@ -40,26 +38,26 @@ class _Compiled:
 
     @property
     def num_bytes(self) -> float:
-        """What it takes by now, estimated; for most it is a tenth of that."""
+        """An upper bound, for most constraints ten times too high."""
         return BYTES_PER_CPU_S * self.cpu_s + BYTES_PER_TOKEN * self.wear.num_tokens
 
     @property
     def is_worn(self) -> bool:
-        """Whether it serves nobody any more but those who have it."""
+        """Whether new requests need another compilation."""
         return self.wear.has_failed or self.wear.num_tokens >= MAX_TOKENS
 
     def mask(self) -> GrammarMask:
-        """One for a request; some 50 us."""
+        """For one request; about 50 us."""
         return GrammarMask(self.matcher.deep_copy(), self.num_words, self.wear)
 
 
 class MaskMaker:
-    """Belongs to the event loop. The vocabulary is loaded with the first constraint that comes."""
+    """Belongs to the event loop. The first constraint loads the vocabulary."""
 
     def __init__(
         self, folder: Callable[[], Path], vocab_size: int, eos_token_ids: frozenset[int], metrics: ConstraintMetrics
     ) -> None:
-        """Masks for an engine of that vocabulary; `folder` finds its model's, on a thread."""
+        """`folder` returns the model's directory and is called on a thread."""
         self._load = lambda: load_vocabulary(folder(), vocab_size, eos_token_ids)
         self._metrics = metrics
         self._threads = Threads(THREADS, "constraint")
@@ -68,23 +66,23 @@ class MaskMaker:
         self._starting: dict[Constraint, asyncio.Task[_Compiled]] = {}
 
     async def mask_of(self, sampling: Sampling, token_ids: Sequence[int]) -> GrammarMask | None:
-        """A mask for one request, at the end of `token_ids`; None without a constraint.
+        """A mask at the end of `token_ids`; None without a constraint.
 
-        Raises: Rejected, when there is no such mask: the frontend should have refused it.
+        Raises: Rejected, though the frontend should have refused it.
         """
         constraint = sampling.constraint
         if constraint is None:
             return None
         compiled = self._recall(constraint)
         if compiled is None:
-            compiled = await asyncio.shield(self._start(constraint))  # others may wait for it too
+            compiled = await asyncio.shield(self._start(constraint))  # other requests may wait for it, too
         mask = compiled.mask()
-        if sampling.num_generated:  # it was moved: 3 us a token
+        if sampling.num_generated:  # a moved stream: 3 us a token
             await self._threads.do(lambda: _replay(mask, token_ids[-sampling.num_generated :]))
         return mask
 
     async def aclose(self) -> None:
-        """Compile nothing more; what is being compiled is not waited for as long as it may take."""
+        """Stop; a compilation in progress is waited for `STOP_S` only."""
         for task in self._starting.values():
             task.cancel()
         await self._threads.stop(STOP_S)
@@ -126,7 +124,7 @@ class MaskMaker:
         return compiled
 
     def _forget(self) -> None:
-        """What was not asked for the longest, until the rest is not too much; what requests have of it they keep."""
+        """Drop the least recently used until the rest is within the limit. Requests keep theirs."""
         num_bytes = sum(compiled.num_bytes for compiled in self._known.values())
         while self._known and (len(self._known) > MAX_KNOWN or num_bytes > MAX_KNOWN_BYTES):
             num_bytes -= self._known.popitem(last=False)[1].num_bytes
@@ -139,12 +137,12 @@ class MaskMaker:
             return await asyncio.shield(loading)
         except (OSError, ValueError, MeshError) as exc:
             if self._vocabulary is loading:
-                self._vocabulary = None  # the next one tries again
+                self._vocabulary = None  # the next request tries again
             raise Rejected(f"this model's tokenizer is of no use for constraints: {exc}") from exc
 
 
 def _timed(vocabulary: LLTokenizer, constraint: Constraint) -> tuple[LLMatcher, float]:
-    """And the CPU seconds that it took."""
+    """Result and CPU seconds."""
     began = time.thread_time()
     return start_matcher(vocabulary, constraint), time.thread_time() - began
 
@@ -158,6 +156,5 @@ def _replay(mask: GrammarMask, token_ids: Sequence[int]) -> None:
 async def open_masks(
     folder: Callable[[], Path], vocab_size: int, eos_token_ids: frozenset[int], metrics: ConstraintMetrics
 ) -> AsyncIterator[MaskMaker]:
-    """See `MaskMaker`; leaving it ends its threads."""
     async with contextlib.aclosing(MaskMaker(folder, vocab_size, eos_token_ids, metrics)) as maker:
         yield maker

@@ -1,4 +1,4 @@
-"""What compiling constraints costs, in the frontend, which checks them, and in each worker."""
+"""Metrics of compiling constraints, in the frontend and in each worker."""
 
 from typing import Final, Literal
 
@@ -10,8 +10,6 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 
 
 class ConstraintMetrics:
-    """Of one process."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "structured_output_compile_seconds",
@@ -26,7 +24,7 @@ class ConstraintMetrics:
             self._requests.labels(result)
 
     def count(self, result: Result, seconds: float | None = None) -> None:
-        """One request; `seconds` where it was compiled, or refused, for it."""
+        """`seconds` is set if it was compiled or refused for this request."""
         self._requests.labels(result).inc()
         if seconds is not None:
             self._seconds.observe(seconds)

@@ -1,8 +1,10 @@
-"""python -m components.structured.sandbox <folder>: checks constraints, one at a time, and dies of one that costs too much.
+"""Check constraints one at a time: `python -m components.structured.sandbox <folder>`.
 
-A grammar of a few bytes may take half a minute, gigabytes or the whole stack to compile, and nothing stops a thread. So this
-is a process, which the kernel ends when it has used its time, and which has no more memory than it needs.
-Speaks through its pipes: a length in four bytes, then msgpack. In: kind and text; out: kind and text, or what is wrong.
+A short grammar may need half a minute, gigabytes or the whole stack, and a thread cannot be stopped. So this is a
+process
+that the kernel ends at its CPU limit, with bounded memory. Messages on its pipes: a length in four bytes, then
+msgpack.
+In: kind and text. Out: kind and text, or the fault.
 """
 
 import os
@@ -20,12 +22,12 @@ from components.structured.grammar import load_vocabulary
 from components.wire.sampling import Constraint
 
 LENGTH: Final = Struct("<I")
-MEMORY_BYTES: Final = 2 << 30  # of addresses; some 600 MB of them are taken at the start
-NICER: Final = 5  # who waits for tokens comes first
+MEMORY_BYTES: Final = 2 << 30  # address space; about 600 MB are used from the start
+NICER: Final = 5  # requests that generate come first
 
 
 def main(folder: Path, budget_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer until the other side is gone. The budget is of CPU time: a busy machine refuses nobody."""
+    """Answer until the pipe closes. The budget is CPU time, so a busy machine refuses nothing."""
     os.nice(NICER)
     vocabulary = load_vocabulary(folder)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -1,4 +1,4 @@
-"""What a JSON schema may say: every keyword in it is kept or says nothing of values; any other is refused by name."""
+"""The JSON-schema keywords that are enforced or carry no constraint; any other is refused by name."""
 
 from collections.abc import Iterator
 from decimal import Decimal
@@ -27,7 +27,7 @@ VALUES: Final = {
     "required",
     "type",
 }
-NOTES: Final = {  # say nothing of values
+NOTES: Final = {  # no constraint on values
     "$anchor",
     "$comment",
     "$id",
@@ -47,13 +47,13 @@ NOTES: Final = {  # say nothing of values
 }
 KNOWN: Final = ONE | LIST | MAP | VALUES | NOTES
 NUMBERS: Final = {"const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
-MAX_DIGITS: Final = 15  # of a number, which then is the same before and after it was a double
-MAX_DEPTH: Final = 100  # of objects and lists in one another; the compiler takes 127 of its own
+MAX_DIGITS: Final = 15  # of a number that a double represents exactly
+MAX_DEPTH: Final = 100  # nesting of objects and lists; the compiler allows 127 levels of its own
 MAX_VALUES: Final = 50_000
 
 
 def fault_in_schema(schema: Any) -> str | None:
-    """What is wrong with `schema`, a JSON value, naming keyword and place; None: nothing that shows before it is compiled."""
+    """The fault in `schema`, with keyword and place; None if none shows before compilation."""
     if not isinstance(schema, dict | bool):
         return "a schema must be an object"
     return _size_fault(schema) or next(_faults(schema), None)
@@ -82,7 +82,7 @@ def _faults(schema: Any) -> Iterator[str]:
     while pending:
         at, inner = pending.pop()
         if not isinstance(inner, dict):
-            continue  # true and false; of anything else the compiler says what it should be
+            continue  # true and false; the compiler reports anything else
         for keyword in inner:
             if keyword not in KNOWN:
                 yield f"the keyword '{keyword}'{_place(at)} is not supported"
@@ -102,12 +102,10 @@ def _inner_schemas(at: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _not_kept(at: str, schema: dict[str, Any]) -> Iterator[str]:
-    """Where the compiler is less strict than JSON Schema."""
+    """Keywords for which the compiler is less strict than JSON Schema."""
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(required) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > max(
-        1, named
-    ):  # keys that no name is given for may come twice, and count as one
+    if isinstance(least, int) and least > max(1, named):  # repeated keys without a declared name count as one
         yield f"the keyword 'minProperties'{_place(at)} is not supported above the number of required properties"
     for keyword in NUMBERS & schema.keys():
         if any(map(_is_rounded, _numbers(schema[keyword]))):
@@ -125,12 +123,12 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _is_rounded(number: float) -> bool:
-    """Whether the compiler would take it for another one."""
+    """Whether the compiler would round the number."""
     if isinstance(number, int):
         return abs(number) >= 10**MAX_DIGITS
     return len(Decimal(repr(number)).normalize().as_tuple().digits) > MAX_DIGITS
 
 
 def _place(at: str) -> str:
-    """As a JSON pointer, cut where it would be too long for a message."""
+    """As a JSON pointer, cut to fit a message."""
     return f" at '{at[:200]}'" if at else ""

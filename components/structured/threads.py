@@ -1,4 +1,4 @@
-"""Threads for work that nothing can interrupt, and for which a process that ends does not wait."""
+"""Threads for work that cannot be interrupted, which do not delay the process's end."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """So many, from the first work on. `ThreadPoolExecutor` would keep the process until the last of them is done."""
+    """`ThreadPoolExecutor` would wait for the last piece of work at exit."""
 
     def __init__(self, count: int, name: str) -> None:
         self._threads = [Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
@@ -22,7 +22,7 @@ class Threads:
         self._stopped = False
 
     def do(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """What `work` returns or raises, in order of arrival. Cancelled before it is begun, it never is.
+        """The result of `work`, in order of arrival. Cancelled before it starts, it never starts.
 
         Raises: Overloaded, after `stop`.
         """
@@ -36,7 +36,7 @@ class Threads:
         return asyncio.wrap_future(future)
 
     async def stop(self, patience_s: float) -> None:
-        """Begin nothing more, and wait for what was begun, but not longer than that."""
+        """Start nothing more, and wait at most `patience_s` for what is running."""
         self._stopped = True
         try:
             while (waiting := self._work.get_nowait()) is not None:
@@ -61,4 +61,4 @@ class Threads:
                 future.set_result(work())
             except BaseException as exc:  # noqa: BLE001 - whoever asked gets it; a panic of Rust's is no Exception
                 future.set_exception(exc)
-            del taken, future, work  # nothing is kept alive until there is more to do
+            del taken, future, work  # keeps nothing alive while idle

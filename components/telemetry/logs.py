@@ -1,8 +1,8 @@
-"""Logs: `getLogger(__name__)`, a constant message, facts in `extra`. Console lines for people, JSON lines for machines.
+"""Logging: console lines for people, or JSON lines for machines.
 
-With the JSON format each line is an object with `ts`, `level`, `logger`, `event` and the facts. Two events are a contract with
-whoever supervises the process: `ready`, once, when it serves; `progress` with `task`, `done` and `total`. Equal lines in quick
-succession are counted (`repeated_lines.py`).
+A JSON line has `ts`, `level`, `logger`, `event` and the facts. Supervisors rely on two events: `ready`, once, when
+the
+process serves; `progress` with `task`, `done` and `total`.
 """
 
 import json
@@ -18,16 +18,15 @@ import structlog
 from components.telemetry.repeated_lines import CountingHandler, status
 
 PROGRESS_S: Final = 0.5
-COLOURS: Final = {"warning": 33, "error": 31, "critical": 31}  # of a terminal
+COLOURS: Final = {"warning": 33, "error": 31, "critical": 31}
 
-# Without local variables: they hold prompts.
+# without local variables: they hold prompts
 _TRACEBACKS: Final = structlog.processors.ExceptionRenderer(
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 )
 
 
 def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
-    """Send this process's logs, ours and the libraries', to stderr in one format."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -51,17 +50,18 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
     status.setLevel(logging.INFO)
     for noisy in ("httpx", "urllib3", "asyncio", "nats", "uvicorn.access", "uvicorn.error", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA, on machines without any
+    logging.getLogger("torch.utils.cpp_extension").setLevel(
+        logging.ERROR
+    )  # it warns about missing CUDA on machines without a GPU
 
 
 class PlainLines:
-    """A log line as `services.local` shows it: time of day, event, facts; levels from warning on by a word or a colour."""
+    """The format of `services.local`: time of day, event, facts; levels from warning on are shown."""
 
     def __init__(self, *, colours: bool) -> None:
         self._colours = colours
 
     def __call__(self, _logger: object, _method: str, facts: MutableMapping[str, Any]) -> str:
-        """See structlog's processors."""
         level, event, ts = (str(facts.pop(name, "")) for name in ("level", "event", "ts"))
         facts.pop("logger", None)
         exception = facts.pop("exception", None)
@@ -78,19 +78,17 @@ class PlainLines:
 
 
 def log_ready(**facts: str) -> None:
-    """Say that this process serves."""
     status.info("ready", extra=facts)
 
 
 class ProgressLog:
-    """Says how far a long start-up step is: its begin, its end, and between them twice a second; a supervisor draws the bar."""
+    """Logs the start, the end and, twice a second, the state of a long start-up step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._told: dict[str, float] = {}
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        """`done` of `total` steps of `task` are over."""
         now = self._clock()
         if 0 < done < total and now - self._told.get(task, -math.inf) < PROGRESS_S:
             return

@@ -1,4 +1,4 @@
-"""What a process says of itself to probes and dashboards: whether it has started, whether it can work, whom it reaches."""
+"""Probes and health metrics of a process."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -12,10 +12,9 @@ from components.telemetry.worker_metrics import serve_metrics
 
 
 class ProcessHealth:
-    """Of one service.
+    """An outage of etcd is a metric but does not make a process unready: requests do not need etcd.
 
-    An outage of etcd is a metric, and no reason to be unready: requests go on without it. An outage of NATS makes a process
-    unready, and no more than that: it reconnects, and nothing is gained by a restart.
+    An outage of NATS makes it unready but not dead: it reconnects, and a restart would gain nothing.
     """
 
     def __init__(self, bus: Bus, registry: Registry, registration: Registration, metrics: CollectorRegistry) -> None:
@@ -30,11 +29,11 @@ class ProcessHealth:
             Gauge(name, text, registry=metrics).set_function(figure)
 
     def started(self) -> bool:
-        """Whether this process has been registered; it stays so during an outage."""
+        """True from the first registration on, also during an outage."""
         return self._registration.leased_until > 0
 
     def reasons(self) -> list[str]:
-        """Why this process cannot work now; empty: it can."""
+        """Reasons why this process cannot work now."""
         reasons = [] if self.started() else ["this process has not registered in etcd yet"]
         if not self._bus.is_connected:
             reasons.append("NATS cannot be reached")
@@ -53,7 +52,7 @@ async def serve_health(
     *,
     facts: Callable[[], Mapping[str, object]] = dict,
 ) -> AsyncIterator[str]:
-    """A service's own page, with its metrics and probes, while inside; yields the URL. `facts`: what `/health` says, too."""
+    """Serve metrics and probes; yields the URL. `facts` are added to `/health`."""
     health = ProcessHealth(bus, registry, registration, metrics)
     async with serve_metrics(
         metrics, settings.metrics_host, settings.metrics_port, health.started, reasons=health.reasons, facts=facts

@@ -1,13 +1,11 @@
 """A log handler that counts equal lines instead of repeating them.
 
-Lines are equal when logger, level and constant message are; their facts may differ. Of equal lines the first few are
-written, and the rest of a window is held back. When the window ends, the last of them is written with their number as
-`repeated`.
+Lines are equal if logger, level and constant message are. In each window the first few are written. The last of the
+rest is
+written at the window's end, with their number as `repeated`. Written always:
 
-Never held back:
-- DEBUG lines: a person who sets that level wants each of them.
-- A traceback that has not been written in this window: two with one message may be two defects. One traceback over and
-  over is counted like any other line.
+- DEBUG lines;
+- a traceback that was not yet written in this window, because two with one message may be two defects;
 - `ready` and `progress`, which a supervisor waits for.
 """
 
@@ -20,34 +18,31 @@ from typing import Final, TextIO
 
 BURST: Final = 5  # equal lines that are written
 WINDOW_S: Final = 10.0  # from the first of them
-MOST_WINDOWS: Final = 1024  # some libraries put facts into their messages, so that no two are equal
+MOST_WINDOWS: Final = 1024  # bounds memory: some libraries put facts into their messages
 
-status = logging.getLogger("kvmesh.status")  # the supervisor's lines: written at every level, each of them
+status = logging.getLogger("kvmesh.status")
 
 
 class _Window:
-    """Equal lines since the first one."""
-
     __slots__ = ("count", "ends_s", "held")
 
     def __init__(self, ends_s: float) -> None:
         self.ends_s = ends_s
         self.count = 0
-        self.held: logging.LogRecord | None = None  # the last one that was not written
+        self.held: logging.LogRecord | None = None  # the last line that was not written
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):
-    """See the module. Its own lock, which `logging` holds around `emit`, guards the windows."""
+    """Its lock, which `logging` holds around `emit`, guards the windows."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S) -> None:
         super().__init__(stream)
         self._clock = clock
         self._window_s = window_s
         self._windows: dict[Hashable, _Window] = {}
-        self._timer: threading.Timer | None = None  # ends windows, while one of them holds a line back
+        self._timer: threading.Timer | None = None  # runs while a window holds a line
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write or count one line."""
         if record.levelno <= logging.DEBUG or record.name == status.name:
             super().emit(record)
             return
@@ -65,7 +60,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             self._start_timer(window.ends_s - now_s)
 
     def sweep(self, *, all_of_them: bool = False) -> None:
-        """End the windows whose time is over, or all: write what they held back."""
+        """Write what ended windows hold back; `now` None: all."""
         self.acquire()
         try:
             now_s = self._clock()
@@ -80,7 +75,6 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             self.release()
 
     def close(self) -> None:
-        """Write what is held back; `logging` calls this when the process ends."""
         if self._timer is not None:
             self._timer.cancel()
         if self.stream is not None and not self.stream.closed:
@@ -105,7 +99,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
 
 
 def _key(record: logging.LogRecord) -> Hashable:
-    """Equal for lines that are equal; for those with a traceback, by where it was raised too."""
+    """Includes the place where a traceback was raised."""
     message = record.msg if isinstance(record.msg, str) else str(record.msg)
     if not record.exc_info or record.exc_info[0] is None:
         return record.name, record.levelno, message

@@ -1,4 +1,4 @@
-"""How many requests are traced: every one while they are few, so many a second when they are many."""
+"""A token bucket for new traces."""
 
 import time
 from collections.abc import Callable
@@ -9,10 +9,9 @@ BURST_S: Final = 10.0  # an idle time of this length is made up for at once
 
 
 class TraceRate:
-    """At most `per_s` new traces a second, over a while; a bucket that starts full. Infinity: all.
+    """At most `per_s` new traces a second on average; the bucket starts full. Infinity: all.
 
-    Spans cost a quarter of the mesh's processor time when every request of hundreds a second is traced, and nobody reads
-    them all.
+    Spans of every request cost a quarter of the mesh's processor time.
     """
 
     def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,7 +21,6 @@ class TraceRate:
         self._at = clock()
 
     def take(self) -> bool:
-        """Whether the trace that begins here is kept."""
         if isinf(self._per_s):
             return True
         now = self._clock()

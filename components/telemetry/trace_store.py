@@ -1,6 +1,5 @@
-"""The last traces, on this host's disk: every process appends its spans to one SQLite file, whatever collector is set.
-
-So `python -m services.inspect trace last` shows a request without Jaeger, and the request of a minute ago is still there.
+"""The latest traces in one SQLite file per host, for `python -m services.inspect trace`. Every process appends
+its spans.
 """
 
 import json
@@ -20,13 +19,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BUSY_S: Final = 5.0  # how long others may keep the file to themselves
+BUSY_S: Final = 5.0  # another process may hold the lock this long
 BUSY_RETRY_S: Final = 0.01
 KEPT_TRACES: Final = 1000
 KEPT_SPANS: Final = 50_000  # a client may put any number of requests into one trace
 KEPT_BYTES: Final = 64 << 20
-TRIM_EVERY: Final = 50  # exports: trimming reads the whole index, so not each time
-ATTRIBUTE_CHARS: Final = 8192  # of one attribute: some hold what a client sent
+TRIM_EVERY: Final = 50  # exports between two trims, each of which reads the whole index
+ATTRIBUTE_CHARS: Final = 8192  # per attribute, some of which hold clients' data
 FILE_NAME: Final = "traces.sqlite"
 
 _SCHEMA: Final = """
@@ -49,7 +48,7 @@ select (page_count - freelist_count) * page_size from pragma_page_count, pragma_
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One finished span as kept; times are wall-clock nanoseconds."""
+    """Times are wall-clock nanoseconds."""
 
     trace_id: str
     span_id: str
@@ -63,20 +62,18 @@ class Span:
 
 
 class TraceStore:
-    """Reads the kept traces."""
-
     def __init__(self, home: Path) -> None:
         self._path = home / FILE_NAME
 
     def last_trace_ids(self, count: int = 20) -> list[str]:
-        """Ids of the newest traces, newest first."""
+        """Newest first."""
         query = "select trace_id from spans group by trace_id order by min(start_ns) desc limit ?"
         return [row[0] for row in self._rows(query, (count,))]
 
     def trace(self, prefix: str) -> list[Span]:
-        """Spans of one trace, by start time: whose id, or whose request id, starts with `prefix`; empty if none does.
+        """Spans by start time of the trace whose id, or whose request id, starts with `prefix`.
 
-        A client's own request id, given whole, names the last of its requests.
+        A client's own request id, given whole, finds its last request.
         """
         found = self._rows("select trace_id from spans where trace_id like ? limit 1", (f"{prefix}%",)) or self._rows(
             "select trace_id from spans where json_extract(attributes, '$.\"kvmesh.request_id\"') like ? "
@@ -102,7 +99,7 @@ class TraceStore:
 
 
 class TraceStoreExporter(SpanExporter):
-    """Appends spans from the batch processor's thread; a failed write costs those spans, never the request."""
+    """Appends spans on the batch processor's thread. A failed write loses its spans only."""
 
     def __init__(self, home: Path, service: str) -> None:
         home.mkdir(parents=True, exist_ok=True)
@@ -112,7 +109,7 @@ class TraceStoreExporter(SpanExporter):
         self._exports = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write one batch, and now and then forget what is older than the newest traces, spans and bytes that are kept."""
+        """Write one batch; sometimes trim the file to its limits of traces, spans and bytes."""
         rows = [row for span in spans if (row := self._row(span)) is not None]
         try:
             _when_free(lambda: self._write(rows))
@@ -122,7 +119,6 @@ class TraceStoreExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        """Close the file."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -135,15 +131,15 @@ class TraceStoreExporter(SpanExporter):
                 if (self._exports + 1) % TRIM_EVERY == 0:
                     _trim(connection)
         except sqlite3.Error:
-            self.shutdown()  # the next write opens the file anew: it may be another one
+            self.shutdown()  # the next write opens the file again: it may have been replaced
             raise
         self._exports += 1
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
-            with suppress(OSError):  # SQLite says better what is wrong
+            with suppress(OSError):  # SQLite's own error says more
                 self._path.touch(mode=0o600)
-                self._path.chmod(0o600)  # of an earlier run's file, too; SQLite gives its other files the same mode
+                self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
             self._connection = _connect(self._path)
             self._connection.executescript(_SCHEMA)
         return self._connection
@@ -176,10 +172,9 @@ def _trim(connection: sqlite3.Connection) -> None:
 
 
 def _when_free(work: Callable[[], T]) -> T:
-    """Do `work` again while another process has the file to itself.
+    """Repeat `work` while another process holds the lock.
 
-    The connection's own time-out does not cover all of it: of several that make the file at once and turn it to WAL, all
-    but one are told "locked" without a wait.
+    sqlite3's timeout does not cover several processes that create the file and switch it to WAL at once.
     """
     until = monotonic() + BUSY_S
     while True:
@@ -200,7 +195,7 @@ def _shortened(value: Any) -> Any:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # Several processes write: WAL lets them do so beside a reader, and the timeout waits for the other's commit.
+    # WAL lets several processes write beside a reader
     connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
     try:
         connection.execute("pragma journal_mode=wal")

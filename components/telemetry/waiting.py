@@ -1,4 +1,4 @@
-"""A process that waits for a server says so: soon, and again and again, as silence looks like a hang."""
+"""Log that a process waits for a server: silence looks like a hang."""
 
 import asyncio
 import logging
@@ -12,13 +12,13 @@ from components.urls import without_password
 
 log = logging.getLogger(__name__)
 
-FIRST_S: Final = 1.0  # a server that is there answers sooner
+FIRST_S: Final = 1.0  # a running server answers sooner
 AGAIN_S: Final = 10.0
 
 
 @asynccontextmanager
 async def tells_of_waiting(what: str, url: str) -> AsyncIterator[None]:
-    """While inside, log after `FIRST_S` that this process waits for `what` at `url`, and then every `AGAIN_S`."""
+    """Log after `FIRST_S` that `what` at `url` is awaited, and then every `AGAIN_S`."""
     async with background(_tell(what, without_password(url)), f"waiting-for-{what}"):
         yield
 

@@ -1,6 +1,6 @@
-"""What a worker counts, under the names that dashboards know from vLLM, and the page that shows it.
+"""A worker's metrics, under vLLM's names where they exist, and the page that serves them.
 
-The engine measures and the service records: `record` takes one step's figures, nothing here is called per token.
+`record` takes one step's figures: nothing here runs per token.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,27 +22,27 @@ TRANSFER_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 
 
 class StepFigures(Protocol):
-    """What one engine step tells; the engine's `StepStats` is one."""
+    """Figures of one engine step; the engine's `StepStats` implements it."""
 
     @property
     def num_running(self) -> int:
-        """Requests in the batch."""
+        pass
 
     @property
     def num_waiting(self) -> int:
-        """Requests queued."""
+        pass
 
     @property
     def prompt_tokens(self) -> int:
-        """Computed in this step."""
+        pass
 
     @property
     def decode_tokens(self) -> int:
-        """Sampled in this step."""
+        pass
 
     @property
     def free_pages(self) -> int:
-        """Of the pool."""
+        pass
 
     @property
     def cached_pages(self) -> int:
@@ -50,24 +50,22 @@ class StepFigures(Protocol):
 
     @property
     def total_pages(self) -> int:
-        """In the pool."""
+        pass
 
     @property
     def step_s(self) -> float:
-        """Duration."""
+        pass
 
     @property
     def prefix_queries(self) -> int:
-        """Prompt tokens looked up, since start."""
+        """Prompt tokens looked up since start."""
 
     @property
     def prefix_hits(self) -> int:
-        """Of those, found."""
+        pass
 
 
 class WorkerMetrics:
-    """The metrics of one worker process."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._latest: StepFigures | None = None
@@ -100,7 +98,7 @@ class WorkerMetrics:
         self._recomputes = self._counter("prompt_recomputes", "Prompts computed here because their KV did not come.")
 
     def record(self, figures: StepFigures) -> None:
-        """One engine step. What can be looked up when somebody asks is not written down at each."""
+        """Record a step. Gauges that can be read on demand are not set here."""
         self._latest = figures
         if figures.prompt_tokens:
             self._prompt.inc(figures.prompt_tokens)
@@ -110,40 +108,33 @@ class WorkerMetrics:
             self._steps.observe(figures.step_s)
 
     def show_queues(self, tally: Tally[S]) -> None:
-        """Show how many requests are in each state."""
         for state in tally.states:
             self._queues.labels(str(state)).set_function(lambda state=state: tally[state])  # type: ignore[misc]
 
     def show_kv_events(self, batches: Callable[[], int], dropped: Callable[[], int]) -> None:
-        """Show how many batches of KV events were made, and how many of them nobody got."""
         self._gauge("kv_event_batches_total", "Batches of KV events, numbered.").set_function(batches)
         self._gauge("kv_event_batches_dropped_total", "Of those, not sent: routers ask for a dump.").set_function(
             dropped
         )
 
     def transferred(self, num_bytes: int, duration_s: float) -> None:
-        """One transfer is complete."""
         self._transfer_bytes.inc(num_bytes)
         self._transfers.observe(duration_s)
 
     def transfer_failed(self) -> None:
-        """One transfer will not complete."""
         self._transfer_failures.inc()
 
     def transfer_cancelled(self) -> None:
-        """The client of one transfer has gone."""
         self._cancelled.inc()
 
     def corrupt(self) -> None:
-        """One transfer did not arrive as it was sent."""
         self._corrupt.inc()
 
     def recomputed(self) -> None:
-        """One prompt is computed here after its transfer failed."""
+        """A prompt is computed here after its transfer failed."""
         self._recomputes.inc()
 
     def _shown(self, name: str, text: str, figure: Callable[[StepFigures], float]) -> None:
-        """A gauge of the latest step."""
         self._gauge(name, text).set_function(lambda: 0 if self._latest is None else figure(self._latest))
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -174,15 +165,13 @@ async def serve_metrics(
     reasons: Callable[[], Sequence[str]] = tuple,
     facts: Callable[[], Mapping[str, object]] = dict,
 ) -> AsyncIterator[str]:
-    """`/metrics`, `/live`, `/ready` and `/health` while inside; yields the URL.
+    """Serve `/metrics`, `/live`, `/ready` and `/health`; yields the URL.
 
     Args:
-        registry: what `/metrics` shows.
-        host: address to listen on.
         port: 0 for any free one.
-        started: whether the process has started; `/health` answers 503 until then, and 200 ever after.
-        reasons: why the process cannot work now; `/ready` answers 503 while there are any.
-        facts: what else `/health` says.
+        started: `/health` answers 503 before that and 200 from then on.
+        reasons: `/ready` answers 503 while there are any.
+        facts: added to `/health`.
     """
 
     async def metrics(_: Request) -> Response:
@@ -199,7 +188,7 @@ async def serve_metrics(
         well = started()
         return JSONResponse({"status": "ok" if well else "starting", **facts()}, 200 if well else 503)
 
-    # No fastapi: it takes half a second to load.
+    # fastapi takes half a second to load
     pages = {"/metrics": metrics, "/live": live, "/ready": ready, "/health": health}
     app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
     async with serve_http(app, _Page(host, port)) as url:

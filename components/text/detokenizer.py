@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time, without ever showing half a character."""
+"""Token ids to text, incrementally, without incomplete characters."""
 
 from codecs import utf_8_decode
 from collections.abc import Sequence, Set
@@ -10,22 +10,20 @@ from tokenizers.decoders import DecodeStream
 from components.text.token_bytes import read_byte_level
 
 REPLACEMENT: Final = "\ufffd"
-LOOK_AFTER: Final = 8  # tokens held: more than one character has, so look whether whole ones are among them
-GIVE_UP_AFTER: Final = 64  # tokens held: this is no text, and each look costs as much as is held
+LOOK_AFTER: Final = 8  # held tokens, more than a character needs: some characters must be whole
+GIVE_UP_AFTER: Final = 64  # held tokens: this is no text, and each look costs as much as is held
 
 
 class Detokenizer(Protocol):
-    """The text of one generation."""
-
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that became whole with these tokens; "" while a character is incomplete."""
+        """The text completed by these tokens; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """What is whole and was not shown; the generation is over, so the rest is dropped."""
+        """The remaining whole characters; the rest is dropped."""
 
 
 class Pieces(dict[int, bytes]):
-    """The bytes of a byte-level tokenizer's tokens, read when they are met; nothing of those to skip."""
+    """The bytes of a byte-level tokenizer's tokens, without those to skip, looked up once each."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: Set[int]) -> None:
         super().__init__()
@@ -35,28 +33,28 @@ class Pieces(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         piece = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
         if piece is None:
-            return b""  # not kept: a model may have more ids than its tokenizer has tokens
+            return b""  # not cached: a model may have more ids than its tokenizer has tokens
         self[token_id] = read_byte_level(piece)
         return self[token_id]
 
 
 class ByteDetokenizer:
-    """For byte-level tokenizers, whose text is that of their tokens' bytes: a tenth of the work of `StreamDetokenizer`.
+    """Joins the bytes of tokens: a tenth of the work of `StreamDetokenizer`.
 
     Args:
         pieces: shared.
-        prefix: the prompt's last tokens, when the generation continues a text: it may end within a character.
+        prefix: the prompt's last tokens if the generation continues a text, which may end within a character.
     """
 
     __slots__ = ("_pieces", "_rest")
 
     def __init__(self, pieces: Pieces, prefix: Sequence[int] = ()) -> None:
         self._pieces = pieces
-        self._rest = b""  # of a character
+        self._rest = b""  # bytes of an incomplete character
         self.feed(prefix)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """As of any detokenizer; bytes that can be no character are shown as U+FFFD."""
+        """Invalid bytes become U+FFFD."""
         pieces = self._pieces
         data = self._rest + b"".join([pieces[token_id] for token_id in token_ids])
         text, used = utf_8_decode(data, "replace", False)  # not final
@@ -64,7 +62,6 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Nothing: what is whole has been shown."""
         return ""
 
 
@@ -73,8 +70,8 @@ class StreamDetokenizer:
 
     Args:
         tokenizer: shared, only read.
-        prefix: the prompt's last tokens, when the generation continues a text rather than begins one; some decoders
-            drop the space before a first word.
+        prefix: the prompt's last tokens if the generation continues a text: some decoders drop the space before a
+            first word.
     """
 
     __slots__ = ("_early", "_held", "_shown", "_skip", "_stream", "_tokenizer")
@@ -83,18 +80,16 @@ class StreamDetokenizer:
         self._tokenizer = tokenizer
         self._skip = skip  # special tokens
         self._stream = DecodeStream(ids=list(prefix), skip_special_tokens=skip)
-        self._shown = list(prefix)  # tokens of the last text shown: the context that the held ones are decoded in
-        self._held: list[int] = []  # tokens since then: the last of them ends within a character
-        self._early = 0  # characters of the held tokens' text that are shown already
+        self._shown = list(prefix)  # tokens of the last text shown: the context for decoding the held ones
+        self._held: list[int] = []  # tokens since then; the last one ends within a character
+        self._early = 0  # characters of the held tokens' text that were shown already
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that became whole with these tokens; "" while a character is incomplete."""
-        if len(token_ids) == 1:  # as good as always
+        if len(token_ids) == 1:  # the common case
             return self._take(token_ids[0])
         return "".join([self._take(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """The whole characters among the tokens still held; the generation is over, so the rest is dropped."""
         return self._held_text().rstrip(REPLACEMENT)[self._early :] if self._held else ""
 
     def _take(self, token_id: int) -> str:
@@ -104,7 +99,7 @@ class StreamDetokenizer:
         except Exception as exc:  # tokenizers raises no class of its own
             if "Invalid prefix" not in str(exc):
                 raise
-            return self._restart()  # bytes that are no UTF-8 made the decoded text shrink; the stream is unusable
+            return self._restart()  # invalid UTF-8 shortened the decoded text; the decoder's state is unusable
         if text is None:
             return self._look() if len(self._held) > LOOK_AFTER else ""
         if self._early:
@@ -113,7 +108,7 @@ class StreamDetokenizer:
         return text
 
     def _look(self) -> str:
-        """Whole characters from tokens that, for long, have each ended within the next one."""
+        """Whole characters from tokens that have each ended within the next one."""
         text = self._held_text()
         whole = text.rstrip(REPLACEMENT)
         incomplete = len(text) - len(whole)
@@ -123,9 +118,9 @@ class StreamDetokenizer:
         return new
 
     def _restart(self) -> str:
-        """Show what is held, broken as it is, and begin anew after it."""
+        """Show what is held, replacement characters included, and start again."""
         text = self._held_text()[self._early :]
-        # without context: broken bytes before a text can change how it decodes, and show something twice
+        # without context: invalid bytes before a text can change how it decodes
         self._shown, self._held, self._early = [], [], 0
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text
@@ -136,7 +131,7 @@ class StreamDetokenizer:
 
 
 class SelectiveDetokenizer(StreamDetokenizer):
-    """Of special tokens it skips only some: others mark calls of tools, or reasoning."""
+    """Skips only some special tokens: others mark tool calls or reasoning."""
 
     __slots__ = ("_skipped",)
 
@@ -145,5 +140,4 @@ class SelectiveDetokenizer(StreamDetokenizer):
         self._skipped = skipped
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """As of any detokenizer."""
         return super().feed([token_id for token_id in token_ids if token_id not in self._skipped])
