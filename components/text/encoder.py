@@ -1,4 +1,4 @@
-"""Text to token ids: by `fastokens` where it gives what `tokenizers` gives, in a tenth of the time; else by `tokenizers`."""
+"""Text to token ids: with `fastokens` if it gives the same ids as `tokenizers`, in a tenth of the time."""
 
 import logging
 from typing import Any, Final
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
-PROBES: Final = (  # what tokenizers differ in, if they do
+PROBES: Final = (  # texts on which tokenizers may differ
     "",
     " ",
     "Hello, world! I'm sure they'll say we've seen it, and he'd know.",
@@ -23,24 +23,22 @@ PROBES: Final = (  # what tokenizers differ in, if they do
     "word " * 40 + "x" * 700,
 )
 
-LONG: Final = 100  # times the probes: 150 kB
+LONG: Final = 100  # repetitions of the probes: 150 kB
 
 
 class Encoder:
-    """Reads only, so one serves every thread. Its calls let go of Python's lock."""
+    """One instance serves every thread. Encoding releases Python's lock."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Of a tokenizer that neither truncates nor pads."""
+        """`tokenizer` must neither truncate nor pad."""
         self._tokenizer = tokenizer
         self._fast = _checked(tokenizer)
 
     @property
     def is_fast(self) -> bool:
-        """Whether it is the quicker one that encodes."""
         return self._fast is not None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
         if self._fast is not None:
             try:
                 return _fast_encoded(self._fast, text, add_special_tokens=add_special_tokens)
@@ -51,7 +49,7 @@ class Encoder:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    # the batch call alone lets go of the GIL, and leaves out the character offsets
+    # the batch call releases the GIL and leaves out character offsets
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
 
@@ -62,12 +60,12 @@ def _fast_encoded(tokenizer: Any, text: str, *, add_special_tokens: bool) -> lis
 
 
 def _checked(tokenizer: Tokenizer) -> Any:
-    """The same tokenizer in `fastokens`; None, when it cannot be, or would not be the same."""
+    """The same tokenizer in `fastokens`; None if that fails or gives other ids."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     together = [
         "".join(f"{content} a{content}\n" for content in added[at : at + 64]) for at in range(0, len(added), 64)
     ]
-    long = "".join(PROBES) * LONG  # it has other ways for long texts
+    long = "".join(PROBES) * LONG  # long texts take another path there
     try:
         fast = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
         for text in (*PROBES, *together, long):
@@ -84,6 +82,6 @@ def _checked(tokenizer: Tokenizer) -> Any:
 
 
 def _check_is_its_own(exc: BaseException) -> None:
-    """Raises: `exc`, unless it is an error or a panic of Rust's, which is no Exception."""
+    """Raises: `exc`, unless it is an error or a panic of Rust, which is no Exception."""
     if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
         raise exc

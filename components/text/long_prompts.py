@@ -1,4 +1,4 @@
-"""Where long prompts are rendered and tokenised: beside the event loop, on so few threads that it gets a core."""
+"""Render and tokenise long prompts in threads, few enough that the event loop gets a core."""
 
 import asyncio
 import os
@@ -14,36 +14,39 @@ from components.errors import QueueFull
 T = TypeVar("T")
 
 MAX_THREADS: Final = 4
-S_PER_CHAR: Final = 2.5e-7  # what `tokenizers` takes
+S_PER_CHAR: Final = 2.5e-7  # of `tokenizers`
 OVERTAKEN_S_PER_CHAR: Final = 20 * S_PER_CHAR  # 1 s for 200,000 characters
-MAX_WAITING_CHARS: Final = 32 << 20  # some eight million tokens, eight seconds of one thread
+MAX_WAITING_CHARS: Final = 32 << 20  # about eight million tokens, eight seconds of one thread
 
 
 class LongPrompts:
-    """Work on long prompts, in turns. A prompt is overtaken by shorter ones, but only those that come soon after it.
+    """A queue of work on long prompts. Shorter prompts overtake a longer one if they arrive soon after it.
 
-    So one of 10,000 characters does not wait behind ten of 200,000, and none waits for ever. Belongs to the event loop.
+    So 10,000 characters do not wait for ten times 200,000, and no prompt starves. Belongs to the event loop.
     """
 
     def __init__(self, threads: int | None = None, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
-        """`threads`: at once; None for half of this process's cores, as far as that pays. More waits only alone."""
+        """`threads` None: half of this process's cores, up to the number that pays."""
         self._free = threads or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._executor = ThreadPoolExecutor(self._free, "tokenize")
         self._threads = self._free
         self._max_chars = max_waiting_chars
-        self._chars = 0  # that wait
+        self._chars = 0  # waiting
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._numbers = count()  # equal times have an order
+        self._numbers = count()  # tie-breaker for equal times
 
     async def run(self, chars: int, work: Callable[[], T]) -> T:
-        """What `work`, on a prompt of so many characters, returns; whoever leaves before its turn has cost nothing.
+        """The result of `work` on a prompt of `chars` characters. A caller that is cancelled before its turn
+        costs nothing.
 
-        Raises: QueueFull, when too many wait already.
+        Raises: QueueFull.
         """
         await self._turn(chars)
         loop = asyncio.get_running_loop()
         job = self._executor.submit(work)
-        job.add_done_callback(lambda _: _tell(loop, self._pass_on))  # its thread is busy until then, whoever has left
+        job.add_done_callback(
+            lambda _: _tell(loop, self._pass_on)
+        )  # the thread is busy until then, even if the caller has left
         return await asyncio.wrap_future(job)
 
     async def _turn(self, chars: int) -> None:
@@ -62,7 +65,7 @@ class LongPrompts:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given to us, in the same turn of the loop
+            if not turn.cancelled():  # cancelled in the turn of the loop in which its turn came
                 self._pass_on()
             raise
         finally:

@@ -1,4 +1,4 @@
-"""What a model's authors recommend where a client says nothing: `generation_config.json`, as vLLM does too."""
+"""Sampling defaults from a model's `generation_config.json`, as in vLLM."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """OpenAI's own defaults, unless the model has others."""
+    """OpenAI's defaults, unless the model has others."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -17,7 +17,7 @@ class SamplingDefaults:
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """The defaults in a model's directory. One that recommends nothing, or greedy decoding, has OpenAI's."""
+    """A model that recommends nothing, or greedy decoding, gets OpenAI's defaults."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return SamplingDefaults()

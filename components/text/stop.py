@@ -1,28 +1,27 @@
-"""Stop strings across token boundaries: hold back exactly what could still become one, cut where one is complete."""
+"""Stop strings across token boundaries: hold back what may become one, cut where one is complete."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """One generated text on its way through a set of stop strings.
+    """The result does not depend on how the text is cut into pieces.
 
-    The result does not depend on how the text is cut into pieces: the first stop string to be complete ends it, and of
-    several complete at the same character the longest counts.
+    The first complete stop string ends the text; of several that end at the same character the longest counts.
     """
 
     __slots__ = ("_failure", "_held", "_included", "_matched", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
-        """`included`: the one that ends the text is shown."""
+        """`included`: show the stop string that ends the text."""
         self._included = included
-        self._stops = sorted(stops, key=len, reverse=True)  # the longest first: it begins earliest
+        self._stops = sorted(stops, key=len, reverse=True)  # longest first: it begins earliest
         self._failure = [_failure_table(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # length of the longest prefix of each that ends the text so far
+        self._matched = [0] * len(self._stops)  # for each, the length of its longest prefix that ends the text so far
         self._held = ""
         self.found: str | None = None  # the one that ended the text
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What of the text so far is safe to show, and whether a stop string is complete: then nothing may follow."""
+        """The text that is safe to show, and whether a stop string is complete."""
         unseen = len(self._held)
         self._held += text
         for position in range(unseen, len(self._held)):
@@ -34,7 +33,7 @@ class StopStrings:
         return shown, False
 
     def flush(self) -> str:
-        """What was held back: the text is over, so it becomes no stop string any more."""
+        """The text that was held back."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""Which variables a chat template asks for: those that it is given and does not know have no effect."""
+"""The variables that a chat template reads. Other variables have no effect."""
 
 import re
 from functools import lru_cache
@@ -10,7 +10,7 @@ WORD = re.compile(r"[A-Za-z_]\w*")
 
 @lru_cache
 def variables_of(template: str) -> frozenset[str]:
-    """Their names; of a template in a Jinja of its own, such as transformers' with `{% generation %}`, every word in it."""
+    """For a template in a Jinja dialect, such as transformers' with `{% generation %}`, every word in it."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  # nothing is rendered
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))

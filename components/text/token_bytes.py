@@ -1,4 +1,4 @@
-"""The bytes that each token stands for: a token may be part of a character, so its text alone does not tell."""
+"""The bytes of each token. A token may be part of a character, so its text is not enough."""
 
 import json
 import re
@@ -22,7 +22,7 @@ class TokenBytes:
         self._read = _reader(tokenizer)
 
     def of(self, token_id: int) -> bytes:
-        """None, where the model has more ids than its tokenizer has tokens."""
+        """None for an id without a token."""
         if (name := self._added.get(token_id)) is not None:
             return name.encode()
         piece: str | None = self._tokenizer.id_to_token(token_id)
@@ -30,7 +30,7 @@ class TokenBytes:
 
 
 def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """How to read this tokenizer's pieces, by how it decodes them."""
+    """How to read this tokenizer's pieces, by the type of its decoder."""
     kinds = set(_kinds(tokenizer.decoder))
     if "ByteLevel" in kinds:
         return read_byte_level
@@ -40,7 +40,7 @@ def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
 
 
 def _kinds(decoder: Any) -> Iterator[str]:
-    """Types of a decoder and of those it is made of; what it is made of, only its pickle tells."""
+    """Types of a decoder and its parts; only its pickle shows the parts."""
     if decoder is not None:
         state = json.loads(decoder.__getstate__())
         for part in (state, *state.get("decoders", ())):
@@ -48,12 +48,11 @@ def _kinds(decoder: Any) -> Iterator[str]:
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether it decodes tokens by nothing but the letters of their bytes."""
     return list(_kinds(tokenizer.decoder)) == ["ByteLevel"]
 
 
 def read_byte_level(piece: str) -> bytes:
-    """The bytes of a byte-level tokenizer's piece; one that has other letters too is a text, as an added token may be."""
+    """A piece with other letters, such as an added token, is read as text."""
     try:
         return bytes([_BYTES[letter] for letter in piece])
     except KeyError:

@@ -1,4 +1,4 @@
-"""The text side of a model: chat template and tokenizer, loaded from its directory. Needs no torch."""
+"""A model's chat template and tokenizer, loaded from its directory without torch."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -24,10 +24,10 @@ from components.text.tool_prompt import instructed
 
 T = TypeVar("T")
 
-INLINE_CHARS: Final = 4096  # 0.4 ms at worst, 0.7 by `tokenizers`; a hop to a thread and back costs about 0.1 ms
-MESSAGE_CHARS: Final = 32  # what a template writes around a message, and its time, in characters of text
-CONTEXT_TOKENS: Final = 6  # of the prompt, enough for a decoder to see what its continuation follows
-TAIL_TOKENS: Final = 16  # of the prompt, enough to hold a marker and line ends behind it
+INLINE_CHARS: Final = 4096  # 0.4 ms at worst; a hop to a thread and back costs about 0.1 ms
+MESSAGE_CHARS: Final = 32  # a message's share of a template, in characters of text
+CONTEXT_TOKENS: Final = 6  # of the prompt, enough context for a decoder
+TAIL_TOKENS: Final = 16  # of the prompt, enough for a marker and line ends after it
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 TEMPLATE_ERRORS: Final = (
     TemplateError,
@@ -52,7 +52,7 @@ A_CALL: Final[Sequence[Mapping[str, Any]]] = (
 
 
 class TextModel:
-    """Messages or text to token ids and back. Reads only, so one serves every request and thread."""
+    """Messages or text to token ids and back. One instance serves every request and thread."""
 
     def __init__(
         self,
@@ -62,17 +62,19 @@ class TextModel:
         tool_template: str | None = None,
         options: FormatOptions = FormatOptions(),  # noqa: B008  # frozen
     ) -> None:
-        """`tool_template`: in place of `chat_template` where tools are offered. Raises: ValueError, from `OutputFormats.of`."""
+        """`tool_template` replaces `chat_template` for requests with tools. Raises: ValueError, from
+        `OutputFormats.of`.
+        """
         self.formats = OutputFormats.of(tool_template or chat_template or "", options)
         self._tokenizer = tokenizer
-        self._tokenizer.no_truncation()  # a tokenizer.json may bring either: we count tokens ourselves
+        self._tokenizer.no_truncation()  # a tokenizer.json may ask for truncation or padding
         self._tokenizer.no_padding()
         self._encoder = Encoder(tokenizer)
         self._is_byte_level = is_byte_level(tokenizer)
         self._pieces_by_shown: dict[frozenset[int] | None, Pieces] = {}  # None: all are shown
         self._chat_template = chat_template
         self._tool_template = tool_template or chat_template
-        self._special_tokens = dict(special_tokens or {})  # templates name them: bos_token, eos_token
+        self._special_tokens = dict(special_tokens or {})  # templates read them: bos_token, eos_token
         self._long_prompts = LongPrompts()
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -80,29 +82,27 @@ class TextModel:
     def load(cls, directory: Path, options: FormatOptions = FormatOptions()) -> Self:  # noqa: B008  # frozen
         """Read `tokenizer.json`, its configuration and the chat template, if there is one.
 
-        Raises: FileNotFoundError, when the directory has no tokenizer; ValueError, when `options` do not go with its template.
+        Raises: FileNotFoundError; ValueError, if `options` do not fit the template.
         """
         if not (directory / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{directory} has no tokenizer.json: not the directory of a model that speaks text")
         loaded = PreTrainedTokenizerFast.from_pretrained(directory)
         template = loaded.chat_template
-        several = template if isinstance(template, dict) else {}  # by name; further ones are for retrieval
+        several = template if isinstance(template, dict) else {}  # by name; the others are for retrieval
         if several:
             template = several.get("default")
         return cls(loaded.backend_tokenizer, template, loaded.special_tokens_map, several.get("tool_use"), options)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """What each token stands for."""
         return TokenBytes(self._tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can work at all."""
         return self._chat_template is not None
 
     def mentions(self, variable: str) -> bool:
-        """Whether the chat template asks for this variable."""
+        """Whether the chat template reads this variable."""
         return variable in variables_of(self._chat_template or "")
 
     def render(
@@ -115,11 +115,9 @@ class TextModel:
         """The prompt text of a conversation.
 
         Args:
-            messages: its turns; calls of tools have their arguments as objects.
-            tools: those offered, as JSON schemas.
-            variables: that the template knows.
-            ending: of the text.
-        Raises: Rejected, with the template's own reason, when it does not take these messages.
+            messages: arguments of tool calls are objects.
+            tools: JSON schemas.
+        Raises: Rejected, with the template's reason.
         """
         if self._chat_template is None:
             raise Rejected(
@@ -132,7 +130,7 @@ class TextModel:
         try:
             return self._render(messages, tools, variables, ending)
         except TEMPLATE_ERRORS as exc:
-            # a template is foreign code, and a message it does not expect breaks it in any of these ways
+            # a template is foreign code, and unexpected messages break it in any of these ways
             raise Rejected(f"The model's chat template refuses these messages: {exc}", param="messages") from exc
 
     def _render(
@@ -155,7 +153,7 @@ class TextModel:
 
     @cached_property
     def _calls_as_text(self) -> bool:
-        """Whether the template takes a call's arguments as JSON text: most take an object, DeepSeek's put texts together."""
+        """Whether the template takes a call's arguments as JSON text, as DeepSeek's does; most take an object."""
         try:
             self._render(A_CALL, (), {})
         except TEMPLATE_ERRORS:
@@ -173,36 +171,34 @@ class TextModel:
         variables: Mapping[str, Any] = NOTHING,
         ending: Ending = NEXT_TURN,
     ) -> list[int]:
-        """Token ids of a conversation; a long one is rendered and tokenised off the event loop. Raises: Rejected."""
+        """Token ids of a conversation. Long ones are rendered and tokenised in a thread. Raises: Rejected."""
         chars = sum(MESSAGE_CHARS + len(str(m.get("content", ""))) for m in messages)
         if tools or any("tool_calls" in message for message in messages):
             chars += len(str(tools)) + sum(len(str(m.get("tool_calls", ""))) for m in messages)
         return await self.run(chars, lambda: self._encode_chat(messages, tools, variables, ending))
 
     async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the model wants around it."""
         return await self.run(len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens))
 
     async def run(self, chars: int, work: Callable[[], T]) -> T:
-        """What `work` on so many characters of text returns; long work is done off the event loop."""
+        """The result of `work` on so many characters; long work runs in a thread."""
         return work() if chars <= INLINE_CHARS else await self._long_prompts.run(chars, work)
 
     def decode(self, token_ids: Sequence[int], *, skip: bool = True) -> str:
-        """The text of token ids; by default special tokens are skipped."""
-        # the batch call alone lets go of the GIL
+        # only the batch call releases the GIL
         [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip)
         return text
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them; "" for what is none of the tokenizer's."""
+        """Tokens as in the vocabulary; "" for an id without a token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(
         self, prompt: Sequence[int] = (), shown: Set[int] = frozenset(), *, skip: bool = True
     ) -> Detokenizer:
-        """A fresh incremental detokenizer; give it the prompt whose text the generation continues.
+        """A new detokenizer after `prefix`, the prompt that the generation continues.
 
-        `shown` are special tokens not to skip. Without `skip` none is skipped.
+        `shown` are special tokens that it shows. Without `skip` it shows all.
         """
         context = prompt[-CONTEXT_TOKENS:]
         if self._is_byte_level:
@@ -212,7 +208,7 @@ class TextModel:
         return StreamDetokenizer(self._tokenizer, context, skip=skip)
 
     def _pieces(self, shown: frozenset[int], *, skip: bool) -> Pieces:
-        """Those of all answers that show the same special tokens: a model's formats know few such sets."""
+        """Shared by all answers that show the same special tokens."""
         key = shown if skip else None
         if key not in self._pieces_by_shown:
             skipped = self.specials - shown if skip else frozenset[int]()
@@ -220,23 +216,21 @@ class TextModel:
         return self._pieces_by_shown[key]
 
     def special_ids(self, names: Collection[str]) -> frozenset[int]:
-        """Ids of those of these tokens that are special ones."""
         return frozenset(i for name in names if (i := self._tokenizer.token_to_id(name)) in self.specials)
 
     def marker_ids(self, names: Collection[str]) -> dict[str, int]:
-        """Ids of those of these tokens that llguidance takes for special: added ones like `<this>` are so too."""
+        """Ids of tokens that llguidance treats as special, which includes added ones like `<this>`."""
         added = self._tokenizer.get_added_tokens_decoder()
         found = {name: i for name in names if (i := self._tokenizer.token_to_id(name)) in added}
         return {name: i for name, i in found.items() if added[i].special or (name[0] == "<" and name[-1] == ">")}
 
     def ends_with(self, token_ids: Sequence[int], text: str) -> bool:
-        """Whether that is what a prompt ends with, spaces aside."""
+        """Whether a prompt ends with it, spaces aside."""
         tail: str = self._tokenizer.decode(list(token_ids[-TAIL_TOKENS:]), skip_special_tokens=False)
         return tail.rstrip().endswith(text)
 
     @cached_property
     def specials(self) -> frozenset[int]:
-        """Ids of all special tokens: those that are no text."""
         return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def _encode_chat(

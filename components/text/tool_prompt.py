@@ -1,6 +1,5 @@
-"""Tools for a model whose chat template knows none: told of in the system's message, calls and answers written as text.
-
-The format is Hermes', which most small models have seen.
+"""Tools for a chat template without them: described in the system message in Hermes' format, which most small
+models know.
 """
 
 import json
@@ -22,7 +21,7 @@ To call one, write its name and its arguments as a JSON object between these tag
 def instructed(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """The conversation in roles and content alone: with `tools` in the system's message, if there are any."""
+    """The conversation with roles and content only, and `tools` in the system message."""
     told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if not told:
         return messages
@@ -45,7 +44,6 @@ def instructed(
 
 
 def _tell(turns: list[dict[str, Any]], instruction: str) -> None:
-    """Behind what the system says already."""
     if turns and turns[0]["role"] == "system":
         turns[0]["content"] += f"\n\n{instruction}"
     else:
@@ -53,7 +51,6 @@ def _tell(turns: list[dict[str, Any]], instruction: str) -> None:
 
 
 def _written(function: Mapping[str, Any]) -> str:
-    """A call as the model is told to write it."""
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {text}}}\n</tool_call>'

@@ -1,11 +1,11 @@
-"""What a client may set in a chat template: how much the model reasons, by the variables that the template knows."""
+"""The chat-template variables that a client may set, such as the reasoning effort."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from components.errors import Rejected
 
-SWITCHES: Final = ("enable_thinking", "thinking")  # reasoning on or off, as templates call it
+SWITCHES: Final = ("enable_thinking", "thinking")  # names that templates use to turn reasoning on or off
 EFFORT: Final = "reasoning_effort"
 
 
@@ -17,9 +17,9 @@ def template_variables(
     Args:
         effort: the request's `reasoning_effort`.
         given: its `chat_template_kwargs`.
-        mentions: whether the template speaks of a variable.
-        reasons: whether the model does at all.
-    Raises: Rejected, when the template would ignore one of them.
+        mentions: whether the template reads a variable.
+        reasons: whether the model reasons.
+    Raises: Rejected, if the template would ignore one of them.
     """
     variables: dict[str, Any] = {name: _switch(name, value, mentions) for name, value in given.items()}
     if effort is None:
