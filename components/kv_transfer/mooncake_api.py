@@ -1,6 +1,6 @@
-"""The one name of Mooncake that we use, with the settings that its library reads from the environment.
+"""Mooncake's engine, with the settings that its library reads from the environment.
 
-Raises: ImportError, saying what to install.
+Raises: ImportError, with what to install.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from components.errors import BackendUnavailable
 
 LISTENER_LOOKS_UP_S: Final = 1.0
 
-os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else a dozen lines on stderr for each engine, and each peer has one
-os.environ.setdefault("MC_FORCE_TCP", "1")  # without it a machine with RDMA would use what nobody has run here
-# Off, posting a write first waits for a connection of its own.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # default: a dozen lines on stderr for each engine, one per peer
+os.environ.setdefault("MC_FORCE_TCP", "1")  # RDMA has never been tried
+# off, the first write waits for a connection
 os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
-os.environ["MC_TCP_PROTO"] = "2"  # 1 takes a write for complete when it has left: then an aux slot could overtake pages
+os.environ["MC_TCP_PROTO"] = "2"  # 1 completes a write when it is sent, so an aux slot could overtake pages
 
 try:
     _engine: Any = import_module("mooncake.engine")
@@ -34,7 +34,7 @@ TransferEngine: Any = _engine.TransferEngine
 
 
 def start_engine(host: str) -> Any:
-    """An engine on free ports of `host`, found by peers without a metadata server. Raises: BackendUnavailable."""
+    """An engine on free ports of `host` that peers find without a metadata server. Raises: BackendUnavailable."""
     engine = TransferEngine()
     if engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
         raise BackendUnavailable(f"Mooncake's engine does not start on {host}")
@@ -42,10 +42,12 @@ def start_engine(host: str) -> Any:
 
 
 def prepare_end(engine: Any) -> None:
-    """Return when dropping `engine` takes milliseconds; until then it works on. Blocks for a second, without the GIL.
+    """Make dropping `engine` fast. Blocks for up to a second, without the GIL; the engine works until it is
+    dropped.
 
-    Its destructor holds the GIL, so that the whole process stands still, and waits for a thread that looks up from its
-    `accept` once a second. A shorter timeout on that socket counts from the next `accept` on.
+    Its destructor holds the GIL and waits for a thread that leaves `accept` once a second. A shorter timeout on
+    that socket
+    takes effect with the next `accept`.
     """
     port = engine.get_rpc_port()
     for entry in Path("/proc/self/fd").iterdir():

@@ -1,8 +1,8 @@
-"""Writing to one peer with Mooncake: an engine and a thread for this peer alone.
+"""Writes to one peer with Mooncake, with an engine and a thread of their own.
 
-Mooncake cannot take back a write that it has begun. Ending the engine does: it closes the sockets, so that a peer that has
-stopped answering, and may wake up later, gets nothing more of pages that are another request's by then. And some of its calls
-wait a minute for such a peer: that must not hold up the writes to others.
+Mooncake cannot cancel a write, but ending the engine closes its sockets. So a stopped peer that resumes later
+receives nothing
+into pages that were reused. Some calls block for a minute on such a peer, which must not delay writes to others.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from components.wire.instances import KvEndpoint
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT: Final = 64  # pieces; Mooncake queues 1,024 a peer and fails what comes on top
+IN_FLIGHT: Final = 64  # pieces; Mooncake queues 1,024 a peer and fails the rest
 POLL_S: Final = 0.0002
 LANDED: Final = 1
 FAILED: Final = -1
@@ -42,13 +42,11 @@ class _Write:
 
 
 class MooncakePeer:
-    """The writes to one peer."""
-
     def __init__(self, endpoint: KvEndpoint, segment: str, host: str) -> None:
         self.endpoint = endpoint
         self._segment = segment
         self._host = host
-        self._engine: Any = None  # this and what follows: the thread's
+        self._engine: Any = None  # from here on used by the thread only
         self._waiting: deque[tuple[_Write, Piece]] = deque()
         self._in_flight: dict[int, _Write] = {}  # by Mooncake's batch id
         self._thread = OwnThread("mooncake", self._poll)
@@ -56,18 +54,18 @@ class MooncakePeer:
         self._opening = asyncio.ensure_future(self._thread.ask(self._open))
 
     async def opened(self) -> None:
-        """Return once it can be written to. Raises: TransferFailed, when no engine answers."""
+        """Return once it can be written to. Raises: TransferFailed."""
         await asyncio.shield(self._opening)
 
     async def write(self, pieces: list[Piece]) -> int:
-        """Copy all pieces; returns how many bytes have landed. Raises: TransferFailed, when none is in flight any more."""
+        """Copy all pieces. Returns: bytes. Raises: TransferFailed, when none is in flight any more."""
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._thread.post(lambda: self._add(pieces, done))
-        # A cancelled caller is not told of the end, but the thread still is: whoever needs to know it shields this call.
+        # a cancelled caller does not learn of the end; callers that need to know shield this call
         return await asyncio.shield(done)
 
     async def stop(self) -> None:
-        """End the engine: nothing leaves any more, and what has not landed has failed."""
+        """End the engine: nothing leaves any more, and writes that have not landed fail."""
         self._thread.post(self._close)
         await self._thread.stop()
 
@@ -75,7 +73,7 @@ class MooncakePeer:
 
     def _open(self) -> None:
         self._engine = start_engine(self._host)
-        # Nothing, written to nowhere: it makes Mooncake look for the peer now, and not with the first write.
+        # an empty write makes Mooncake connect now
         batch = self._begin(Piece(0, 0, 0))
         if not batch or self._engine.transfer_check_status(batch) != LANDED:
             raise TransferFailed(f"no Mooncake engine answers at {self._segment!r}")
@@ -87,7 +85,7 @@ class MooncakePeer:
             self._thread.settle(done, 0)
 
     def _poll(self) -> float | None:
-        """See what has ended, begin what has waited."""
+        """Collect ended pieces and begin waiting ones."""
         for batch, write in list(self._in_flight.items()):
             status = self._engine.transfer_check_status(batch)
             if status in {LANDED, FAILED}:
@@ -107,7 +105,7 @@ class MooncakePeer:
         """Mooncake's batch id, or 0."""
         try:
             return int(self._engine.transfer_submit_write(self._segment, piece.source, piece.target, piece.num_bytes))
-        except (TypeError, RuntimeError) as exc:  # such as an address that is none
+        except (TypeError, RuntimeError) as exc:  # such as an invalid address
             log.warning("write not posted", extra={"peer": self.endpoint.agent, "cause": str(exc).partition("\n")[0]})
             return 0
 

@@ -1,8 +1,8 @@
-"""The Mooncake backend: host memory over TCP, peers found by Mooncake's own handshake, without a metadata server.
+"""The Mooncake backend: host memory over TCP, without a metadata server.
 
-One engine listens, and holds the registered pool; one more for each peer writes. A write counts as complete when the peer has
-acknowledged that it stands in its memory, so an aux slot that is written afterwards, and a doorbell that is rung after
-that, cannot overtake the pages.
+One engine listens and holds the registered pool; each peer has another one for writing. A write completes when the
+peer has
+acknowledged it, so a later aux slot, and a doorbell rung after that, cannot overtake the pages.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from components.wire.instances import KvEndpoint
 
 
 class MooncakeTransfer:
-    """See `KvTransfer`."""
+    """Implements `KvTransfer`."""
 
     def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
@@ -41,26 +41,24 @@ class MooncakeTransfer:
 
     @property
     def endpoint(self) -> KvEndpoint:
-        """What the other side needs to write here."""
         assert self._segment, "start() first"
         return endpoint_of("mooncake", self._name, f"{self._segment},{self.bell.address}", self._region, self.aux)
 
     async def start(self) -> None:
-        """Create the engine that listens and register the pool with it. Raises: BackendUnavailable."""
+        """Start the listening engine and register the pool. Raises: BackendUnavailable."""
         self._segment = await asyncio.to_thread(self._listen)
 
     async def stop(self) -> None:
-        """End every engine: nothing is written by us, or to us, any more."""
+        """End every engine: no write leaves or arrives any more."""
         await asyncio.gather(*(self.disconnect(agent) for agent in list(self._peers)))
         await self._lines.disconnect_all()
         await asyncio.to_thread(self._close)
 
     async def connect(self, peer: KvEndpoint) -> None:
-        """Set up once what writing to `peer` needs."""
         check_same_backend("mooncake", peer.backend)
         check_compatible(self._region.layout, peer.layout)
         segment, _, bell = peer.agent_metadata.partition(",")
-        await self._lines.connect(peer.agent, bell)  # first: it knows soon, and says whether this is the right process
+        await self._lines.connect(peer.agent, bell)  # first, because it answers fast and identifies the process
         known = self._peers.get(peer.agent) or MooncakePeer(peer, segment, self._host)
         self._peers[peer.agent] = known
         try:
@@ -71,14 +69,12 @@ class MooncakeTransfer:
             raise
 
     async def disconnect(self, agent: str) -> None:
-        """Forget a peer that is gone."""
         peer = self._peers.pop(agent, None)
         await self._lines.disconnect(agent)
         if peer is not None:
             await peer.stop()
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        """Copy pages; returns when they have landed."""
         peer = self._peer(agent)
         size, ours, theirs = self._region.layout.page_bytes, self._region.address, peer.endpoint.base_address
         pieces = [
@@ -88,14 +84,13 @@ class MooncakeTransfer:
         return await peer.write(pieces)
 
     async def write_pieces(self, agent: str, pieces: Pieces) -> int:
-        """Copy pieces of pages of another size; returns when they have landed."""
         peer = self._peer(agent)
         ours, theirs = self._region.address, peer.endpoint.base_address
         copies = zip(pieces.source.tolist(), pieces.target.tolist(), pieces.length.tolist(), strict=True)
         return await peer.write([Piece(ours + source, theirs + target, size) for source, target, size in copies])
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
-        """Copy one aux slot, then tell the peer."""
+        """Copy one aux slot, then ring the peer's doorbell."""
         peer, line = self._peer(agent), self._lines.to(agent)
         source = self.aux.address + source_slot * self.aux.slot_bytes
         target = peer.endpoint.aux_address + target_slot * peer.endpoint.aux_slot_bytes
@@ -104,11 +99,11 @@ class MooncakeTransfer:
         await line.ring(Ring(notification=notification))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        """A future that completes when a peer has sent exactly this text, which it does once the slot is written."""
+        """A future that completes when a peer sends exactly this text, after writing the slot."""
         return self.bell.expect(notification)
 
     def hasten(self, notification: str) -> None:
-        """The doorbell is not looked for: it rings."""
+        """Nothing to do: the doorbell rings."""
 
     def _peer(self, agent: str) -> MooncakePeer:
         peer = self._peers.get(agent)
@@ -135,7 +130,7 @@ class MooncakeTransfer:
 async def open_mooncake(
     region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AsyncIterator[MooncakeTransfer]:
-    """Mooncake over `region` while inside; the region must outlive it."""
+    """Mooncake over `region`, which must outlive it."""
     if plugin:
         raise WrongSettings(
             f"setting kv_transfer: mooncake moves KV over TCP and has no plugin {plugin!r}: say mooncake"

@@ -1,7 +1,7 @@
-"""Which network devices NIXL's UCX uses, and where it listens.
+"""The network interface that NIXL's UCX uses and listens on.
 
-UCX listens on each interface of the machine unless it is told otherwise, and its protocol knows no password: a few bytes
-from anybody who reaches its port end the process.
+By default UCX listens on every interface. Its protocol has no password, and a few bytes sent to its port end the
+process.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 UCX_DEVICES: Final = "UCX_NET_DEVICES"
 UCX_MODULES: Final = "UCX_MODULES"
-NO_RDMA: Final = "^ib"  # all modules but this one
+NO_RDMA: Final = "^ib"  # all modules except this one
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 _LISTEN: Final = "0A"
 
@@ -32,9 +32,9 @@ class Listener(NamedTuple):
 
 
 def choose_devices(host: str) -> None:
-    """Have UCX use the interface with the address `host`, and the RDMA devices unless that is loopback.
+    """Restrict UCX to the interface with the address `host`, and to RDMA devices unless that is loopback.
 
-    `UCX_NET_DEVICES` of the environment wins.
+    `UCX_NET_DEVICES` in the environment wins.
     """
     if os.environ.get(UCX_DEVICES):
         return
@@ -50,9 +50,9 @@ def choose_devices(host: str) -> None:
 
 
 def leave_out_rdma() -> None:
-    """Have UCX not load its module for RDMA devices where there are none, unless the environment says otherwise.
+    """Keep UCX from loading its RDMA module if there is no such device, unless the environment decides.
 
-    In nixl 1.5.1's wheel that module, beside Debian 12's libibverbs1, ends a process that exits with SIGSEGV.
+    In nixl 1.5.1's wheel that module, with Debian 12's libibverbs1, ends an exiting process with SIGSEGV.
     """
     if not _rdma_devices():
         os.environ.setdefault(UCX_MODULES, NO_RDMA)
@@ -60,7 +60,7 @@ def leave_out_rdma() -> None:
 
 @contextmanager
 def listeners_told() -> Iterator[None]:
-    """Log where this process listens since the block began; warn of an address that the internet may reach."""
+    """Log the sockets opened since the block began; warn about public addresses."""
     before = listeners()
     yield
     since = sorted(listeners() - before)
@@ -96,7 +96,9 @@ def listeners(pid: int | None = None) -> Set[Listener]:
 
 
 def _listener(local: str) -> Listener:
-    """Of the kernel's notation: 32-bit words in the machine's byte order, a colon and the port, all hexadecimal."""
+    """From the kernel's notation: 32-bit words in the machine's byte order, a colon and the port, all
+    hexadecimal.
+    """
     address, port = local.split(":")
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     return Listener(ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16))
@@ -117,5 +119,5 @@ def _interface(host: str) -> str | None:
 
 
 def _rdma_devices() -> list[str]:
-    """Device and port of each InfiniBand or RoCE device, as UCX names them."""
+    """Device and port of each InfiniBand or RoCE device, in UCX's form."""
     return sorted(f"{port.parent.parent.name}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*"))

@@ -1,7 +1,8 @@
-"""The two names of NIXL that we use, imported without torch.
+"""NIXL's agent, imported without torch.
 
-`import nixl` chooses between its CUDA 12 and CUDA 13 builds by torch's CUDA version, and where torch has none it imports
-all of torch to make sure: over a second and 200 MB, for a worker that may not need torch at all. Then either build does.
+`import nixl` asks torch for its CUDA version, which takes over a second and 200 MB in a worker that may not need
+torch.
+Without CUDA either of its builds works.
 """
 
 import os

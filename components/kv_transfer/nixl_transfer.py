@@ -1,8 +1,10 @@
-"""The NIXL backend: one agent, and one thread that owns it and lends it to the event loop to write whole pages.
+"""The NIXL backend: one agent, whose thread lends it to the event loop for short writes.
 
-Posting a write copies its bytes in the calling thread (UCX within one machine does), and completions must be polled: neither
-many megabytes nor polls belong on the event loop. Without a progress thread NIXL opens UCX for any thread, one at a time
-(UCS_THREAD_MODE_SERIALIZED). Errors arrive from NIXL as exceptions or as a state; both become TransferFailed.
+Posting a write copies its bytes in the calling thread (UCX within one machine), and completions must be polled:
+neither
+long writes nor polling belong on the event loop. Without a progress thread NIXL lets any thread use UCX, one at a
+time
+(UCS_THREAD_MODE_SERIALIZED). NIXL's errors, exceptions or states, become TransferFailed.
 """
 
 import asyncio
@@ -33,16 +35,16 @@ log = logging.getLogger(__name__)
 
 
 POLL_WRITES_S: Final = 0.0002
-SHORT_BYTES: Final = 8 << 20  # the event loop posts so much at a time: about a millisecond, two waits for Python's lock
-DESCRIPTOR_BYTES: Final = 32 << 10  # what could be copied in the time that posting one more descriptor takes
+SHORT_BYTES: Final = 8 << 20  # posted at once on the event loop: about a millisecond, two waits for Python's lock
+DESCRIPTOR_BYTES: Final = 32 << 10  # bytes that could be copied in the time that one more descriptor takes
 
 
 @dataclass(slots=True)
 class _Peer:
     endpoint: KvEndpoint
     pages: Any  # prepared descriptor list of the peer's whole pool
-    aux: "_Slots"  # whole ones, as far as both sides have room
-    heads: "_Slots"  # of those without checksums, which are all that is written then
+    aux: "_Slots"  # whole slots, as far as both sides have room
+    heads: "_Slots"  # the parts without checksums
 
 
 @dataclass(slots=True)
@@ -60,64 +62,61 @@ class _Write:
 
 
 class NixlTransfer:
-    """See `KvTransfer`."""
+    """Implements `KvTransfer`."""
 
     def __init__(self, region: PageRegion, agent_name: str, backend: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self._region = region
         self._page_bytes = region.layout.page_bytes
-        on_cpu = region.device == "cpu"  # CUDA keeps a context for each thread
+        on_cpu = region.device == "cpu"  # CUDA has a context per thread
         self._short_pages = max(1, SHORT_BYTES // max(self._page_bytes, DESCRIPTOR_BYTES)) if on_cpu else 0
         self._name = agent_name
         self._backend = backend
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
-        self._failed: list[_Write] = []  # failed, but NIXL would not release the handle yet: something may be in flight
+        self._failed: list[_Write] = []  # failed, but NIXL has not released the handle: bytes may be in flight
         self._thread = OwnThread("NIXL", self._poll)
         self._arrivals = Arrivals(self.aux, self._thread)
         self._endpoint: KvEndpoint | None = None
 
     @property
     def endpoint(self) -> KvEndpoint:
-        """What the other side needs to write here."""
         assert self._endpoint is not None, "start() first"
         return self._endpoint
 
     async def start(self) -> None:
-        """Create the agent and register the pool, on the thread that will own them. Raises: WrongSettings."""
+        """Create the agent and register the pool, on the owning thread. Raises: WrongSettings."""
         self._thread.start()
         try:
             self._endpoint = await self._thread.ask(self._create_agent)
-        except TransferFailed as exc:  # what the thread makes of NIXL's own errors
+        except TransferFailed as exc:  # NIXL's errors, as the thread reports them
             raise WrongSettings(
                 f"setting kv_transfer: NIXL's plugin {self._backend} cannot be used here ({exc.message}); the usual one is UCX"
             ) from exc
 
     async def stop(self) -> None:
-        """End the thread; writes in flight are awaited by nobody any more."""
+        """End the thread. Futures of writes in flight never complete."""
         await self._thread.stop()
 
     async def connect(self, peer: KvEndpoint) -> None:
-        """Set up once what writing to `peer` needs."""
         check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
         if peer.agent not in self._peers:
             await self._thread.ask(lambda: self._connect(peer))
 
     async def disconnect(self, agent: str) -> None:
-        """Forget a peer that is gone."""
-        known = self._peers.pop(agent, None)  # at once: who connects again waits behind this
+        known = self._peers.pop(agent, None)  # at once: a new connection waits behind this
         await self._thread.ask(lambda: self._disconnect(agent, known))
 
     def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
-        """Copy pages; a few within one machine have landed when this returns."""
+        """Copy pages. A few pages within one machine have landed when this returns."""
         if len(source) <= (self._short_pages or len(source)):
             return self._write_some(agent, source, target)
         return self._write_in_steps(agent, source, target)
 
     async def _write_in_steps(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        """The event loop copies some at a time, with turns for others in between."""
+        """Copy on the event loop in steps, and yield between them."""
         step, moved = self._short_pages, 0
         for first in range(0, len(source), step):
             if first:
@@ -134,43 +133,44 @@ class NixlTransfer:
         )
 
     def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
-        """Copy pieces."""
         num_bytes = int(pieces.length.sum())
         return self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent, num_bytes, short=False)
 
     def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
-        """Copy one aux slot, sealed for whoever expects `notification` there."""
+        """Copy one aux slot, sealed with `notification`."""
         self.aux.seal(source_slot, notification)
 
         def make(peer: _Peer) -> Any:
             slots = peer.aux if self.aux.has_checksums(source_slot) else peer.heads
             return self._agent.make_prepped_xfer("WRITE", slots.ours, [source_slot], slots.theirs, [target_slot])
 
-        return self._write(make, agent, 0, short=self._short_pages > 0)  # no page's
+        return self._write(make, agent, 0, short=self._short_pages > 0)  # the aux slot's part, no page's
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        """A future that completes when a peer has written this slot, sealed for exactly this text."""
+        """A future that completes when a peer has written this slot with exactly this seal."""
         return self._arrivals.expect(notification, slot)
 
     def hasten(self, notification: str) -> None:
-        """A peer is about to write what this text stands for, or has by now."""
+        """Poll faster: a peer is about to write the slot with this seal, or has."""
         self._arrivals.hasten(notification)
 
     def _write(self, make: Callable[[_Peer], Any], agent: str, num_bytes: int, *, short: bool) -> asyncio.Future[int]:
-        """Completes at the write's end. Cancelling it tells nobody: who needs to know the end shields the call."""
+        """Completes at the write's end. A cancelled caller does not learn of it: callers that need to know
+        shield this call.
+        """
         done: asyncio.Future[int] = self._loop.create_future()
         post = self._thread.post_short if short else self._thread.post
         post(lambda: self._post(make, agent, num_bytes, done))
         return done
 
-    # Below: on the thread, and what a short write needs on the event loop too, never at the same time.
+    # Below: on the thread, or on the event loop for a short write, never both at once.
 
     def _create_agent(self) -> KvEndpoint:
         leave_out_rdma()
         if self._region.device != "cpu":  # imported here: a mock worker starts without torch
             import_module("components.kv_transfer.cuda_context").open_context(self._region.device)
         config = nixl_agent_config(
-            enable_prog_thread=False,  # it would spin on a core; this thread makes progress whenever it polls
+            enable_prog_thread=False,  # it would spin on a core; this thread makes progress when it polls
             backends=[self._backend],
         )
         self._agent = nixl_agent(self._name, config)
@@ -221,7 +221,7 @@ class NixlTransfer:
         self._peers[agent] = _Peer(peer, pages, self._slots(peer, size), self._slots(peer, HEAD.itemsize))
 
     def _slots(self, peer: KvEndpoint, size: int) -> _Slots:
-        """So much of each slot, on both sides."""
+        """The first `size` bytes of each slot, on both sides."""
         ours = self.aux
         return _Slots(
             self._prepare("NIXL_INIT_AGENT", ours.address, ours.num_slots, size, "cpu", stride=ours.slot_bytes),
@@ -232,7 +232,7 @@ class NixlTransfer:
         peer = known or self._peers.pop(agent, None)
         if peer is not None:
             for prepared in (peer.pages, *(side for s in (peer.aux, peer.heads) for side in (s.ours, s.theirs))):
-                with contextlib.suppress(Exception):  # a peer that died took its half with it
+                with contextlib.suppress(Exception):  # a dead peer has closed its side
                     prepared.release()
             with contextlib.suppress(Exception):
                 self._agent.remove_remote_agent(agent)  # writes in flight to it fail with the next poll
@@ -247,7 +247,7 @@ class NixlTransfer:
         num_bytes: int,
         done: asyncio.Future[int],
     ) -> bool:
-        """Whether something is in flight."""
+        """Returns whether something is in flight."""
         peer = self._peers.get(agent)
         if peer is None:
             self._thread.settle(done, error=TransferFailed(f"no connection to {agent}"))
@@ -270,7 +270,9 @@ class NixlTransfer:
         return bool(self._writes or self._failed)
 
     def _poll(self) -> float | None:
-        """Settle what is over; seconds until the next look, None while nothing is in flight, expected or just received."""
+        """Settle ended writes. Returns the seconds until the next poll; None if nothing is in flight or
+        expected.
+        """
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
         if self._arrivals.begin_look():
@@ -282,7 +284,7 @@ class NixlTransfer:
         return POLL_WRITES_S if self._writes or self._failed else self._arrivals.patience_s()
 
     def _make_progress(self) -> None:
-        """Over TCP, say, a peer's bytes come in only while NIXL is asked for something."""
+        """Over TCP, bytes of peers arrive only while NIXL is called."""
         try:
             self._agent.get_new_notifs()
         except Exception as exc:  # noqa: BLE001  the thread must live: others wait for their writes
@@ -296,7 +298,7 @@ class NixlTransfer:
             return "ERR"
 
     def _finished(self, write: _Write, state: str) -> bool:
-        """Settle a write that is over; false while it is in flight."""
+        """Settle an ended write; False while it is in flight."""
         if state == "PROC":
             return False
         if state == "DONE":
@@ -306,12 +308,12 @@ class NixlTransfer:
         elif not self._gave_up(write):
             if write.agent in self._peers:
                 self._failed.append(write)
-            else:  # as with those that had failed when it was forgotten
+            else:  # as with writes that had failed when the peer was forgotten
                 self._thread.settle(write.done, error=TransferFailed(f"{write.agent} is gone"))
         return True
 
     def _gave_up(self, write: _Write) -> bool:
-        """Settle a failed write once NIXL lets go of it: as long as it does not, bytes may be in flight."""
+        """Settle a failed write once NIXL releases its handle: until then bytes may be in flight."""
         try:
             write.handle.release()
         except Exception:  # noqa: BLE001  still active inside NIXL: asked again with the next poll
@@ -329,13 +331,13 @@ def _memory_type(device: str) -> tuple[str, int]:
 async def open_nixl(
     region: PageRegion, agent_name: str, backend: str = "UCX", max_request_pages: int = 0
 ) -> AsyncIterator[NixlTransfer]:
-    """A NIXL agent over `region` while inside; the region must outlive it.
+    """A NIXL agent over `region`, which must outlive it.
 
     Args:
         region: the page pool.
         agent_name: unique in the mesh.
         backend: NIXL plugin.
-        max_request_pages: aux slots have room for a checksum for each of so many pages.
+        max_request_pages: number of checksums that an aux slot has room for.
     """
     transfer = NixlTransfer(region, agent_name, backend, max_request_pages)
     try:
@@ -349,6 +351,6 @@ async def open_nixl(
 def open_nixl_plugin(
     region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AbstractAsyncContextManager[NixlTransfer]:
-    """As `OpenTransfer` has it; `host` says which network interface NIXL uses."""
+    """An `OpenTransfer`; `host` selects the network interface."""
     choose_devices(host)
     return open_nixl(region, agent_name, plugin or "UCX", max_request_pages)

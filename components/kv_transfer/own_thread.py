@@ -1,4 +1,4 @@
-"""A thread that owns a transfer library, the loan of it to the event loop, and the futures with which that waits."""
+"""A thread that owns a transfer library and lends it to the event loop."""
 
 import asyncio
 import queue
@@ -12,44 +12,40 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Posting can take long and completions must be polled: neither belongs on the event loop.
-
-    But handing work over and being told of its end costs more than a short post does: the loop does that itself, while the
-    thread rests.
+    """Runs long work and polling. The event loop runs short work itself while the thread is idle, because a
+    hand-over costs more than a short post.
     """
 
     def __init__(self, name: str, poll: Callable[[], float | None]) -> None:
-        """`poll` runs on the thread, after each piece of work and then again after as many seconds as it returns.
-
-        None lets the thread sleep until there is work.
+        """`poll` runs on the thread after each piece of work, and again after the seconds that it returns. None:
+        sleep until there is work.
         """
         self._name = name
         self._poll = poll
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._using = threading.Lock()  # the library
-        # No SimpleQueue: with a timeout, `get` of CPython's waits for ever if its thread loses the processor at a bad moment.
+        # CPython's SimpleQueue.get with a timeout may hang if its thread is preempted at a bad moment
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=name)
         self._stopped = False
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     async def stop(self) -> None:
-        """End; what was handed over before is done first, and nothing after it."""
+        """Finish what was posted before, then end."""
         self._stopped = True
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def post(self, work: Callable[[], object]) -> None:
-        """Do this on the thread; it must not raise. Raises: TransferFailed, after `stop`."""
+        """Run `work`, which must not raise, on the thread. Raises: TransferFailed, after `stop`."""
         self._check_runs()
         self._work.put(work)
 
     def post_short(self, work: Callable[[], bool]) -> None:
-        """Do this here and now, or on the thread if that is using the library; it must neither raise nor take long.
+        """Run short `work`, which must not raise, here, or on the thread if that is using the library.
 
         It returns whether there is something to poll for. Raises: TransferFailed, after `stop`.
         """
@@ -64,7 +60,7 @@ class OwnThread:
             self._using.release()
 
     def wake(self) -> None:
-        """Poll now: there is something to poll for, and the thread may be asleep."""
+        """Poll now, also if the thread sleeps."""
         self._work.put(_nothing)
 
     async def ask(self, work: Callable[[], T]) -> T:
@@ -75,14 +71,14 @@ class OwnThread:
         return await future
 
     def settle(self, future: asyncio.Future[Any], result: Any = None, error: MeshError | None = None) -> None:
-        """Complete a future of the loop, unless somebody has cancelled it."""
+        """Complete a future of the loop unless it is cancelled."""
         if threading.get_ident() == self._loop_thread:
             _settle(future, result, error)
         else:
             self._loop.call_soon_threadsafe(_settle, future, result, error)
 
     def _check_runs(self) -> None:
-        """Nobody would do the work or poll for its end, and the library may be gone."""
+        """After `stop` nothing polls, and the library may be gone."""
         if self._stopped:
             raise TransferFailed(f"{self._name}: this process is leaving")
 

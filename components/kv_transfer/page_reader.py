@@ -1,4 +1,4 @@
-"""The bytes of pages, wherever the pool is, as an array in main memory."""
+"""The bytes of pages as arrays in main memory, wherever the pool is."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ PageArray = NDArray[np.uint8]  # [stripes, page_size, row_bytes]
 
 
 class PageReader(Protocol):
-    """Reads pages of one pool, which must outlive it; several threads may."""
+    """Reads pages of a pool, which must outlive it, from any thread."""
 
     def read(self, pages: Sequence[int]) -> Iterator[PageArray]:
-        """Each page in turn, to be looked at before the next one is asked for: it may be the pool itself."""
+        """Yields each page, valid until the next one: it may be the pool itself."""
 
 
 class HostPages:
-    """Pages in main memory, read where they lie."""
+    """Pages in main memory, not copied."""
 
     def __init__(self, region: PageRegion) -> None:
         layout = region.layout
@@ -31,21 +31,20 @@ class HostPages:
         self._pool = np.frombuffer(memoryview(pool).cast("B"), dtype=np.uint8).reshape(shape)
 
     def read(self, pages: Sequence[int]) -> Iterator[PageArray]:
-        """See `PageReader`."""
         return (self._pool[page] for page in pages)
 
 
 def check_readable(device: str) -> None:
-    """Raises: Rejected, for pages on a device that we cannot read."""
+    """Raises: Rejected, for pages on an unsupported device."""
     if device.partition(":")[0] not in {"cpu", "cuda"}:
         raise Rejected(f"KV cannot be verified: these pages are on {device}, and are read in main memory or by CUDA")
 
 
 def open_reader(region: PageRegion) -> PageReader:
-    """For the pages of `region`. Raises: Rejected."""
+    """Raises: Rejected."""
     check_readable(region.device)
     if region.device == "cpu":
         return HostPages(region)
-    # torch, which a worker whose pages are in main memory may not have
+    # needs torch, which a worker with pages in main memory may lack
     reader: PageReader = import_module("components.kv_transfer.device_pages").open_device_pages(region)
     return reader

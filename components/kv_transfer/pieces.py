@@ -1,8 +1,8 @@
-"""What must be copied where when two pools cut the same tokens into pages of different sizes. No I/O.
+"""The copies between two pools that cut the same tokens into pages of different sizes. No I/O.
 
-A page is [kv_heads, layers, 2, page_size, head_dim], so a small page is no contiguous part of a large one. What is contiguous
-in both is a stripe: one token's row after another, of one head, one layer, keys or values. Heads are the outermost, so
-the share of a tensor-parallel rank is a slice of the stripes.
+A page is [kv_heads, layers, 2, page_size, head_dim]. Contiguous in both page sizes is a stripe: consecutive tokens'
+rows of one
+head, one layer, keys or values. Heads are outermost, so a tensor-parallel rank's share is a slice of the stripes.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """N copies, in bytes: `length[i]` of them, from `source[i]` after our page 0 to `target[i]` after the peer's page 0."""
+    """N copies in bytes: `length[i]` from `source[i]` after our page 0 to `target[i]` after the peer's page 0."""
 
     source: Offsets  # [N]
     target: Offsets
@@ -33,9 +33,11 @@ def cut(
 ) -> Pieces:
     """The copies that bring the KV of `tokens` from our pages into theirs.
 
-    Layouts are compatible (see `check_compatible`), `tokens` are consecutive positions counted from the first token of both
-    block tables; entries of which `tokens` needs nothing are not looked at.
-    Returns: at most one piece for each stripe and each page of the smaller size; fewer where neighbours touch on both sides.
+    The layouts are compatible (`check_compatible`). `tokens` are consecutive positions from the first token of both
+    block tables,
+    whose unused entries are not read.
+    Returns: at most one piece for each stripe and page of the smaller size; fewer if neighbours touch on both
+    sides.
     """
     unit = min(ours.page_size, theirs.page_size)
     inner = np.arange(tokens.start // unit + 1, -(-tokens.stop // unit), dtype=np.int64) * unit
@@ -50,7 +52,7 @@ def cut(
 
 
 def _places(layout: KvLayout, pages: Sequence[int], tokens: Offsets) -> Offsets:
-    """Where the rows of `tokens` stand: bytes after page 0, one for each token and stripe, [tokens * stripes]."""
+    """Offsets of the rows of `tokens` after page 0, [tokens * stripes]."""
     table = np.asarray(pages, dtype=np.int64)
     rows = table[tokens // layout.page_size] * layout.page_bytes + tokens % layout.page_size * layout.row_bytes
     stripes = np.arange(layout.num_stripes, dtype=np.int64) * (layout.page_size * layout.row_bytes)
@@ -59,7 +61,7 @@ def _places(layout: KvLayout, pages: Sequence[int], tokens: Offsets) -> Offsets:
 
 
 def _merged(source: Offsets, target: Offsets, length: Offsets) -> Pieces:
-    """One piece for each run of neighbours that touch on both sides."""
+    """One piece for each run that is contiguous on both sides."""
     begins = np.ones(len(length), dtype=bool)
     begins[1:] = (source[1:] != source[:-1] + length[:-1]) | (target[1:] != target[:-1] + length[:-1])
     first = np.flatnonzero(begins)

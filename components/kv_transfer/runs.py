@@ -1,4 +1,4 @@
-"""Pages that are neighbours on both sides move as one piece. No I/O."""
+"""Merge pages that are neighbours on both sides. No I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Run:
 
 
 def runs(source: Sequence[int], target: Sequence[int], num_ours: int, num_theirs: int) -> list[Run]:
-    """The fewest runs that copy page source[i] to page target[i], for all i.
+    """The fewest runs that copy page source[i] to page target[i].
 
-    Raises: TransferFailed, when the lists differ in length or name a page outside the pools of `num_ours`, `num_theirs`.
+    Raises: TransferFailed, if the lists differ in length or a page is outside its pool.
     """
     if len(source) != len(target):
         raise TransferFailed(f"{len(source)} pages cannot go into {len(target)}")

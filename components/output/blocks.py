@@ -1,4 +1,4 @@
-"""An answer cut into blocks: reasoning, text, calls, in the order in which they came. Two APIs tell of it that way."""
+"""An answer as blocks of reasoning, text and calls, in order: the form of the Responses and Messages APIs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Self
@@ -9,7 +9,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class Block:
-    """One of them, while it grows; `id` and `name` are a call's, whose text is its arguments."""
+    """A block while it grows. `id` and `name` are a call's, whose text is its arguments."""
 
     __slots__ = ("_pieces", "id", "index", "kind", "name")
 
@@ -22,16 +22,14 @@ class Block:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
         return "".join(self._pieces)
 
     def add(self, text: str) -> None:
-        """It grows."""
         self._pieces.append(text)
 
 
 class Step(NamedTuple):
-    """What happens next: a block ends, a block begins, a block grows by some text."""
+    """A block ends, begins, or grows by some text."""
 
     block: Block
     text: str = ""
@@ -40,22 +38,20 @@ class Step(NamedTuple):
 
 
 class Blocks:
-    """Every block of one answer; the last one is open. A call's deltas come one after another, as its index says."""
+    """Every block of one answer; the last one is open. Deltas of a call are consecutive."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
-        self._call = -1  # its index, when the open block is one
+        self._call = -1  # its index, if the open block is a call
 
     @classmethod
     def of(cls, reasoning: str, text: str, calls: Sequence[Call]) -> Self:
-        """Of a whole answer."""
         blocks = cls()
         for _ in blocks.feed(reasoning, text, [CallDelta(i, *call) for i, call in enumerate(calls)]):
             pass
         return blocks
 
     def feed(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> Iterator[Step]:
-        """What a piece of the answer does to them, step by step."""
         if reasoning:
             yield self._grow("reasoning", reasoning)
         if text:

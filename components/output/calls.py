@@ -1,11 +1,11 @@
-"""Tool calls as they are told of: piece by piece, whatever format the model writes them in."""
+"""Tool calls, piece by piece, independent of the model's format."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 
 class CallDelta(NamedTuple):
-    """What is new of one call. Its first delta has `id` and `name` and no arguments; later ones have arguments alone."""
+    """The first delta of a call has `id` and `name` and no arguments; later ones have arguments only."""
 
     index: int  # type: ignore[assignment]  # of the call in its choice, from 0; hides the tuple's method
     id: str | None
@@ -14,15 +14,12 @@ class CallDelta(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One whole call."""
-
     id: str
     name: str
     arguments: str  # JSON, unless the model wrote something else
 
 
 def whole_calls(deltas: Iterable[CallDelta]) -> list[Call]:
-    """What a stream of deltas adds up to."""
     calls: list[tuple[str, str, list[str]]] = []
     for delta in deltas:
         if delta.name is not None:

@@ -15,7 +15,6 @@ SEPARATOR: Final = "<｜tool▁sep｜>"
 
 
 def deepseek(r: Reader) -> Steps[None]:
-    """Either of the two ways."""
     while begin := (yield from r.until([CALLS, CALL], r.say)):
         r.hold()
         if begin == CALLS:
@@ -41,7 +40,7 @@ def _call(r: Reader) -> Steps[bool]:
         return False
     r.skip(len(SEPARATOR))
     yield from r.spaces()
-    if (yield from r.char()) != "{":  # then the head was the call's type, and now comes its name
+    if (yield from r.char()) != "{":  # then the head was the call's type, and its name follows
         head.clear()
         yield from r.until(["\n", "```", "{", CALL_END], head.append)
         yield from r.spaces()

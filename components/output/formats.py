@@ -1,4 +1,4 @@
-"""The formats by name, and which one a model's chat template asks for."""
+"""Formats of tool calls and reasoning by name, and which one a chat template uses."""
 
 import random
 import string
@@ -33,39 +33,35 @@ ReasoningParserName = Literal["qwen3", "deepseek_r1", "mistral", "none"]
 
 
 def call_id() -> str:
-    """An id as OpenAI's look."""
+    """In OpenAI's form."""
     return f"call_{uuid4().hex[:24]}"
 
 
 def mistral_id() -> str:
-    """An id as Mistral's templates insist on."""
+    """In the form that Mistral's templates require."""
     return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way to write calls."""
-
     name: ToolParserName
     read: Format
-    tokens: tuple[str, ...] = ()  # it is made of; those that are special tokens have to be shown to it
-    style: CallStyle | None = None  # for a grammar; None: calls that are held to one are written as plain JSON
+    tokens: tuple[str, ...] = ()  # its markers; special tokens among them must be shown to it
+    style: CallStyle | None = None  # for a grammar; None: calls under a grammar are plain JSON
     new_id: Callable[[], str] = call_id
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """One way to set reasoning apart."""
-
     name: ReasoningParserName
     begin: str
     end: str
-    always: bool = False  # the model reasons unless the prompt says that it has: it may leave out `begin`
+    always: bool = False  # the model reasons unless the prompt prevents it, and may leave out `begin`
 
 
 _DEEPSEEK: Final = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 _MISTRAL: Final = (TOOL_CALLS, ARGS, CALL_ID)
-# Since version 11 of its tokenizer.
+# since version 11 of its tokenizer
 MISTRAL_NAMED: Final = CallStyle(TOOL_CALLS + "{}" + ARGS, "", "", marker=TOOL_CALLS)
 PLAIN_JSON: Final = ToolFormat(
     "json", plain_json, style=CallStyle('{"name": "{}", "arguments": ', "}", ", ", before="[", after="]")
@@ -117,7 +113,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
 
 
 def tool_format_of(template: str, name: ToolParserName | None = None) -> ToolFormat:
-    """The format called `name`, else the one that `template` shows the model, where it tells of calls or repeats some."""
+    """The format called `name`, else the one that `template` describes or repeats calls in."""
     found = TOOL_FORMATS[name or _shown_by(template)]
     return replace(found, style=MISTRAL_NAMED) if found.name == "mistral" and ARGS in template else found
 
@@ -142,7 +138,7 @@ _MARKS: Final[tuple[tuple[str, ToolParserName], ...]] = (
 
 
 def reasoning_format_of(template: str) -> ReasoningFormat | None:
-    """The format that `template` shows the model, or opens for it; None, when it speaks of no reasoning."""
+    """The format that `template` describes or opens; None if it does not mention reasoning."""
     for name in ("qwen3", "mistral"):
         found = REASONING_FORMATS[name]
         if found.begin in template or found.end in template:
@@ -152,10 +148,10 @@ def reasoning_format_of(template: str) -> ReasoningFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """What an operator may say of a model's formats; what is not said, the chat template tells."""
+    """An operator's choices; the chat template decides the rest."""
 
     tool_format: Literal["auto", "template", "hermes"] = (
-        "auto"  # who tells the model of tools; auto: the template, if it can
+        "auto"  # what describes the tools to the model; auto: the template, if it can
     )
     tool_parser: ToolParserName | None = None
     reasoning_parser: ReasoningParserName | None = None
@@ -163,15 +159,13 @@ class FormatOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """How one model calls tools and reasons."""
-
     tools: ToolFormat | None  # None: tools cannot be offered to it
-    instructed: bool  # the model is told of tools in words of ours, as its template has none
+    instructed: bool  # our own words describe the tools, as the template cannot
     reasoning: ReasoningFormat | None
 
     @classmethod
     def of(cls, template: str, options: FormatOptions) -> Self:
-        """By the chat template. Raises: ValueError, when the options contradict it."""
+        """Raises: ValueError, if the options contradict the chat template."""
         told = "tools" in variables_of(template)
         ours = options.tool_format == "hermes" or (options.tool_format == "auto" and not told)
         if ours and options.tool_parser not in {None, "hermes"}:

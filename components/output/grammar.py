@@ -1,6 +1,6 @@
-"""What a model may write, as a grammar in llguidance's Lark: calls of tools in its own format, held to their parameters.
+"""Answers as a grammar in llguidance's Lark: tool calls in the model's format, restricted to their parameters.
 
-Source: llguidance's docs/syntax.md. A special token is written `<[id]>`, as only so it stands for itself.
+Source: llguidance's docs/syntax.md. A special token is written `<[id]>`: its text would match other tokens.
 """
 
 import json
@@ -14,26 +14,24 @@ from llguidance import regex_to_lark
 from components.output.reader import Schema
 from components.structured.grammar import ASCII, WHITESPACE
 
-MAX_CALLS: Final = 32  # in one answer that is held to calls: a small model would go on for ever
+MAX_CALLS: Final = 32  # of one answer restricted to calls: a small model would never stop
 TEXT: Final = r"/(?s:.*)/"
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a format writes calls: `before`, the calls with `separator` in between, `after`; `{}` is the name."""
+    """How a format writes calls: `before`, calls with `separator` between them, `after`; `{}` is the name."""
 
     head: str  # up to the arguments
     tail: str
     separator: str
     before: str = ""
     after: str = ""
-    marker: str = ""  # what the first call begins with, and no answer does; "": no answer begins with a bracket
+    marker: str = ""  # starts the first call and no other answer; "": other answers do not start with a bracket
 
 
 class CallableTool(NamedTuple):
-    """A tool as far as a grammar goes."""
-
     name: str
     parameters: Schema | None
     strict: bool
@@ -48,29 +46,24 @@ class Thinking(NamedTuple):
 
 
 class Grammar:
-    """Rules, put together one by one."""
-
     def __init__(self, special: Mapping[str, int]) -> None:
-        """`special`: ids of the special tokens that formats are made of."""
+        """`special`: ids of the formats' special tokens."""
         self._special = special
         self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         self._rules = ["%llguidance {}"]
 
     def knows(self, token: str) -> bool:
-        """Whether that is one of the special tokens."""
         return token in self._special
 
     def text(self, start: str) -> str:
-        """The grammar."""
         return "\n".join([*self._rules, f"start: {start}"])
 
     def rule(self, name: str, body: str) -> str:
-        """Add a rule. Returns: its name."""
+        """Returns: its name."""
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
     def literal(self, text: str) -> str:
-        """Exactly that."""
         atoms = []
         at = 0
         for match in self._pattern.finditer(text):
@@ -79,19 +72,19 @@ class Grammar:
         return " ".join(atom for atom in [*atoms, _quoted(text[at:])] if atom)
 
     def up_to(self, name: str, marker: str) -> str:
-        """Any text, and `marker` behind it."""
+        """Any text up to and including `marker`."""
         if marker in self._special:
             return f"{self.rule(name.upper(), TEXT)} <[{self._special[marker]}]>"
         return self.rule(f"{name}[lazy]", rf"/(?s:.*){_escaped(marker)}/")
 
     def calls(self, style: CallStyle, tools: Sequence[CallableTool], *, single: bool, within_text: bool = False) -> str:
-        """One call or several; `within_text`: without the marker of the first, which is there already."""
+        """One call or more; `within_text`: the first one's marker has been written."""
         before, head = style.before, style.head
         if within_text:
             before, head = before.removeprefix(style.marker), head if before else head.removeprefix(style.marker)
         call = self.rule("call", " | ".join(self._call(f"call_{i}", style, head, tool) for i, tool in enumerate(tools)))
         further = f"({self.literal(style.separator)} {call}){{0,{MAX_CALLS - 1}}}"
-        several = not single and not (within_text and not style.before)  # there text stands between them
+        several = not single and not (within_text and not style.before)  # then text separates them
         return " ".join(
             part for part in (self.literal(before), call, further if several else "", self.literal(style.after)) if part
         )
@@ -102,7 +95,7 @@ class Grammar:
         return self.rule(name, " ".join(part for part in parts if part))
 
     def thinking(self, thinking: Thinking | None) -> str:
-        """What may stand before everything else, with a space behind it."""
+        """Reasoning and a space."""
         if thinking is None:
             return ""
         thought = self.up_to("thought", thinking.end)
@@ -114,14 +107,13 @@ class Grammar:
 def forced_calls(
     grammar: Grammar, style: CallStyle, tools: Sequence[CallableTool], thinking: Thinking | None, *, single: bool
 ) -> str:
-    """Calls and nothing else."""
     return grammar.text(grammar.thinking(thinking) + grammar.calls(style, tools, single=single))
 
 
 def strict_calls(
     grammar: Grammar, style: CallStyle, tools: Sequence[CallableTool], thinking: Thinking | None, *, single: bool
 ) -> str:
-    """Any text; where it calls, held to the tools."""
+    """Any text, with calls restricted to the tools."""
     before = grammar.thinking(thinking)
     if style.marker:
         lead = grammar.up_to("lead", style.marker)
@@ -140,7 +132,7 @@ def calls_or(
     *,
     single: bool,
 ) -> str:
-    """An answer by the rule `answer`, which `answer_rule` makes of a constraint, or, with `style`, calls."""
+    """An answer by the rule `answer`, made by `answer_rule`, or, with `style`, calls."""
     before = grammar.thinking(thinking)
     either = grammar.rule("answer", answer)
     if style is not None:
@@ -149,7 +141,7 @@ def calls_or(
 
 
 def answer_rule(kind: str, text: str) -> str:
-    """The body of a rule for what a constraint of this kind says."""
+    """The body of a rule for a constraint."""
     if kind == "json_schema":
         schema = json.loads(text)
         style = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
@@ -160,12 +152,12 @@ def answer_rule(kind: str, text: str) -> str:
 
 
 def _schema(tool: CallableTool) -> dict[str, Any]:
-    """The tool's parameters as the compiler takes them: tools that are not strict are held to what of them can be kept."""
+    """The parameters as the compiler accepts them. Of tools that are not strict, only supported keywords count."""
     schema: dict[str, Any] = dict(tool.parameters or {"type": "object", "properties": {}})
     schema.setdefault("type", "object")
     whole = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     if "properties" in schema and not whole:
-        schema["additionalProperties"] = False  # a model that may make up parameters does
+        schema["additionalProperties"] = False  # otherwise models invent parameters
     return {**schema, "x-guidance": JSON_STYLE if tool.strict else {**JSON_STYLE, "lenient": True}}
 
 
@@ -174,5 +166,5 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As a regular expression between slashes."""
+    """For a regular expression between slashes."""
     return re.sub(r"([][(){}.*+?|^$\\/#&~-])", r"\\\1", text)

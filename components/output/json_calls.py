@@ -1,19 +1,19 @@
-"""Calls written as JSON objects, `{"name": …, "arguments": {…}}`, behind a marker, in a list, or bare."""
+"""Calls as JSON objects, `{"name": …, "arguments": {…}}`, after a marker, in a list, or bare."""
 
 from collections.abc import Sequence
 from typing import Final
 
 from components.output.reader import Reader, Steps
 
-ARGUMENTS: Final = ("arguments", "parameters")  # the keys under which models put them
-OTHER_KEYS: Final = ("type", "id")  # which a bare call may have too; with any further one an object is an answer
+ARGUMENTS: Final = ("arguments", "parameters")  # keys that models use for them
+OTHER_KEYS: Final = ("type", "id")  # allowed in a bare call; with any other key an object is an answer
 HERMES: Final = ("<tool_call>", "</tool_call>")
 PYTHON_TAG: Final = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def hermes(r: Reader) -> Steps[None]:
-    """Hermes, Qwen 2.5 and 3, and many after them: `<tool_call>{…}</tool_call>`."""
+    """`<tool_call>{…}</tool_call>`: Hermes, Qwen 2.5 and 3, and many later models."""
     begin, end = HERMES
     while (yield from r.until([begin], r.say)):
         r.hold()
@@ -26,7 +26,7 @@ def hermes(r: Reader) -> Steps[None]:
 
 
 def llama3_json(r: Reader) -> Steps[None]:
-    """Llama 3: the answer is a call, or several behind semicolons, or they follow a tag."""
+    """Llama 3: the answer is one call or several separated by semicolons, or they follow a tag."""
     yield from _bare(r, [PYTHON_TAG])
     while (yield from r.until([PYTHON_TAG], r.say)):
         r.hold()
@@ -45,7 +45,7 @@ def plain_json(r: Reader) -> Steps[None]:
 
 
 def mistral(r: Reader) -> Steps[None]:
-    """Mistral: a list behind one token, or since version 11 of its tokenizer `f[ARGS]{…}` behind a token each."""
+    """Mistral: a list after one token, or since version 11 of its tokenizer `f[ARGS]{…}` after a token each."""
     while (yield from r.until([TOOL_CALLS], r.say)):
         r.hold()
         r.skip(len(TOOL_CALLS))
@@ -62,7 +62,7 @@ def mistral(r: Reader) -> Steps[None]:
 
 
 def _named(r: Reader) -> Steps[bool]:
-    """`f[ARGS]{…}`; in between there may be an id, or nothing."""
+    """`f[ARGS]{…}`, with an optional id in between."""
     name: list[str] = []
     yield from r.until([ARGS, CALL_ID, "{", "\n", TOOL_CALLS], name.append)
     if (yield from r.literal(CALL_ID)):
@@ -78,7 +78,7 @@ def _named(r: Reader) -> Steps[bool]:
 
 
 def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """A call, or several in a list or behind semicolons, at the beginning of the text."""
+    """A call, or several in a list or separated by semicolons, at the beginning of the text."""
     r.hold()
     yield from r.spaces()
     listed = yield from r.literal("[")
@@ -92,7 +92,7 @@ def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
 
 
 def _more(r: Reader, separator: str, ends: Sequence[str]) -> Steps[None]:
-    """Further objects; each one's separator is text if no call follows it."""
+    """Further objects. A separator is text if no call follows it."""
     while True:
         yield from r.spaces()
         r.hold()
@@ -104,19 +104,19 @@ def _more(r: Reader, separator: str, ends: Sequence[str]) -> Steps[None]:
 
 
 def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[bool]:
-    """One object, its keys in any order, and spaces and superfluous brackets behind it, of which models miscount.
+    """Read one object with its keys in any order, and following spaces and surplus brackets, which models
+    miscount.
 
     Args:
-        r: stands in front of it.
-        ends: what ends the arguments where they are no JSON.
-        bare: nothing but its content tells it from an answer in JSON: it must name a tool that was offered, have arguments,
-            and nothing that calls do not have.
-    Returns: whether it became a call; what stands behind its arguments cannot change that.
+        r: in front of it.
+        ends: markers that end arguments that are no JSON.
+        bare: without a marker, so it must name an offered tool, have arguments and no keys that calls lack.
+    Returns: whether it became a call, which what follows its arguments cannot change.
     """
     if not (yield from r.literal("{")):
         return False
     name: str | None = None
-    early: list[str] = []  # arguments that came before their name
+    early: list[str] = []  # arguments that came before the name
     while True:
         key = yield from _key(r)
         if key in ARGUMENTS and name is not None and (yield from r.char()) == "{":
@@ -146,7 +146,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
 
 
 def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """The arguments of the call that has begun; where they are no JSON, everything up to one of `ends`, as it is."""
+    """The arguments of the current call; if they are no JSON, everything up to one of `ends`."""
     if (yield from r.value(r.argue)) or (yield from r.until(ends, r.argue)):
         r.end_call()
 
@@ -172,4 +172,4 @@ def _key(r: Reader) -> Steps[str | None]:
 
 
 def _ignore(_: str) -> None:
-    """Nobody asks for it."""
+    pass

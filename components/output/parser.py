@@ -1,4 +1,4 @@
-"""One generated text taken apart: what the model thinks, what it says, which tools it calls."""
+"""Split one generated text into reasoning, answer and tool calls."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -9,8 +9,6 @@ from components.output.reasoning import Reasoning
 
 
 class Parsed(NamedTuple):
-    """What is new of each."""
-
     text: str
     reasoning: str
     calls: Sequence[CallDelta]
@@ -20,7 +18,7 @@ NOTHING: Final = Parsed("", "", ())
 
 
 class OutputParser:
-    """Reasoning first, then the answer with calls in it; either may be left out. How the text is cut makes no difference."""
+    """Reasoning first, then the answer with calls. The result does not depend on how the text is cut."""
 
     __slots__ = ("_calls", "_reasoning")
 
@@ -30,32 +28,31 @@ class OutputParser:
 
     @property
     def done(self) -> bool:
-        """Nothing that follows is of interest: the one call that was wanted is there."""
+        """The single call that was requested is complete; the rest is ignored."""
         return self._calls is not None and self._calls.done
 
     @property
     def called(self) -> bool:
-        """Whether there are calls, none of which is cut off."""
+        """Whether there are calls, all of them complete."""
         return self._calls is not None and self._calls.num_calls > 0 and not self._calls.calling
 
     @property
     def held(self) -> str:
-        """The end of the text so far, when only what follows tells what it is."""
+        """The end of the text so far, if only later text can tell what it is."""
         if self._reasoning is not None and not self._reasoning.over:
             return self._reasoning.held
         return "" if self._calls is None else self._calls.held
 
     @property
     def undecided(self) -> bool:
-        """Whether the text so far ends within a call, or within what may become a call or a mark."""
+        """Whether the text so far ends within a call, or within a possible call or marker."""
         return bool(self.held.strip()) or (self._calls is not None and self._calls.calling)
 
     def begin(self) -> Parsed:
-        """To be called before the first text: reads what stands before it. Returns: what that is."""
+        """Call this before the first text, to read the text before it. Returns: its parts."""
         return NOTHING
 
     def feed(self, text: str) -> Parsed:
-        """Take more text."""
         thought = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.feed(text)
@@ -65,7 +62,7 @@ class OutputParser:
         return Parsed(said, thought, calls)
 
     def flush(self) -> Parsed:
-        """What was held back: the text is over."""
+        """The text is over. Returns: what was held back."""
         thought = text = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.flush()
@@ -77,29 +74,28 @@ class OutputParser:
 
 
 class ContinuingParser(OutputParser):
-    """One of a text that goes on from another, which `begin` reads.
+    """Parses the continuation of a text that `begin` reads.
 
-    Of that one, where it is not to be told, nothing is, but for a call that it ends within: the rest alone is of no use.
+    Of the text before, nothing is reported unless `tells`, except a call that it ends within.
     """
 
     __slots__ = ("_before", "_earlier", "_known", "_tells", "_untold")
 
     def __init__(self, reasoning: Reasoning | None, calls: Reader | None, before: str, *, tells: bool) -> None:
-        """`tells`: of `before` too."""
+        """`tells`: report the parts of `before`, too."""
         super().__init__(reasoning, calls)
-        self._untold = NOTHING  # of `before`, to be told with what follows
+        self._untold = NOTHING  # parts of `before` to report with what follows
         self._before = before
         self._tells = tells
-        self._known = ""  # its end, where that is held back: when it is shown now, it is nothing new
-        self._earlier = 0  # calls that were whole in it
+        self._known = ""  # its end, if held back: it is not new when it is shown
+        self._earlier = 0  # complete calls in it
 
     @property
     def called(self) -> bool:
-        """Calls that were whole before do not count, unless they are told."""
+        """Complete calls before do not count unless they are reported."""
         return super().called and self._calls is not None and self._calls.num_calls > self._earlier
 
     def begin(self) -> Parsed:
-        """Read what stands before."""
         before = super().feed(self._before)
         self._untold = before
         if not self._tells:
@@ -110,11 +106,9 @@ class ContinuingParser(OutputParser):
         return before
 
     def feed(self, text: str) -> Parsed:
-        """Take more text."""
         return self._new(super().feed(text))
 
     def flush(self) -> Parsed:
-        """What was held back: the text is over."""
         return self._new(super().flush())
 
     def _new(self, parsed: Parsed) -> Parsed:

@@ -1,4 +1,4 @@
-"""What the texts of one request are to be taken apart into, decided once."""
+"""How the texts of one request are parsed, decided once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ class OutputPlan:
     reasoning: ReasoningFormat | None
     opened: bool  # the text begins within reasoning
     tools: ToolFormat | None
-    offered: Mapping[str, Schema] = field(default_factory=dict)  # parameters by the tools' names
+    offered: Mapping[str, Schema] = field(default_factory=dict)  # parameters by tool name
     single: bool = False  # one call ends the answer
-    shown: frozenset[int] = frozenset()  # special tokens that are part of either format
-    before: str = ""  # the text begins with it, and the model goes on from there
+    shown: frozenset[int] = frozenset()  # special tokens of either format
+    before: str = ""  # the model continues this text
 
     def parser(self, *, tells_before: bool = False) -> OutputParser:
-        """A fresh one for what follows `before`; with `tells_before` it tells of that too."""
+        """A new parser for what follows `before`; with `tells_before` it reports that, too."""
         reasoning, tools = self.reasoning, self.tools
         thoughts = None if reasoning is None else Reasoning(reasoning.begin, reasoning.end, opened=self.opened)
         calls = None if tools is None else Reader(tools.read, self.offered, tools.new_id, single=self.single)

@@ -1,4 +1,4 @@
-"""Calls written in Python, `[f(a="x"), g()]`, as Llama 4 does. A call's arguments come when it is whole."""
+"""Calls in Python, `[f(a="x"), g()]`, as in Llama 4. A call's arguments are reported when it is complete."""
 
 import ast
 import json
@@ -9,11 +9,11 @@ from typing import Any, Final
 from components.output.reader import Reader, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
-LONGEST: Final = 65536  # characters that are given to Python's parser
+LONGEST: Final = 65536  # characters given to Python's parser
 
 
 def pythonic(r: Reader) -> Steps[None]:
-    """The answer is a list of calls of tools that were offered."""
+    """The answer is a list of calls of offered tools."""
     r.hold()
     yield from r.spaces()
     yield from r.literal(START)
@@ -23,7 +23,7 @@ def pythonic(r: Reader) -> Steps[None]:
 
 
 def _calls(r: Reader) -> Steps[bool]:
-    """The list's calls and its end. Returns: False, with what follows the last call held, when that is none."""
+    """The calls and the list's end. Returns: False if anything else follows, which stays held."""
     while True:
         yield from r.spaces()
         call = _read((yield from _source(r)), r.tools)
@@ -43,7 +43,7 @@ def _calls(r: Reader) -> Steps[bool]:
 
 
 def _source(r: Reader) -> Steps[str]:
-    """Past `name(…)`, with strings and brackets in mind. Returns: what stands there; "" when it is something else."""
+    """Past `name(…)`, respecting strings and brackets. Returns: its source; "" for anything else."""
     source: list[str] = []
     depth = 0
     quote = ""
@@ -70,7 +70,7 @@ def _source(r: Reader) -> Steps[str]:
 
 
 def _read(source: str, tools: Container[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call of constants by keyword."""
+    """Name and arguments of a call with constant keyword arguments."""
     name, _, rest = source.partition("(")
     if name not in tools:
         return None
@@ -85,7 +85,7 @@ def _read(source: str, tools: Container[str]) -> tuple[str, str] | None:
 
 
 def python_value(source: str) -> Any:
-    """The constant that `source` is. Raises: ValueError, RecursionError."""
+    """The constant in `source`. Raises: ValueError, RecursionError."""
     return ast.literal_eval(_parse(source))
 
 
@@ -93,7 +93,7 @@ def _parse(source: str) -> ast.expr:
     if len(source) > LONGEST:
         raise ValueError("too long to parse")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that are none
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes
             return ast.parse(source, mode="eval").body
     except (SyntaxError, MemoryError) as exc:
         raise ValueError("no Python") from exc

@@ -1,4 +1,4 @@
-"""Qwen3-Coder's calls: an element for the function and one for each parameter, typed by the tool's schema alone."""
+"""Qwen3-Coder's calls: an element for the function and one per parameter, typed by the tool's schema."""
 
 import json
 from typing import Final
@@ -15,7 +15,14 @@ VALUE_ENDS: Final = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n"
 
 
 def qwen3_coder(r: Reader) -> Steps[None]:
-    r"""`<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>`, maybe without the outermost."""
+    """`<tool_call>
+    <function=f>
+    <parameter=a>
+    1
+    </parameter>
+    </function>
+    </tool_call>`, the outermost optional.
+    """
     while begin := (yield from r.until([CALL, FUNCTION], r.say)):
         r.hold()
         if begin == CALL:
@@ -32,7 +39,7 @@ def qwen3_coder(r: Reader) -> Steps[None]:
 
 
 def _tag(r: Reader) -> Steps[str]:
-    """The rest of `<parameter=a>`: what it names, or nothing."""
+    """The name in the rest of `<parameter=a>`, if there is one."""
     name: list[str] = []
     if (yield from r.until([">", "<", "\n"], name.append)) != ">":
         return ""
@@ -41,7 +48,9 @@ def _tag(r: Reader) -> Steps[str]:
 
 
 def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
-    """All of them, up to the function's end; one that is cut off leaves the object open, so that it is seen."""
+    """All parameters up to the function's end. A cut-off one leaves the JSON object open, so that clients
+    notice.
+    """
     r.argue("{")
     comma = ""
     while (yield from r.until([PARAMETER, FUNCTION_END, CALL_END], _ignore)) == PARAMETER:
@@ -60,7 +69,7 @@ def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
 
 
 def _value(r: Reader, schema: JsonValue) -> Steps[bool]:
-    """Text as it comes, anything else once it is whole. Returns: whether the value has an end."""
+    """Strings are passed on as they arrive, other values when complete. Returns: whether the value has an end."""
     if _is_text(schema):
         r.argue('"')
         end = yield from r.until(VALUE_ENDS, lambda text: r.argue(json.dumps(text, ensure_ascii=False)[1:-1]))
@@ -90,7 +99,7 @@ def _is_text(schema: JsonValue) -> bool:
 
 
 def _as_json(text: str) -> str:
-    """The value that `text` is in JSON or in Python, else a string."""
+    """The value of `text` in JSON or in Python, else a string."""
     constants = {"true": "true", "false": "false", "null": "null", "none": "null"}
     if (constant := constants.get(text.lower())) is not None:
         return constant

@@ -1,7 +1,8 @@
-"""A model's text as it arrives, read by generators that wait where it stops: what the formats of tool calls are written with.
+"""A reader for text that is still arriving, on which the formats of tool calls are written.
 
-A format is a generator function over a `Reader`, in straight lines, as if the whole text were there. It yields, nothing, where
-the text so far does not tell how to go on, and is resumed when there is more.
+A format is a generator function over a `Reader`, written as if the whole text were there. It yields where it needs
+more
+text, and is resumed when there is some.
 """
 
 import re
@@ -19,62 +20,57 @@ Schema = Mapping[str, JsonValue]  # JSON Schema
 Format = Callable[["Reader"], Steps[None]]
 
 SPACES: Final = " \t\r\n"
-LONGEST_WORD: Final = 400  # characters of a number: more than a double has
+LONGEST_WORD: Final = 400  # characters of a number, more than a double needs
 _SPACES: Final = re.compile(r"[ \t\r\n]*")
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')  # of a JSON string
 _WORD: Final = re.compile(r"[-+.0-9A-Za-z]*")  # a number, true, false or null
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _HEX: Final = "0123456789abcdefABCDEF"
-# what models forget to escape in strings
+# characters that models forget to escape in strings
 _RAW: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 class Found(NamedTuple):
-    """What is new: text of the answer, and of calls."""
-
     text: str
     calls: Sequence[CallDelta]
 
 
 class Enough(Exception):
-    """Nothing that follows will be read."""
+    """The rest will not be read."""
 
 
 class Reader:
-    """One generated text on its way through a format."""
-
     def __init__(
         self, read: Format, tools: Mapping[str, Schema], new_id: Callable[[], str], *, single: bool = False
     ) -> None:
-        """`tools`: those offered, by name, with their parameters; `single`: nothing is read behind the first call."""
+        """`tools`: parameters of the offered tools by name; `single`: nothing is read after the first call."""
         self.tools = tools
-        self.done = False  # nothing that follows will be read
+        self.done = False  # the rest will not be read
         self.num_calls = 0
-        self.calling = False  # the last of them is not whole yet
+        self.calling = False  # the last call is incomplete
         self._new_id = new_id
         self._single = single
         self._buffer = ""
         self._at = 0
-        self._mark: int | None = None  # where to go back to, if what follows is no call
+        self._mark: int | None = None  # where to return to if no call follows
         self._ended = False
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
-        self._spaces = ""  # behind the answer's text so far: shown when more follows, or when no call does
+        self._spaces = ""  # after the answer's text: shown if more text follows, or if no call does
         self._said = False
         self._steps = read(self)
 
     @property
     def held(self) -> str:
-        """The end of the text so far, when only what follows tells whether it belongs to a call."""
+        """The end of the text so far, if only later text can tell whether it belongs to a call."""
         return "" if self.calling else self._spaces + self._buffer[self._kept :]
 
     @property
     def _kept(self) -> int:
-        """From where on the text may be read again."""
+        """Start of the text that may be read again."""
         return self._at if self._mark is None else self._mark
 
     def feed(self, text: str) -> Found:
-        """Read on."""
         if self.done:
             return Found("", ())
         keep = self._kept
@@ -85,7 +81,6 @@ class Reader:
         return self._resume()
 
     def end(self) -> Found:
-        """The text is over."""
         self._ended = True
         return Found("", ()) if self.done else self._resume()
 
@@ -100,10 +95,10 @@ class Reader:
         self._text, self._calls = [], []
         return found
 
-    # what formats read with
+    # Primitives that formats read with.
 
     def char(self) -> Steps[str]:
-        """The next character, left where it is; "" at the end."""
+        """The next character, not consumed; "" at the end."""
         while self._at >= len(self._buffer):
             if self._ended:
                 return ""
@@ -111,16 +106,14 @@ class Reader:
         return self._buffer[self._at]
 
     def skip(self, count: int = 1) -> None:
-        """Past characters that were looked at."""
         self._at += count
 
     def spaces(self, also: str = "") -> Steps[None]:
-        """Past spaces."""
         while (char := (yield from self.char())) and (char in SPACES or char in also):
             self._at += 1
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Past everything that `pattern`, one that matches any number of characters of a kind, matches."""
+        """Skip what `pattern` matches, which must accept any number of characters of a kind."""
         found = []
         while (yield from self.char()):
             match = pattern.match(self._buffer, self._at)
@@ -132,7 +125,7 @@ class Reader:
         return "".join(found)
 
     def literal(self, text: str) -> Steps[bool]:
-        """Past `text`, if that is what follows."""
+        """Skip `text` if it follows."""
         for i in range(len(text)):
             while self._at + i >= len(self._buffer):
                 if self._ended:
@@ -144,15 +137,15 @@ class Reader:
         return True
 
     def closing(self, text: str) -> Steps[None]:
-        """Past `text`, or the beginning of it where the whole text is cut off, if that is what follows."""
+        """Skip `text`, or its beginning if the whole text is cut off, if it follows."""
         if not (yield from self.literal(text)) and self._ended and text.startswith(self._buffer[self._at :]):
             self._at = len(self._buffer)
 
     def until(self, markers: Sequence[str], tell: Callable[[str], None]) -> Steps[str]:
-        """Pass on what stands before the first of `markers` and stop in front of it. Returns: which it is; "" at the end."""
+        """Pass on the text before the first of `markers`. Returns: that marker, not consumed; "" at the end."""
         while True:
             found = [(at, marker) for marker in markers if (at := self._buffer.find(marker, self._at)) >= 0]
-            # of two that begin together the longer one counts
+            # of two at one place the longer counts
             at, marker = min(found, key=lambda hit: (hit[0], -len(hit[1])), default=(len(self._buffer), ""))
             if not marker and not self._ended:
                 at -= beginning(self._buffer, self._at, markers)
@@ -164,24 +157,24 @@ class Reader:
             yield
 
     def hold(self) -> None:
-        """What follows may be a call."""
+        """A call may follow."""
         self._mark = self._at
 
     def give_back(self, count: int = 0) -> None:
-        """It is none: its first `count` characters are text, and the rest may be anything."""
+        """It was no call: its first `count` characters are text, and the rest may be anything."""
         assert self._mark is not None
         self._at, self._mark = self._mark + count, None
         if count:
             self.say(self._buffer[self._at - count : self._at])
 
     def release(self) -> None:
-        """What was held is over."""
+        """The held text is consumed."""
         self._mark = None
 
-    # what formats find
+    # What formats report.
 
     def say(self, text: str) -> None:
-        """Text of the answer. Spaces around calls belong to the format, not to the answer."""
+        """Answer text. Spaces around calls belong to the format."""
         whole = self._spaces + text
         shown = whole.rstrip(SPACES)
         if not shown:
@@ -192,39 +185,38 @@ class Reader:
         self._said = True
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """A call, beyond doubt: from here on nothing is given back."""
+        """A certain call: from here on nothing is given back."""
         self._mark = None
         self._calls.append(CallDelta(self.num_calls, call_id or self._new_id(), name, ""))
         self.num_calls += 1
         self.calling = True
 
     def argue(self, text: str) -> None:
-        """More of the last call's arguments."""
         self._calls.append(CallDelta(self.num_calls - 1, None, None, text))
 
     def end_call(self) -> None:
-        """The last call is whole."""
         self.calling = False
         if self._single:
             raise Enough
 
-    # JSON
+    # JSON.
 
     def string(self) -> Steps[str | None]:
-        """Past a JSON string without escapes, which names and keys do not need. Returns: what it says; None: it is none."""
+        """Skip a JSON string without escapes: names and keys need none. Returns: its value; None for anything
+        else.
+        """
         if not (yield from self.literal('"')):
             return None
         text = yield from self.run(_PLAIN)
         return text if (yield from self.literal('"')) else None
 
     def value(self, tell: Callable[[str], None]) -> Steps[bool]:
-        """Pass on the characters of a JSON value as they come, numbers and names whole.
+        """Pass on a JSON value as it arrives, numbers and names whole.
 
-        Returns: whether it was one; the text stands in front of what is wrong if not. Control characters in strings, which
-            models forget to escape, are passed on escaped.
+        Returns: False in front of a fault. Unescaped control characters in strings are passed on escaped.
         """
-        opened: list[str] = []  # closing brackets to come
-        first = False  # an opening bracket stands just before
+        opened: list[str] = []  # expected closing brackets
+        first = False  # directly after an opening bracket
         while True:
             yield from self._pass_spaces(tell)
             char = yield from self.char()
@@ -242,7 +234,7 @@ class Reader:
                 if not (yield from self._scalar(char, tell)):
                     return False
             first = False
-            while opened:  # behind a value, or in front of the bracket that closes an empty one
+            while opened:  # after a value, or before the bracket that closes an empty one
                 yield from self._pass_spaces(tell)
                 char = yield from self.char()
                 if char == opened[-1]:
@@ -304,7 +296,7 @@ class Reader:
                 tell(_RAW.get(char) or f"\\u{ord(char):04x}")
 
     def _escape(self, tell: Callable[[str], None]) -> Steps[bool]:
-        """An escape sequence, passed on whole."""
+        """Pass on an escape sequence as a whole."""
         sequence = "\\"
         length = 2
         while len(sequence) < length:
@@ -342,7 +334,7 @@ def _joined(deltas: Sequence[CallDelta]) -> list[CallDelta]:
 
 
 def beginning(text: str, start: int, markers: Sequence[str]) -> int:
-    """How many characters at the end of `text`, from `start` on, may be the beginning of a marker."""
+    """The number of characters at the end of `text`, from `start` on, that may begin a marker."""
     longest = max(map(len, markers), default=1)
     for at in range(max(start, len(text) - longest + 1), len(text)):
         if any(marker.startswith(text[at:]) for marker in markers):
