@@ -1,4 +1,6 @@
-"""What a transfer backend does: one-sided writes of pages into another process's pool, and a word when they have landed."""
+"""The interface of a transfer backend: one-sided writes of pages into another process's pool, and a notice when
+they have landed.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -13,19 +15,19 @@ from components.wire.instances import KvEndpoint
 
 
 class PageRegion(Protocol):
-    """The page pool of this process; the engine's `KvRegion` is one."""
+    """This process's page pool; the engine's `KvRegion` implements it."""
 
     @property
     def address(self) -> int:
-        """Of page 0."""
+        """of page 0"""
 
     @property
     def num_pages(self) -> int:
-        """Pages in the pool."""
+        pass
 
     @property
     def layout(self) -> KvLayout:
-        """Of a page."""
+        pass
 
     @property
     def device(self) -> str:
@@ -33,76 +35,73 @@ class PageRegion(Protocol):
 
 
 class KvTransfer(Protocol):
-    """One process's end. Every method is called on the event loop; whatever blocks happens on the backend's own thread."""
+    """One process's end. Methods are called on the event loop; blocking work runs on the backend's thread."""
 
     @property
     def endpoint(self) -> KvEndpoint:
-        """What the other side needs to write here; goes into this instance's etcd record."""
+        """Part of this instance's record in etcd."""
 
     @property
     def aux(self) -> AuxBuffer:
-        """This process's aux slots."""
+        pass
 
     async def connect(self, peer: KvEndpoint) -> None:
-        """Set up once what writing to `peer` needs. Raises: IncompatibleLayout, TransferFailed."""
+        """Prepare writes to `peer`. Raises: IncompatibleLayout, TransferFailed."""
 
     async def disconnect(self, agent: str) -> None:
-        """Forget a peer that is gone: nothing is written to it any more."""
+        """Forget a peer: nothing is written to it any more."""
 
     def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
-        """Copy pages `source` of ours into pages `target` of the peer, whose pages are as large as ours.
+        """Copy our pages `source` into the peer's pages `target`, of equal size.
 
-        Gives, when they have landed, how many bytes that were: a coroutine, or a future that may be done already. A page is
-        one contiguous piece on both sides.
-        Raises: TransferFailed, when no byte of it is in flight any more but not all have landed.
+        Returns: an awaitable of the bytes that have landed, which may be done already.
+        Raises: TransferFailed, when no byte is in flight any more but not all have landed.
         """
 
     def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
-        """Copy `pieces` of our pool into the peer's, whose pages have another size; otherwise as `write_pages`.
+        """Copy `pieces` into a pool with another page size; otherwise as `write_pages`.
 
-        At least one piece, and not a byte beside them: an earlier write may have filled the other rows of the same page.
-        There are hundreds for each page, each of a kilobyte or a few, and no two writes have the same: what a backend
-        prepares for whole pages does not help here.
+        There is at least one. Bytes beside them stay: an earlier write may have filled other rows of the page.
+        There are hundreds of pieces
+        per page, a few kilobytes each, different in each write, so prepared descriptors of whole pages do not help.
         """
 
     def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
-        """Copy one aux slot, then tell the peer `notification`. Raises: TransferFailed."""
+        """Copy one aux slot, then notify the peer with `notification`. Raises: TransferFailed."""
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        """A future that completes when a peer has written this aux slot and said exactly this text.
-
-        From this call on, neither is missed.
+        """A future that completes when a peer has written this aux slot with exactly this notification, from now
+        on.
 
         Keep it until nothing is written here any more: writes make progress only while something is expected.
         """
 
     def hasten(self, notification: str) -> None:
-        """The peer is about to write its last pages before this notification: a backend that looks for it should look often.
+        """The peer is about to write the last pages before this notification, so poll often.
 
-        A hint, which may be lost, and may come for what nobody expects any more.
+        A hint that may be lost, or come for a notification that is not expected any more.
         """
 
 
 class OpenTransfer(Protocol):
-    """What a backend gives under its name: see docs/writing-a-kv-transfer-backend.md."""
+    """What a backend registers: see docs/writing-a-kv-transfer-backend.md."""
 
     def __call__(
         self, region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
     ) -> AbstractAsyncContextManager[KvTransfer]:
-        """This process's end, while inside; the region outlives it.
+        """This process's end. `region` outlives it.
 
         Args:
             region: the page pool.
             agent_name: unique per process; peers name us by it.
-            plugin: what followed a slash in the name, as UCX in nixl/UCX; else empty.
-            host: the address of this machine that peers reach.
-            max_request_pages: aux slots have room for a checksum for each of so many pages.
-        Raises: BackendUnavailable, saying what is missing.
+            plugin: what follows a slash in the name, as UCX in nixl/UCX; else empty.
+            host: this machine's address for peers.
+            max_request_pages: number of checksums that an aux slot has room for.
+        Raises: BackendUnavailable.
         """
 
 
 def endpoint_of(backend: str, agent: str, agent_metadata: str, region: PageRegion, aux: AuxBuffer) -> KvEndpoint:
-    """What the other side needs to write into `region` and `aux` of this process."""
     return KvEndpoint(
         backend=backend,
         agent=agent,
@@ -118,7 +117,7 @@ def endpoint_of(backend: str, agent: str, agent_metadata: str, region: PageRegio
 
 
 def check_same_backend(ours: str, theirs: str) -> None:
-    """Raises: IncompatibleLayout, naming both: backends do not speak with each other."""
+    """Raises: IncompatibleLayout, naming both backends."""
     if ours != theirs:
         raise IncompatibleLayout(
             f"prefill and decode must move KV the same way (--kv-transfer: {ours} here, {theirs} there)"

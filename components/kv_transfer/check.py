@@ -1,6 +1,6 @@
-"""`python -m components.kv_transfer.check <setting>`: whether a KV transfer backend can be used here; one line where it cannot.
+"""Check whether a KV transfer backend works here: `python -m components.kv_transfer.check <setting>`.
 
-In a process of its own, because a backend's library is large, and stays loaded.
+A process of its own, because a backend's library is large and stays loaded.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ LAYOUT: Final = KvLayout(model="check", dtype="float32", page_size=16, layers=1,
 
 @dataclass(frozen=True)
 class OnePage:
-    """The smallest pool that there is."""
+    """A pool of one page."""
 
     address: int
     num_pages: int = 1
@@ -29,7 +29,7 @@ class OnePage:
 
 
 async def check(setting: str) -> None:
-    """Open the backend, and close it. Raises: WrongSettings, BackendUnavailable."""
+    """Raises: WrongSettings, BackendUnavailable."""
     memory = mmap.mmap(-1, LAYOUT.page_bytes)
     page = OnePage(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
     async with kv_opener(setting)(page, "check", "127.0.0.1", 1):

@@ -1,12 +1,11 @@
-"""Checksums of KV: taken by prefill over what it sends, by decode over what has landed.
+"""Checksums of KV, by prefill over what it sends and by decode over what has landed.
 
-Both must sum the same bytes in the same order, whatever size their pages have. So one checksum stands for the tokens of a
-page of the larger size, as far as they were sent, taken page after page of the smaller size: what is sent in one write never
-ends within such a page. Within it the order is that of memory: stripe after stripe. With equal sizes, that is the page.
+One checksum covers the tokens of a page of the larger size. It sums page after page of the smaller size, each in
+the order of
+memory, so both sides sum the same bytes. A write ends at a page boundary of the smaller size.
 
-CRC-32 of zlib: part of Python, lets go of the GIL, and sees every page that was exchanged, cut short or never written, and
-all damage within four bytes; of other damage it misses one case in 2**32. Measured on an EPYC: 6.9 GB/s on one thread, 53 us
-for a page of the default model.
+CRC-32 of zlib releases the GIL and detects exchanged, truncated and missing pages (docs/decisions/015-kv-
+checksum.md).
 """
 
 import asyncio
@@ -32,47 +31,45 @@ class Sent:
 
 
 class PageChecksums:
-    """Of one pool, which must outlive it. Raises: Rejected, for a pool that cannot be read."""
+    """For one pool, which must outlive it. Raises: Rejected, for a pool that cannot be read."""
 
     def __init__(self, region: PageRegion) -> None:
         self._reader = open_reader(region)
         self._page_size = region.layout.page_size
 
     def of_transfer(self, peer_page_size: int) -> "TransferChecksums":
-        """To begin with, of nothing."""
         return TransferChecksums(self._reader, self._page_size, peer_page_size)
 
 
 class TransferChecksums:
-    """Of one prompt's KV, whose tokens are added in order, in one part or several."""
+    """Checksums of one prompt's KV, whose tokens are added in order."""
 
     def __init__(self, reader: PageReader, page_size: int, peer_page_size: int) -> None:
         self.sums: list[int] = []  # uint32, one for each page of the larger size
         self._reader = reader
         self._page_size = page_size
         self._small, self._large = sorted((page_size, peer_page_size))
-        self._page = -1  # of the larger size, counted from the prompt's first; that the last sum is of
+        self._page = -1  # of the larger size, in the prompt, of the last sum
 
     def num_sums(self, tokens: range) -> int:
-        """How many checksums these tokens have."""
         return len(self._pages_of(tokens, self._large))
 
     def num_pages(self, tokens: range) -> int:
-        """Pages of ours that hold any of them."""
+        """Our pages that hold the tokens."""
         return len(self._pages_of(tokens, self._page_size))
 
     def covered(self, index: int, tokens: range) -> range:
-        """Entries of our block table that checksum `index` of these tokens is about."""
+        """Entries of our block table that checksum `index` covers."""
         first = (tokens.start // self._large + index) * self._large
         part = range(max(first, tokens.start), min(first + self._large, tokens.stop))
         return self._pages_of(part, self._page_size)
 
     async def add(self, pages: Sequence[int], tokens: range) -> None:
-        """Continue with `tokens`, whose KV stands in block table `pages`; they follow those that were added before.
+        """Add `tokens`, which follow the earlier ones, from block table `pages`.
 
-        Works on another thread; cancelled, it still returns only when nothing reads the pool.
+        Works on another thread. Cancelled, it returns when nothing reads the pool any more.
         """
-        if self._small == self._large:  # whole pages move, with rows that no token fills
+        if self._small == self._large:  # whole pages move, including rows without a token
             tokens = range(tokens.start, -(-tokens.stop // self._large) * self._large)
         work = asyncio.ensure_future(asyncio.to_thread(self._add, list(pages), tokens))
         try:

@@ -1,7 +1,6 @@
-"""A KV transfer backend by its name: ours, or what another package registers under the entry point group.
+"""Choose a KV transfer backend by name: ours, or one that another package registers as an entry point.
 
-A name is `<backend>` or `<backend>/<plugin>`. A backend's module is imported when it is chosen: each brings a library that
-the others do not need.
+A name is `<backend>` or `<backend>/<plugin>`. Only the chosen backend's module, with its library, is imported.
 """
 
 import socket
@@ -23,13 +22,13 @@ OURS: Final = {
 
 
 def known_backends() -> dict[str, EntryPoint]:
-    """All that can be chosen, by name; ours win over a package that takes one of our names."""
+    """By name; ours win."""
     theirs = {point.name: point for point in entry_points(group=GROUP)}
     return theirs | {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
 
 
 def check_name(setting: str) -> EntryPoint:
-    """The backend that the setting `kv_transfer` names, not loaded. Raises: WrongSettings, listing all known names."""
+    """Raises: WrongSettings, listing all known names."""
     name = setting.partition("/")[0]
     backends = known_backends()
     if name not in backends:
@@ -40,10 +39,7 @@ def check_name(setting: str) -> EntryPoint:
 
 
 def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsyncContextManager[KvTransfer]]:
-    """By the backend that the setting `kv_transfer` names: (region, agent name, host, pages of the longest request).
-
-    Raises: WrongSettings, listing all known names, or saying why this one cannot be loaded.
-    """
+    """The opener of the backend in the setting `kv_transfer`. Raises: WrongSettings."""
     name, _, plugin = setting.partition("/")
     point = check_name(setting)
     try:
@@ -56,11 +52,11 @@ def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsy
 
 
 def own_address(etcd_url: str) -> str:
-    """The address with which this machine reaches etcd: the other workers reach etcd too, and so this machine by it."""
+    """The address from which this machine reaches etcd: workers that reach etcd can reach it, too."""
     parts = urlsplit(etcd_url.partition(",")[0])
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a connected UDP socket sends nothing
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
             probe.connect((parts.hostname or "127.0.0.1", parts.port or 2379))
             return str(probe.getsockname()[0])
-    except OSError:  # no such name, or only IPv6: then the setting kv_transfer_host has to say it
+    except OSError:  # no such name, or only IPv6: kv_transfer_host must be set
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Pages on a GPU, copied to main memory: gathered there first, so that many pages are one copy."""
+"""Read pages on a GPU: gathered there first, so that many pages are one copy."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,21 +9,20 @@ import torch
 from components.kv_transfer.backend import PageRegion
 from components.kv_transfer.page_reader import PageArray
 
-BATCH_BYTES: Final = 32 << 20  # of each copy: as much again is needed on the device, of which the pool took the most
+BATCH_BYTES: Final = 32 << 20  # of each copy; the device needs as much for the gathered pages
 
 
 class DevicePages:
-    """See `PageReader`. Holds nothing between calls but the pool and, on a GPU, a stream."""
+    """Holds only the pool and, on a GPU, a stream."""
 
     def __init__(self, pool: torch.Tensor, batch_bytes: int = BATCH_BYTES) -> None:
         """`pool` is uint8 [pages, stripes, page_size, row_bytes], on any device."""
         self._pool = pool
         self._batch = max(1, batch_bytes // max(1, pool[0].numel()))
-        # Not the stream that the model's steps are on: they would wait for our copies, and we for them.
+        # not the model's stream: its steps and our copies would wait for each other
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
 
     def read(self, pages: Sequence[int]) -> Iterator[PageArray]:
-        """See `PageReader`."""
         for first in range(0, len(pages), self._batch):
             yield from self._copy(pages[first : first + self._batch]).numpy()
 
@@ -42,7 +41,7 @@ class DevicePages:
 
 
 class _Memory:
-    """Device memory as CUDA's libraries describe it to one another."""
+    """Implements `__cuda_array_interface__`."""
 
     def __init__(self, region: PageRegion) -> None:
         layout = region.layout
@@ -56,10 +55,9 @@ class _Memory:
 
 
 def at(region: PageRegion) -> torch.Tensor:
-    """The pool where it is; no byte is copied."""
+    """A view of the pool, not a copy."""
     return torch.as_tensor(_Memory(region), device=region.device)
 
 
 def open_device_pages(region: PageRegion) -> DevicePages:
-    """For a pool on a GPU."""
     return DevicePages(at(region))

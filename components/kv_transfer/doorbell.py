@@ -1,7 +1,7 @@
-"""A doorbell: a TCP port of this process where peers say that something has landed, for backends that cannot say it themselves.
+"""A TCP port where peers notify this process, for backends that cannot notify it themselves.
 
-It is rung on the event loop and sleeps while nobody rings. Whoever reaches the port can ring: that completes no transfer,
-for decode believes only an aux slot with the room's stamp, which is random.
+Anyone who reaches the port can ring. That completes no transfer: decode requires the room's random stamp in the aux
+slot.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ DIAL_TIMEOUT_S: Final = 5.0
 
 
 class Bell:
-    """The side that listens: what is expected here, and who is told."""
+    """The listening side."""
 
     def __init__(self, agent: str, host: str, write_aux: Callable[[int, bytes], None] | None) -> None:
         self.address = ""  # "<host>:<port>", once it listens
@@ -34,7 +34,7 @@ class Bell:
         self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     def expect(self, notification: str) -> asyncio.Future[None]:
-        """A future that completes when a peer has rung with exactly this text."""
+        """A future that completes when a peer rings with exactly this text."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expected[notification] = future
         future.add_done_callback(lambda _: self._expected.pop(notification, None))
@@ -42,7 +42,7 @@ class Bell:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen on a free port while inside."""
+        """Listen on a free port."""
         server = await asyncio.start_server(self._answer, self._host, 0)
         self.address = f"{self._host}:{server.sockets[0].getsockname()[1]}"
         try:
@@ -74,14 +74,14 @@ class Bell:
     def _ring(self, ring: Ring) -> None:
         future = self._expected.get(ring.notification)
         if future is None or future.done():
-            return  # nobody waits any more; the slot may be another transfer's by now
+            return  # not expected any more; the slot may belong to another transfer by now
         if self._write_aux is not None and ring.aux:
             self._write_aux(ring.aux_slot, ring.aux)
         future.set_result(None)
 
 
 class Line:
-    """The side that rings: one connection to a peer's bell."""
+    """One connection to a peer's bell."""
 
     def __init__(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._agent = agent
@@ -92,19 +92,19 @@ class Line:
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing can be said on it any more."""
         return self._writer.is_closing()
 
     async def ring(self, ring: Ring) -> None:
-        """Return when the peer has taken it in, however long that takes. Raises: TransferFailed, also when it is hung up."""
+        """Return when the peer has acknowledged, without a time limit. Raises: TransferFailed, also after
+        `hang_up`.
+        """
         asking = asyncio.ensure_future(self._ask(ring))
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
         await asyncio.shield(asking)  # a cancelled caller must not leave an answer for the next one
 
     async def hang_up(self) -> None:
-        """What is being said now fails."""
-        self._writer.transport.abort()  # a peer that reads nothing would hold up a close for ever
+        self._writer.transport.abort()  # a peer that reads nothing would block a close
         for asking in list(self._asking):
             await ended(asking)
         await _close(self._writer)
@@ -125,11 +125,11 @@ class Line:
     def _asked(self, asking: asyncio.Task[None]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
-            asking.exception()  # seen, if the caller is gone
+            asking.exception()  # retrieved, in case the caller has gone
 
 
 async def dial(address: str, agent: str) -> Line:
-    """A connection to the bell of `agent`, which has answered. Raises: TransferFailed."""
+    """Connect to the bell of `agent`. Raises: TransferFailed."""
     host, _, port = address.rpartition(":")
     line: Line | None = None
     try:
@@ -137,7 +137,7 @@ async def dial(address: str, agent: str) -> Line:
             reader, writer = await asyncio.open_connection(host, int(port))
             line = Line(agent, reader, writer)
             await line.ring(Ring())
-    except (OSError, ValueError, OverflowError) as exc:  # also a timeout, and a port that is none
+    except (OSError, ValueError, OverflowError) as exc:  # also a timeout or an invalid port
         if line is not None:
             await line.hang_up()
         raise TransferFailed(f"{agent} cannot be reached at {address!r}: {exc or type(exc).__name__}") from exc

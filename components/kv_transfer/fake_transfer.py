@@ -1,7 +1,8 @@
-"""The fake backend: every step of a transfer but the bytes, to measure the protocol without them.
+"""The fake backend: all of a transfer except the bytes, to measure the protocol.
 
-Decode goes on with pages that nobody wrote: its tokens mean nothing. Stamp, page count and first token do come over, by the
-doorbell, and each write costs one round trip, so that a peer that is dead or hangs fails as it would with another backend.
+Decode uses pages that were never written, so its tokens are meaningless. Stamp, page count and first token are sent
+by doorbell.
+Each write costs one round trip, so a dead peer fails as it would with another backend.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class FakeKvTransfer:
-    """See `KvTransfer`."""
+    """Implements `KvTransfer`."""
 
     def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
@@ -36,55 +37,49 @@ class FakeKvTransfer:
 
     @property
     def endpoint(self) -> KvEndpoint:
-        """What the other side needs to ring here."""
         return endpoint_of("fake", self._name, self.bell.address, self._region, self.aux)
 
     async def connect(self, peer: KvEndpoint) -> None:
-        """Reach the peer's bell."""
         check_same_backend("fake", peer.backend)
         check_compatible(self._region.layout, peer.layout)
         await self._lines.connect(peer.agent, peer.agent_metadata)
         self._num_pages[peer.agent] = peer.num_pages
 
     async def disconnect(self, agent: str) -> None:
-        """Forget a peer that is gone."""
         self._num_pages.pop(agent, None)
         await self._lines.disconnect(agent)
 
     async def stop(self) -> None:
-        """Forget everyone."""
         await self._lines.disconnect_all()
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        """Copy nothing; returns when the peer has answered. No byte is counted, for none moved."""
+        """Returns when the peer has answered, with a count of 0 bytes."""
         line = self._lines.to(agent)
-        runs(source, target, self._region.num_pages, self._num_pages[agent])  # only pages that exist
+        runs(source, target, self._region.num_pages, self._num_pages[agent])  # checks that the pages exist
         await line.ring(Ring())
         return 0
 
     async def write_pieces(self, agent: str, pieces: Pieces) -> int:
-        """As `write_pages`."""
         await self._lines.to(agent).ring(Ring())
         return 0
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
-        """Send one aux slot, and tell the peer."""
+        """Send one aux slot and notify the peer."""
         record = self.aux.raw(source_slot)
         await self._lines.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        """A future that completes when a peer has sent exactly this text, and with it the slot."""
+        """A future that completes when a peer has sent exactly this text with the slot."""
         return self.bell.expect(notification)
 
     def hasten(self, notification: str) -> None:
-        """The doorbell is not looked for: it rings."""
+        """Nothing to do: the doorbell rings."""
 
 
 @asynccontextmanager
 async def open_fake(
     region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AsyncIterator[FakeKvTransfer]:
-    """A fake backend while inside."""
     if plugin:
         raise WrongSettings(f"setting kv_transfer: the fake KV transfer has no plugin {plugin!r}: say fake")
     log.warning("KV transfer is fake: no KV moves, and what is generated after a transfer means nothing")

@@ -1,4 +1,4 @@
-"""The shape of a KV page, as both sides of a transfer must see it. No I/O: the engine builds its pool from it too."""
+"""The shape of a KV page, shared by both sides of a transfer and the engine. No I/O."""
 
 from typing import Final, Literal
 
@@ -10,13 +10,14 @@ DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class KvLayout(Struct):
-    """One page holds `page_size` tokens of every layer, head-major: [kv_heads, layers, 2, page_size, head_dim].
+    """A page holds `page_size` tokens of every layer, head-major: [kv_heads, layers, 2, page_size, head_dim].
 
-    Head-major makes a tensor-parallel rank's share of a page one contiguous piece; all layers in one page make one
-    descriptor a page, and a descriptor costs NIXL the same whatever its size.
+    Head-major makes a tensor-parallel rank's share contiguous. With all layers in one page, a page is one
+    descriptor, whose cost
+    to NIXL does not depend on its size.
     """
 
-    model: str  # what was loaded and how: a page of another model's KV has the right size and the wrong meaning
+    model: str  # identity of the weights: another model's page may have the same size
     dtype: Literal["bfloat16", "float16", "float32"]
     page_size: int  # tokens
     layers: int
@@ -26,12 +27,11 @@ class KvLayout(Struct):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
         return self.num_stripes * self.page_size * self.row_bytes
 
     @property
     def num_stripes(self) -> int:
-        """Contiguous parts of a page, each the keys or the values of all its tokens in one head of one layer."""
+        """Contiguous parts of a page: the keys or values of all its tokens in one head of one layer."""
         return self.kv_heads * self.layers * 2
 
     @property
@@ -40,16 +40,15 @@ class KvLayout(Struct):
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.page_size)
 
 
 def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
-    """Equal in everything but the page size, of which one must divide the other.
+    """Equal in everything except the page sizes, one of which must divide the other.
 
-    Raises: IncompatibleLayout, naming each field that does not fit with both values.
+    Raises: IncompatibleLayout, naming each field that differs, with both values.
     """
-    if ours == theirs:  # as good as always
+    if ours == theirs:  # the common case
         return
     different = [n for n in KvLayout.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)]
     small, large = sorted((ours.page_size, theirs.page_size))
@@ -61,7 +60,7 @@ def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
 
 
 def check_same_adapter(name: str, ours: str, theirs: str) -> None:
-    """Raises: IncompatibleLayout, naming both identities: one name may mean other weights elsewhere."""
+    """Raises: IncompatibleLayout: one name may mean other weights elsewhere."""
     if ours != theirs:
         raise IncompatibleLayout(
             f"prefill and decode must load the same weights as adapter {name!r} ({ours} here, {theirs} there)"

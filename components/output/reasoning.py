@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, kept apart from the answer."""
+"""Separate a model's reasoning from its answer."""
 
 from typing import Final, NamedTuple
 
@@ -9,17 +9,15 @@ MISTRAL_THINK: Final = ("[THINK]", "[/THINK]")
 
 
 class Thought(NamedTuple):
-    """What is new: of the reasoning, and of what follows it."""
-
     reasoning: str
     text: str
 
 
 class Reasoning:
-    """One generated text: reasoning between two markers at its beginning, then the answer, both without the spaces around them.
+    """Reasoning between two markers at the beginning, then the answer, both without surrounding spaces.
 
-    A text that does not begin with the first marker has no reasoning, unless the prompt ends with that marker already.
-    Reasoning that never ends is all there is.
+    A text without the first marker has no reasoning, unless the prompt ends with that marker. Reasoning may be
+    unfinished.
     """
 
     __slots__ = ("_begin", "_end", "_held", "_inside", "_opened", "_said", "over")
@@ -30,9 +28,9 @@ class Reasoning:
         self._begin = begin
         self._end = end
         self._opened = opened
-        self._inside: bool | None = None  # None: the text does not tell yet
+        self._inside: bool | None = None  # None: not known yet
         self._held = ""
-        self._said = False  # something of the reasoning; once `over`, of the answer
+        self._said = False  # some reasoning was reported; once `over`, some answer
 
     @property
     def inside(self) -> bool:
@@ -41,11 +39,10 @@ class Reasoning:
 
     @property
     def held(self) -> str:
-        """The end of the text so far, when only what follows tells what it is."""
+        """The end of the text so far, if only later text can tell what it is."""
         return self._held
 
     def feed(self, text: str) -> Thought:
-        """Tell apart what has come."""
         if self.over:
             return Thought("", self._answer(text))
         self._held += text
@@ -53,14 +50,13 @@ class Reasoning:
             head = self._held.lstrip(SPACES)
             if self._begin.startswith(head):
                 return Thought("", "")
-            again = head.startswith(self._begin)  # models open it themselves, though the prompt did
+            again = head.startswith(self._begin)  # some models repeat the marker that ended the prompt
             self._inside = again or self._opened
             if again:
                 self._held = head[len(self._begin) :]
         return self._think() if self._inside else self._no_reasoning()
 
     def flush(self) -> Thought:
-        """The text is over."""
         if self.over:
             return Thought("", "")
         if not (self._inside or (self._inside is None and self._opened)):
