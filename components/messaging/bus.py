@@ -1,4 +1,4 @@
-"""One NATS connection: unary calls with deadlines, publications, subscriptions, and every NATS failure made ours."""
+"""One NATS connection: calls with deadlines, publications and subscriptions. NATS's failures become MeshErrors."""
 
 import asyncio
 import logging
@@ -38,55 +38,55 @@ log = logging.getLogger(__name__)
 S = TypeVar("S", bound=Struct)
 
 CONNECT_TIMEOUT_S: Final = 2
-# A server that does not answer is left after 1.6 s, before others take this process for silent. nats-py's own 120 s notice
-# a dead server after four minutes.
+# A server without an answer to pings is left after 1.6 s, before peers declare this process silent. nats-py's
+# default would take four minutes.
 PING_EVERY_S: Final = 0.4
 MOST_PINGS: Final = 3  # unanswered
 RETRY_EVERY_S: Final = 0.5
 WATCH_EVERY_S: Final = 1.0
-PENDING_MESSAGES: Final = 1 << 20  # past its limits a subscription drops in silence: frames are numbered to see it
+PENDING_MESSAGES: Final = (
+    1 << 20
+)  # beyond its limits a subscription drops messages silently; frames are numbered to detect that
 PENDING_BYTES: Final = 1 << 30
-HEADERS_BYTES: Final = 512  # a call's headers count too: the server drops the whole connection over one byte too many
+HEADERS_BYTES: Final = 512  # headers of a call count, too: the server closes the connection for one byte too many
 
 
 class Bus:
-    """What the services use of NATS."""
-
     def __init__(self, client: Client, url: str) -> None:
         self.client = client
         self.url = without_password(url)  # for messages
-        self.refusals = Refusals()  # of what comes in here
-        self.reconnected_at = -math.inf  # monotonic, the last time
+        self.refusals = Refusals()  # of incoming messages
+        self.reconnected_at = -math.inf  # monotonic time of the latest reconnect
         self.clocks = PeerClocks()
         self._replies = Replies(client)
 
     @property
     def is_connected(self) -> bool:
-        """Whether NATS can be reached."""
         return bool(self.client.is_connected)
 
     def steady_s(self) -> float:
-        """Seconds since the connection was last made again, infinite if it never broke; 0 while there is none."""
+        """Seconds since the latest reconnect, infinite if there was none; 0 while disconnected."""
         return time.monotonic() - self.reconnected_at if self.client.is_connected else 0.0
 
     def answers(self) -> AbstractAsyncContextManager[None]:
-        """Calls are answered while inside."""
+        """Accepts answers to calls."""
         return self.subscription(self._replies.subject, self._replies.receive)
 
     async def call(self, subject: str, request: Struct, *replies: type[S], timeout_s: float) -> S:
         """Send `request` and return the answer, one of the classes `replies`.
 
-        A call without an answer is sent again after a second; the other side runs it once.
+        A call without an answer is sent again after a second; the receiver runs it once.
 
-        Raises: PeerLost at once when nobody listens; DeadlineExceeded after `timeout_s`; BackendUnavailable, when NATS
-            could not be reached meanwhile; MessageTooLarge; the error that the other side answered with.
+        Raises: PeerLost at once if no process listens; DeadlineExceeded after `timeout_s`; BackendUnavailable if
+        NATS
+            was unreachable meanwhile; MessageTooLarge; the error that the receiver answered with.
         """
         data = self._packed(subject, request)
         try:
             with nats_errors(subject, self.url):
                 message = await self._replies.call(subject, data, trace_headers(), timeout_s)
         except DeadlineExceeded as exc:
-            if self.steady_s() < timeout_s:  # our own outage says nothing about the other side
+            if self.steady_s() < timeout_s:  # our own outage says nothing about the receiver
                 raise BackendUnavailable(f"NATS at {self.url} was away during a call", subject=subject) from exc
             raise
         try:
@@ -99,29 +99,30 @@ class Bus:
         return cast("S", answer)
 
     async def publish(self, subject: str, message: Struct) -> None:
-        """Send a message that nobody answers."""
+        """Send a message without an answer."""
         await self.publish_bytes(subject, self._packed(subject, message))
 
     async def publish_bytes(self, subject: str, data: bytes, reply: str = "") -> None:
-        """Send bytes already packed; the per-step frames come here."""
+        """For messages already packed, such as frames."""
         with nats_errors(subject, self.url):
             await publish(self.client, subject, data, reply)
 
     def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
-        """The reply subject for a message to `subject`: NATS then says at once if nobody listens, and `callback` is called.
+        """A reply subject for messages to `subject`: NATS reports at once if no process listens, and `callback`
+        is called.
 
-        One for each subject: a new callback takes the place of the last one.
+        There is one per subject: a new callback replaces the earlier one.
         """
         return self._replies.when_unheard(subject, callback)
 
     @asynccontextmanager
     async def subscription(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """`handler` gets every message of `subject` while inside. It must not block: messages come one after another."""
+        """`handler` gets every message of `subject`, one after another. It must not block."""
         with nats_errors(subject, self.url):
             subscription = await self.client.subscribe(
                 subject, cb=handler, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
             )
-            await self.flush()  # NATS knows the subscription before we ask anyone to send
+            await self.flush()  # NATS knows the subscription before anything is requested
         try:
             yield
         finally:
@@ -130,10 +131,11 @@ class Bus:
                     await subscription.unsubscribe()
 
     async def flush(self) -> None:
-        """Return when NATS has processed everything sent before, subscriptions included.
+        """Return when NATS has processed everything sent before, including subscriptions.
 
-        nats-py writes the PING of a flush ahead of commands that it has queued. So the first answer proves that these were
-        written, the second one that they were processed.
+        nats-py writes a flush's PING ahead of queued commands. So the first answer proves that these were written,
+        the second
+        that they were processed.
 
         Raises: nats.errors.Error, OSError.
         """
@@ -142,7 +144,7 @@ class Bus:
             await self.client.flush()
 
     def check_size(self, subject: str, data: bytes, what: str = "message") -> None:
-        """Raises: MessageTooLarge, when NATS would not take it."""
+        """Raises: MessageTooLarge, for what NATS would refuse."""
         if len(data) > self.client.max_payload - HEADERS_BYTES:
             error = MessageTooLarge(
                 f"{what} of {len(data)} bytes for {subject} exceeds the {self.client.max_payload} bytes "
@@ -159,7 +161,7 @@ class Bus:
 
 
 class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice as long, at each message
-    """Turns NATS's exceptions into ours."""
+    """Turns NATS's exceptions into MeshErrors."""
 
     __slots__ = ("_subject", "_url")
 
@@ -178,21 +180,20 @@ class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice
 
 
 def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
-    """What we call it; None, when it is nothing of NATS's."""
+    """The matching MeshError; None for another kind of exception."""
     if isinstance(error, nats.errors.NoRespondersError):
         return NobodyListens(f"nobody listens on {subject}", subject=subject)
     if isinstance(error, nats.errors.TimeoutError | TimeoutError):
         return DeadlineExceeded(f"no answer on {subject} in time", subject=subject)
     if isinstance(error, nats.errors.MaxPayloadError):
         return MessageTooLarge(f"message for {subject} exceeds the server's max_payload", subject=subject)
-    # nats-py lets through what uvloop raises for a socket that was reset, and what its own half-closed state does.
+    # nats-py does not catch what uvloop raises for a reset socket, nor errors of its own half-closed state
     if isinstance(error, nats.errors.Error | OSError | RuntimeError | AttributeError):
         return BackendUnavailable(unreachable(url, error), subject=subject)
     return None
 
 
 def unreachable(url: str, exc: BaseException) -> str:
-    """What to say when NATS does not answer."""
     cause = str(exc) or type(exc).__name__
     if "authorization" in cause.lower():
         where = without_password(url)
@@ -202,13 +203,13 @@ def unreachable(url: str, exc: BaseException) -> str:
 
 @asynccontextmanager
 async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
-    """A connection that comes back by itself; while NATS is away at the start, this waits and says so.
+    """A connection that reconnects automatically. While NATS is away at the start, this waits and logs it.
 
-    Raises: BackendUnavailable, also within the body, when the connection can never come back.
+    Raises: BackendUnavailable, also within the body, if the connection cannot come back.
 
     Args:
         url: server addresses, comma-separated.
-        name: of this connection, as NATS's monitoring shows it.
+        name: shown by NATS's monitoring.
     """
     reports = _ConnectionReports(url)
     async with tells_of_waiting("NATS", url):
@@ -223,7 +224,7 @@ async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
 
 
 class _ConnectionReports:
-    """Says once per outage that NATS is away, and why; nats-py reports every attempt."""
+    """Logs once per outage that NATS is away, and why; nats-py reports every attempt."""
 
     def __init__(self, url: str) -> None:
         self.closing = False
@@ -233,7 +234,6 @@ class _ConnectionReports:
         self._said = False
 
     async def on_error(self, exc: Exception) -> None:
-        """An attempt to connect failed, or something went wrong on a connection that stands."""
         if not self._away:
             log.warning("NATS client error", extra={"cause": str(exc) or type(exc).__name__})
         elif not self.closing:
@@ -242,11 +242,9 @@ class _ConnectionReports:
             self._said = True
 
     async def on_disconnected(self) -> None:
-        """The connection broke; nats-py tries again for ever."""
         self._away = True
 
     async def on_connected(self) -> None:
-        """It stands, for the first time or again."""
         if self._said:
             log.info("NATS connected", extra={"url": without_password(self._url)})
         if self.bus is not None:
@@ -255,19 +253,19 @@ class _ConnectionReports:
 
 
 class _ServerChoice:
-    """Which server of a cluster to connect to next: the one not tried for the longest time, so never a frozen one again."""
+    """Chooses the server not tried for the longest time, so a frozen one is not tried again and again."""
 
     def __init__(self) -> None:
-        self._tried: dict[str, float] = {}  # monotonic, by host and port
-        self._every_s = RETRY_EVERY_S * random.uniform(0.5, 1.0)  # or all processes would try in step
+        self._tried: dict[str, float] = {}  # monotonic time by host and port
+        self._every_s = RETRY_EVERY_S * random.uniform(0.5, 1.0)  # jitter, or all processes would try in step
 
     def connected(self, client: Client) -> None:
-        """The client is connected to a server; once that is lost, others go first."""
+        """Connected to a server, which becomes the last choice."""
         if (url := client.connected_url) is not None:
             self._tried[url.netloc] = time.monotonic()
 
     def __call__(self, servers: list[Any], _info: object) -> tuple[Any, float]:
-        """The next server, and after how many seconds."""
+        """The next server, and the delay in seconds."""
         now = time.monotonic()
         server = min(servers, key=lambda s: (self._tried.get(s.uri.netloc, -math.inf), random.random()))
         wait_s = max(0.0, self._tried.get(server.uri.netloc, -math.inf) + self._every_s - now)
@@ -277,7 +275,7 @@ class _ServerChoice:
 
 async def _connect(url: str, name: str, reports: "_ConnectionReports") -> Client:
     choice, login = _ServerChoice(), login_of(url)
-    # Not in the servers' addresses: nats-py forgets them for the servers that it hears of from the first one.
+    # separate from the addresses: nats-py drops a login from addresses of servers that it discovers
     options: dict[str, str | None] = {"user": login.user, "password": login.password}
     if login.password is None:
         options = {"token": login.user}
@@ -313,9 +311,9 @@ async def _connected(client: Client, choice: _ServerChoice, reports: "_Connectio
 
 
 async def _watch(client: Client, url: str) -> None:
-    """Watch over nats-py, whose reconnecting may end without a word. Raises: BackendUnavailable, when it has closed itself.
+    """Restart nats-py's reconnecting if it ends. Raises: BackendUnavailable, if the client has closed itself.
 
-    A process that NATS does not reach any more must not look alive.
+    A process that NATS cannot reach must not look alive.
     """
     while True:
         await asyncio.sleep(WATCH_EVERY_S)
@@ -324,7 +322,7 @@ async def _watch(client: Client, url: str) -> None:
             raise BackendUnavailable(unreachable(url, cause))
         reconnecting = client._reconnection_task
         if not client.is_connected and (reconnecting is None or reconnecting.done()):
-            # uvloop raises RuntimeError for a socket that is reset within a handshake, and nats-py's task dies of it.
+            # uvloop raises RuntimeError for a socket that is reset within a handshake, which ends nats-py's task
             log.warning("reconnecting to NATS broke off, trying again", extra={"url": without_password(url)})
             client._status = Client.CONNECTING
             await client._process_op_err(nats.errors.StaleConnectionError())
@@ -336,5 +334,5 @@ async def _close(client: Client) -> None:
             await client.flush(timeout=2)  # the last frames leave before the socket closes
     except (nats.errors.Error, OSError, TimeoutError):
         log.warning("NATS went away before the last messages left")
-    with exact_cancellation():  # the reconnecting that this ends waits for the same socket to close, and is cancelled
+    with exact_cancellation():  # this cancels a reconnecting task that waits for the same socket to close
         await client.close()

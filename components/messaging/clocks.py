@@ -1,9 +1,10 @@
-"""How far the clocks of other processes are off, measured by their messages, and their deadlines by our own clock.
+"""Clock skew of other processes, and their deadlines by our clock.
 
-Each message with a deadline says when it was sent. Our time of arrival minus that is the skew plus the time it was on its
-way. The smallest of a peer's recent differences is the skew plus the shortest way, and that is what its deadlines are
-moved by. One message's own difference would be wrong: a message that waited for half a minute in the socket of a frozen
-process must count as late.
+A message with a deadline has its time of sending. Arrival minus sending is the skew plus the delay. A peer's
+smallest recent
+difference is the skew plus the shortest delay, and corrects its deadlines. The difference of a single message would
+be wrong: one
+that waited in a frozen process's socket must count as late.
 """
 
 import logging
@@ -21,9 +22,9 @@ from components.wire.dated import Dated
 
 log = logging.getLogger(__name__)
 
-TOLERATED_MS: Final = 1000  # a smaller skew is neither reported nor converted: deadlines are tens of seconds away
+TOLERATED_MS: Final = 1000  # a smaller skew is ignored: deadlines are tens of seconds away
 WINDOW_S: Final = (
-    30.0  # differences count for one to two windows: so long a clock that was set back makes deadlines early
+    30.0  # differences count for one to two windows, so a clock that was set back makes deadlines early this long
 )
 FORGET_S: Final = 600.0  # a peer without messages
 MIN_MESSAGES: Final = 3  # before a positive skew is reported: fewer may all have been late
@@ -33,14 +34,14 @@ D = TypeVar("D", bound=Dated)
 
 @dataclass(slots=True)
 class _Peer:
-    """Differences in milliseconds, the smallest of this window and of the one before."""
+    """In milliseconds; the minimum of this window and of the one before."""
 
     since_s: float
     smallest: int
     before: int
     heard_s: float
     count: int = 0
-    told: int = 0  # the skew that was last reported
+    told: int = 0  # the last reported skew
 
     @property
     def skew_ms(self) -> int:
@@ -48,7 +49,7 @@ class _Peer:
 
 
 class PeerClocks(Collector):
-    """The clocks of the processes that send to this one; `clock_skew_seconds` is the largest skew among them."""
+    """The clocks of processes that send to this one. `clock_skew_seconds` is the largest skew."""
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
@@ -63,7 +64,6 @@ class PeerClocks(Collector):
         return replace(message, deadline_unix_ms=message.deadline_unix_ms + skew_ms)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The metric as Prometheus reads it."""
         self._forget()
         largest_ms = max((abs(peer.skew_ms) for peer in self._peers.values()), default=0)
         yield GaugeMetricFamily(
@@ -78,7 +78,7 @@ class PeerClocks(Collector):
         if peer is None:
             self._forget()
             peer = self._peers[sender] = _Peer(now_s, difference_ms, difference_ms, now_s)
-        elif now_s - peer.since_s > WINDOW_S:  # only now: a frozen process keeps what it knew before it froze
+        elif now_s - peer.since_s > WINDOW_S:  # only on a message: a frozen process keeps what it knew
             peer.since_s, peer.before, peer.smallest = now_s, peer.smallest, difference_ms
         peer.smallest = min(peer.smallest, difference_ms)
         peer.heard_s = now_s
@@ -89,7 +89,7 @@ class PeerClocks(Collector):
         return skew_ms
 
     def _report(self, sender: str, peer: _Peer, skew_ms: int) -> None:
-        """Say once what the skew of a peer is, and again when it has become another one."""
+        """Log a peer's skew once, and again when it changes."""
         is_certain = skew_ms < 0 or peer.count >= MIN_MESSAGES
         if is_certain and abs(skew_ms - peer.told) > max(TOLERATED_MS, abs(peer.told) // 2):
             peer.told = skew_ms
@@ -98,7 +98,7 @@ class PeerClocks(Collector):
             )
 
     def _forget(self) -> None:
-        """Drop peers that have gone."""
+        """Drop peers without recent messages."""
         now_s = time.monotonic()
         for sender in [name for name, peer in self._peers.items() if now_s - peer.heard_s > FORGET_S]:
             del self._peers[sender]

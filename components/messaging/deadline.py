@@ -1,4 +1,4 @@
-"""Deadlines as they travel: wall-clock milliseconds, because a monotonic time means nothing in another process."""
+"""Deadlines on the wire: wall-clock milliseconds, because monotonic times differ between processes."""
 
 import time
 
@@ -6,12 +6,11 @@ from components.errors import DeadlineExceeded
 
 
 def now_ms() -> int:
-    """Wall clock, Unix milliseconds."""
     return time.time_ns() // 1_000_000
 
 
 def remaining_s(deadline_unix_ms: int) -> float:
-    """Seconds left. Raises: DeadlineExceeded, when there are none."""
+    """Raises: DeadlineExceeded, if none are left."""
     left_s = deadline_unix_ms / 1000 - time.time()
     if left_s <= 0:
         raise DeadlineExceeded(f"the deadline passed {-left_s:.1f} s ago")

@@ -1,9 +1,11 @@
-"""Whether decode instances follow prefill instances or ask them, and how often each instance may send.
+"""Bounded fan-out: whether decode instances follow prefill instances or ask them, and how often each instance
+may send.
 
-One message costs NATS one delivery for each instance that follows its sender. If every decode instance followed every prefill
-instance, deliveries would grow with the product of both. So in a large fleet decode instances follow none. They ask a few of
-them about each prompt (`components/routing/candidates.py`), and each may ask so many questions a second. Frontends follow all
-decode instances, which send less often the more deliveries one round of messages makes. No I/O.
+NATS delivers a message to each follower, so if all decode instances followed all prefill instances, deliveries
+would grow with the
+product of both. In a large fleet decode instances ask a few prefill instances about each prompt
+(`components/routing/candidates.py`). Frontends follow all decode instances, which send less often as the fleet
+grows. No I/O.
 """
 
 from collections import Counter
@@ -14,35 +16,32 @@ from components.discovery.book import InstanceBook
 from components.wire.heartbeat import USUAL_NEXT_S
 from components.wire.instances import InstanceRecord, Role
 
-ALL_PAIRS: Final = 4096  # of a decode and a prefill instance, up to which decode instances follow: 64 of each
-AGAIN_BELOW: Final = (
-    0.75  # of ALL_PAIRS: then an instance that asks follows again, so that it does not switch to and fro
-)
+ALL_PAIRS: Final = 4096  # pairs of a decode and a prefill instance up to which decode instances follow: 64 of each
+AGAIN_BELOW: Final = 0.75  # of ALL_PAIRS: hysteresis for following again
 WATCHERS: Final = 1  # a planner follows the heartbeats of all workers
-# Deliveries a second of one kind of message: heartbeats of decode instances, their KV events, and those of prefill instances
-# while they are followed.
+# deliveries a second of one kind of message
 DELIVERIES_PER_S: Final = 12_000
-QUESTIONS_PER_S: Final = 11_000  # that all decode instances ask; each costs a delivery, and so does its answer
+QUESTIONS_PER_S: Final = 11_000  # by all decode instances; a question costs two deliveries, with its answer
 HEARD_PER_S: Final = 2_000  # heartbeats of one role that one process receives
-SOONEST_S: Final = 0.05  # from one message of an instance to its next, at least
-LONGEST_S: Final = 5.0  # and at most: the budget holds up to 60,000 pairs of a decode instance and a frontend
+SOONEST_S: Final = 0.05  # minimum between two messages of an instance
+LONGEST_S: Final = 5.0  # maximum: the budget covers 60,000 pairs of a decode instance and a frontend
 
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill")
 
 
 def heartbeat_rest_s(instances: int, followings: int) -> float:
-    """Seconds from a heartbeat to the next, at least, of each of `instances` workers that have so many `followings` in all."""
+    """Minimum seconds between heartbeats of each of `instances` workers with `followings` in all."""
     heard = instances * DELIVERIES_PER_S / HEARD_PER_S
     return _rest_s(max(followings + WATCHERS * instances, heard))
 
 
 def kv_events_rest_s(followings: int) -> float:
-    """Seconds from a batch of KV events to the next, at least, of workers that have so many `followings` in all."""
+    """Minimum seconds between batches of KV events of workers with `followings` in all."""
     return _rest_s(followings)
 
 
 def questions_per_s(decodes: int) -> float:
-    """Questions a second that each of `decodes` instances may ask."""
+    """Questions a second for each of `decodes` instances."""
     return QUESTIONS_PER_S / max(decodes, 1)
 
 
@@ -51,7 +50,7 @@ def _rest_s(deliveries: float) -> float:
 
 
 class FleetSizes:
-    """How many instances of each role there are; it follows a book."""
+    """Number of instances of each role; follows a book."""
 
     def __init__(self, book: InstanceBook) -> None:
         self._counts: Counter[Role] = Counter()
@@ -61,34 +60,33 @@ class FleetSizes:
         book.subscribe(self._changed)
 
     def count(self, role: Role) -> int:
-        """Instances of `role`."""
         return self._counts[role]
 
     @property
     def pairs(self) -> int:
-        """Pairs of a decode and a prefill instance, whatever their models: a subscription does not tell models apart."""
+        """Pairs of a decode and a prefill instance of any model: subscriptions do not depend on the model."""
         return self._counts["decode"] * self._counts["prefill"]
 
     def followings(self, role: Role) -> int:
-        """Pairs of an instance of `role`, a worker, and a process that follows it to route to it."""
+        """Pairs of a worker of `role` and a process that follows it to route to it."""
         if role == "prefill":
             return self.pairs if self.pairs <= ALL_PAIRS else 0
         return self._counts["decode"] * self._counts["frontend"]
 
     def heartbeat_rest_s(self, role: Role) -> float:
-        """Seconds from a heartbeat of a worker of `role` to its next, at least."""
+        """Minimum seconds between heartbeats of a worker of `role`."""
         if role == "prefill" and self.pairs > ALL_PAIRS:
             return USUAL_NEXT_S  # only planners follow them
         return heartbeat_rest_s(self.count(role), self.followings(role))
 
     def kv_events_rest_s(self, role: Role) -> float:
-        """Seconds from a batch of KV events of a worker of `role` to its next, at least."""
+        """Minimum seconds between batches of KV events of a worker of `role`."""
         if role == "prefill" and self.pairs > ALL_PAIRS:
-            return LONGEST_S  # nobody follows them
+            return LONGEST_S  # without followers
         return kv_events_rest_s(self.followings(role))
 
     def questions_per_s(self) -> float:
-        """Questions a second that each decode instance may ask."""
+        """Questions a second for each decode instance."""
         return questions_per_s(self._counts["decode"])
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
@@ -102,7 +100,7 @@ class Following:
     """Whether a decode instance follows the prefill instances or asks them, by the size of the fleet."""
 
     def __init__(self, book: InstanceBook, most_pairs: int | None = None) -> None:
-        """`most_pairs`: of a decode and a prefill instance, up to which it follows; None: ALL_PAIRS."""
+        """`most_pairs`: limit for following; None: ALL_PAIRS."""
         self.followed = InstanceBook()  # all prefill instances, or none
         self.sizes = FleetSizes(book)
         self._most_pairs = ALL_PAIRS if most_pairs is None else most_pairs

@@ -1,4 +1,4 @@
-"""The instances of one role as one process sees them: who is alive, and whose turn it is."""
+"""The instances of one role as one process sees them: who is alive, and which one to choose."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -24,7 +24,7 @@ from components.wire.instances import InstanceRecord
 
 
 class Fleet:
-    """`alive` knows who can be used, `router` whom to choose; both hear what etcd and heartbeats tell."""
+    """`alive` has the usable instances, `router` chooses among them; etcd and heartbeats update both."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class Fleet:
         *,
         kv_index_blocks: int = MAX_BLOCKS,
     ) -> None:
-        """Draws come from `rng`; None: a source of its own. `kv_index_blocks`: that are remembered of all caches, at most."""
+        """`rng` None: a new source. `kv_index_blocks`: limit of blocks known of all caches."""
         self.rng = rng = rng or Random()
         self.alive = alive
         self.policy = policy
         self.index = KvIndex(kv_index_blocks) if looks_at_caches(policy, phase) else None
-        or_nobody = phase == "prefill"  # decode computes prompts itself
+        or_nobody = phase == "prefill"  # decode can compute prompts itself
         self.router = Router(make_policy(policy, phase, rng), rng, time.monotonic, self.index, or_nobody=or_nobody)
         self.inquiries: Inquiries | None = None  # for a fleet that may be too large to follow
         self._phase = phase
@@ -61,7 +61,7 @@ class Fleet:
 
 
 class Inquiries:
-    """Asks instances of a large fleet about prompts, a few about each."""
+    """Asks a few instances of a large fleet about each prompt."""
 
     def __init__(self, fleet: Fleet, phase: Phase, following: Following, questions: Questions) -> None:
         self._fleet = fleet
@@ -72,16 +72,15 @@ class Inquiries:
 
     @property
     def are_needed(self) -> bool:
-        """Whether the fleet is too large to follow."""
         return self._following.asks
 
     async def about(self, ask: Ask, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> Inquiry:
-        """Ask some of `usable`, until one can begin with the prompt at once or enough are asked.
+        """Ask some of `usable` until one can begin with the prompt at once, or enough were asked.
 
         Args:
             ask: the request.
-            blocks: the hashes of its prompt.
-            usable: instances that may be chosen; the same sequence as long as they are the same.
+            blocks: the prompt's block hashes.
+            usable: candidates; the same sequence while they are the same.
         """
         router = self._fleet.router
         inquiry, began_s = Inquiry(router, ask), router.now_s
@@ -116,7 +115,7 @@ def _page_size(record: InstanceRecord) -> int:
 
 
 def _tokens(prefixes: Sequence[int], page_size: int, num_cached: int) -> int:
-    """Tokens up to the last depth that is cached. `num_cached` comes from another process."""
+    """Tokens up to the last cached depth. `num_cached` is another process's claim."""
     at = min(num_cached, len(prefixes))
     return prefixes[at - 1] * page_size if at > 0 else 0
 
@@ -134,10 +133,9 @@ async def watch_fleet(
     metrics: CollectorRegistry | None = None,
     following: Following | None = None,
 ) -> AsyncIterator[Fleet]:
-    """The fleet of a role, kept while inside; what its instances have cached only where the policy looks at it.
+    """The fleet of a role. Caches are followed only if the policy needs them.
 
-    `metrics` then shows how much that is. `following` says whether its instances are followed or asked; None: they are
-    followed.
+    `following`: whether instances are followed or asked; None: followed. `metrics` shows the KV index.
     """
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context

@@ -1,4 +1,4 @@
-"""NATS subscriptions to what the workers of one role publish, for as long as this process follows them."""
+"""NATS subscriptions to the workers of a role, for as long as this process follows them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +18,7 @@ Handler = Callable[[Msg], Awaitable[None]]
 
 
 class _Subscription:
-    """One that is open while `following` follows."""
+    """Open while `following` follows."""
 
     def __init__(self, bus: Bus, subject: str, handler: Handler, following: Following) -> None:
         self._bus = bus
@@ -30,7 +30,7 @@ class _Subscription:
         following.on_change(self._stale.set)
 
     async def update(self) -> None:
-        """Subscribe, or unsubscribe. Raises: MeshError."""
+        """Subscribe or unsubscribe. Raises: MeshError."""
         self._stale.clear()
         if self._following.asks:
             await self.close()
@@ -40,7 +40,7 @@ class _Subscription:
             self._open = stack
 
     async def run(self) -> None:
-        """Update for ever, after each change. While NATS is away, this waits: the client subscribes anew by itself."""
+        """Update after each change. After an outage of NATS the client subscribes again itself."""
         while True:
             await self._stale.wait()
             try:
@@ -52,7 +52,6 @@ class _Subscription:
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        """Unsubscribe, if need be."""
         opened, self._open = self._open, None
         if opened is not None:
             await opened.aclose()
@@ -60,12 +59,11 @@ class _Subscription:
 
 @asynccontextmanager
 async def subscribed(bus: Bus, subject: str, handler: Handler, following: Following | None) -> AsyncIterator[None]:
-    """`handler` gets what the workers of a role publish on a kind of subject, while inside and while `following` follows.
+    """`handler` gets a kind of message of a role's workers while `following` follows.
 
     Args:
-        bus: the connection.
-        subject: with `*` for the id of the instance.
-        handler: as `Bus.subscription` has it.
+        subject: with `*` for the instance id.
+        handler: see `Bus.subscription`.
         following: None: always.
     """
     if following is None:

@@ -1,4 +1,4 @@
-"""Who is alive, from etcd and from heartbeats together: a lease tells of the lost, a heartbeat of the silent and the hung."""
+"""Liveness from etcd and heartbeats: leases reveal dead instances, heartbeats silent and hanging ones."""
 
 import asyncio
 import logging
@@ -28,18 +28,16 @@ from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = USUAL_NEXT_S  # from one heartbeat to the next, at most; in a large fleet `next_s` of the heartbeat
-LATE_S: Final = 1.0  # that a heartbeat may take longer than announced
-SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two heartbeats are missing: with `next_s` as usual
-HUNG_AFTER_S: Final = 20.0  # the longest step we believe in: a chunk of a prompt on a busy CPU takes seconds
-STILL_AFTER_S: Final = (
-    EVERY_S + LATE_S
-)  # without a heartbeat or a step: no new work for it, while there is somebody else
-LONG_STEPS: Final = 2.0  # times its usual step, where that is longer
-LONGEST_STEP_S: Final = 5.0  # that we get used to
-LATEST: Final = 0.5  # weight in what is usual of the latest step, if it took that long: a hang now and then is no habit
+EVERY_S: Final = USUAL_NEXT_S  # maximum between two heartbeats; in a large fleet the heartbeat's `next_s`
+LATE_S: Final = 1.0  # tolerated delay of a heartbeat
+SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two missing heartbeats, with the usual `next_s`
+HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk of a prompt on a busy CPU takes seconds
+STILL_AFTER_S: Final = EVERY_S + LATE_S  # without a heartbeat or a step: no new work if another instance is usable
+LONG_STEPS: Final = 2.0  # times its usual step, if that is longer
+LONGEST_STEP_S: Final = 5.0  # upper bound of what counts as usual
+LATEST: Final = 0.5  # weight of the latest step in the usual time, if it took that long: one hang is no habit
 
-OnLost = Callable[[InstanceRecord, str], None]  # (who, why)
+OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
 OnHeard = Callable[[Heartbeat], None]
 NumCached = Callable[[Sequence[bytes]], int]
 
@@ -48,10 +46,10 @@ NumCached = Callable[[Sequence[bytes]], int]
 class _Pulse:
     record: InstanceRecord
     heard: float  # monotonic
-    advanced: float  # monotonic time of the last change of the step counter, or of the last idle beat
+    advanced: float  # monotonic time of the last change of the step counter, or of the last idle heartbeat
     last: Heartbeat | None = None
-    usual_s: float = 0.0  # between two changes of the step counter under work
-    asked: float | None = None  # monotonic time of the oldest question without an answer
+    usual_s: float = 0.0  # between two changes of the step counter under load
+    asked: float | None = None  # monotonic time of the oldest unanswered question
     is_lost: bool = False
     is_still: bool = False
 
@@ -61,10 +59,11 @@ class _Pulse:
 
 
 class Liveness:
-    """Instances of one role that can be used now. `lost` is told once per loss, whatever shows it first.
+    """The usable instances of one role. A loss is reported once, whatever reveals it first.
 
-    A process either follows the heartbeats of all instances, or asks some of them for one (`asks`). Who asks learns nothing
-    of instances that it does not ask: those count as alive. An instance is silent while a question to it has no answer.
+    A process either follows all heartbeats, or asks some instances for one (`asks`). Then instances that it does
+    not ask count as
+    alive, and one is silent while a question to it is unanswered.
     """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,11 +72,11 @@ class Liveness:
         self._pulses: dict[str, _Pulse] = {}
         self._on_lost: list[OnLost] = []
         self._on_heard: list[OnHeard] = []
-        self._next_s = EVERY_S  # as the latest heartbeat of any instance says
+        self._next_s = EVERY_S  # of the latest heartbeat of any instance
         self._asks = False
         self._watched: Counter[str] = Counter()  # instance ids
         self._unanswered: set[str] = set()  # ids of instances that owe an answer
-        self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # until something changes
+        self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # cache, cleared by any change
         for record in book.of_role(role):
             self._changed(None, record)
         book.subscribe(self._changed)
@@ -87,16 +86,16 @@ class Liveness:
         self._on_lost.append(callback)
 
     def on_heard(self, callback: OnHeard) -> None:
-        """Call `callback(heartbeat)` for each that an instance sent in its present epoch."""
+        """Call `callback(heartbeat)` for each heartbeat of an instance's current epoch."""
         self._on_heard.append(callback)
 
     def usable(
         self, model: str | None = None, adapter: str = "", *, or_nobody: bool = False
     ) -> Sequence[InstanceRecord]:
-        """Live instances that take new work (of `model`, with that adapter) and speak our protocol, by instance id.
+        """Live instances (with the model and adapter) that accept work and speak our protocol, by instance id.
 
-        Those that are silent or whose engine stands still, for a moment so far, are among them only when all are so; never
-        with `or_nobody`, for who can do without.
+        Momentarily silent or stalled ones are included only if all are so, and never with `or_nobody`, for callers
+        that have an alternative.
         """
         known = self._usable.get((model, adapter, or_nobody))
         if known is None:
@@ -118,7 +117,7 @@ class Liveness:
 
     @property
     def asks(self) -> bool:
-        """Whether this process asks for heartbeats, instead of following them."""
+        """Whether this process asks for heartbeats instead of following them."""
         return self._asks
 
     @asks.setter
@@ -131,7 +130,7 @@ class Liveness:
 
     @contextmanager
     def watching(self, instance_id: str) -> Iterator[None]:
-        """Something under way depends on this instance: while inside, a process that asks keeps asking it."""
+        """Keep asking this instance meanwhile: current work depends on it."""
         self._watched[instance_id] += 1
         try:
             yield
@@ -141,19 +140,19 @@ class Liveness:
                 del self._watched[instance_id]
 
     def asked(self, instance_id: str) -> None:
-        """A question for a heartbeat leaves for an instance."""
+        """A question for a heartbeat leaves."""
         pulse = self._pulses.get(instance_id)
         if pulse is not None and pulse.asked is None:
             pulse.asked = self._clock()
             self._unanswered.add(instance_id)
 
     def unanswered_s(self, instance_id: str) -> float:
-        """How long the oldest question to an instance has waited for an answer; 0 if none does."""
+        """Age of the oldest unanswered question; 0 if there is none."""
         pulse = self._pulses.get(instance_id)
         return 0.0 if pulse is None or pulse.asked is None else self._clock() - pulse.asked
 
     def to_be_asked(self) -> list[InstanceRecord]:
-        """Instances whose state matters now: those that are watched, and those that get no work until they answer well."""
+        """The watched instances, and those that get no work until they answer well."""
         return [
             pulse.record
             for instance_id, pulse in self._pulses.items()
@@ -165,7 +164,6 @@ class Liveness:
         ]
 
     def is_usable(self, instance_id: str) -> bool:
-        """Whether an instance lives, moves and takes new work."""
         pulse = self._pulses.get(instance_id)
         return pulse is not None and not (pulse.is_lost or pulse.is_still or pulse.is_draining)
 
@@ -175,24 +173,23 @@ class Liveness:
         return None if pulse is None else pulse.record
 
     def is_lost(self, instance_id: str) -> bool:
-        """Whether it is gone, silent or hung; one that stands still for a moment is not."""
+        """Gone, silent or hung; a momentary stall does not count."""
         pulse = self._pulses.get(instance_id)
         return pulse is None or pulse.is_lost
 
     def last_heartbeat(self, instance_id: str) -> Heartbeat | None:
-        """What the instance last said of itself."""
         pulse = self._pulses.get(instance_id)
         return None if pulse is None else pulse.last
 
     def prompts(self, instance_id: str) -> PromptLoad:
-        """What the instance last said of its prompts, if it has said anything yet."""
+        """Its last report of prompts, if it has sent one."""
         pulse = self._pulses.get(instance_id)
         if pulse is None or pulse.last is None:
             return PromptLoad(0, 0.0)
         return PromptLoad(pulse.last.queued_tokens, pulse.last.prompt_tokens_per_s, self._clock() - pulse.heard)
 
     def heard(self, heartbeat: Heartbeat) -> bool:
-        """A heartbeat arrived; one of another epoch, or of an instance not in etcd, says nothing. Returns: whether it did."""
+        """Record a heartbeat. Returns False, and ignores it, if the epoch is stale or the instance unknown."""
         pulse = self._pulses.get(heartbeat.instance_id)
         if pulse is None or pulse.record.epoch != heartbeat.epoch:
             return False
@@ -224,7 +221,7 @@ class Liveness:
         return True
 
     def check(self) -> None:
-        """Find the silent and the hung. A process that asks checks those that owe an answer: of others nothing is new."""
+        """Find silent and hung instances. A process that asks checks those that owe an answer."""
         now = self._clock()
         pulses = [self._pulses[i] for i in self._unanswered] if self._asks else list(self._pulses.values())
         for pulse in pulses:
@@ -239,7 +236,6 @@ class Liveness:
         self._look(pulse, now)
 
     def _look(self, pulse: _Pulse, now: float) -> None:
-        """Whether it moves."""
         still_after_s = STILL_AFTER_S + _beyond_usual_s(self._next_s_of(pulse))
         patience_s = max(still_after_s, LONG_STEPS * pulse.usual_s)
         is_still = self._silent_s(pulse, now) > still_after_s or self._stood_s(pulse, now) > patience_s
@@ -248,9 +244,9 @@ class Liveness:
             self._usable.clear()
 
     def _next_s_of(self, pulse: _Pulse) -> float:
-        """When its next heartbeat comes; one that has sent none is taken to send them as often as the others."""
+        """Seconds until its next heartbeat; by default as long as the others'."""
         if self._asks:
-            return EVERY_S  # so often a question is repeated
+            return EVERY_S  # interval at which a question is repeated
         return self._next_s if pulse.last is None else pulse.last.next_s
 
     def _silent_s(self, pulse: _Pulse, now: float) -> float:
@@ -259,11 +255,11 @@ class Liveness:
         return now - pulse.heard
 
     def _stood_s(self, pulse: _Pulse, now: float) -> float:
-        """How long its engine has stood still; for a process that asks, as of the last answer."""
+        """Seconds for which its engine has stalled; for a process that asks, as of the last answer."""
         return (pulse.heard if self._asks else now) - pulse.advanced
 
     def forgive(self) -> None:
-        """This process itself was held up: everyone gets a fresh start, for the silence may have been ours."""
+        """This process was held up itself, so silence may be its own fault: all instances start afresh."""
         now = self._clock()
         for pulse in self._pulses.values():
             pulse.heard = pulse.advanced = now
@@ -274,7 +270,7 @@ class Liveness:
         if (now or was) is None or (now or was).role != self._role:  # type: ignore[union-attr]
             return
         self._usable.clear()
-        if was is not None and now is not None and was.epoch == now.epoch:  # it says something else of itself
+        if was is not None and now is not None and was.epoch == now.epoch:  # a changed record of the same process
             self._pulses[now.instance_id].record = now
             return
         if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
@@ -297,7 +293,7 @@ class Liveness:
 
 
 def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:
-    """Say, once for each process, that an instance which has registered is not used: it speaks another protocol."""
+    """Log once per process that a registered instance speaks another protocol and is not used."""
     if now.is_understood or (was is not None and not was.is_understood):
         return
     facts = {"role": now.role, "instance": now.instance_id, "protocol": now.protocol, "from": now.oldest_protocol}
@@ -305,12 +301,12 @@ def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:
 
 
 def silent_after_s(next_s: float) -> float:
-    """Seconds without a heartbeat after which an instance is lost, whose last one announced another in `next_s`."""
+    """Seconds of silence after which an instance is lost that announced its next heartbeat in `next_s`."""
     return SILENT_AFTER_S + 2 * _beyond_usual_s(next_s)
 
 
 def _beyond_usual_s(next_s: float) -> float:
-    """Bounded, so that one bad heartbeat cannot keep an instance alive for good."""
+    """Bounded, so one bad heartbeat cannot keep an instance alive for good."""
     return min(max(EVERY_S, next_s), LONGEST_S) - EVERY_S
 
 
@@ -318,9 +314,9 @@ def _beyond_usual_s(next_s: float) -> float:
 async def watch_heartbeats(
     bus: Bus, namespace: str, role: Role, book: InstanceBook, following: Following | None = None
 ) -> AsyncIterator[Liveness]:
-    """The liveness of the instances of a role in `book`, kept while inside.
+    """The liveness of the instances in `book`.
 
-    While `following` says that this process asks, heartbeats are not followed: `Questions` brings them.
+    While `following` asks, heartbeats come through `Questions`.
     """
     liveness = Liveness(book, role)
     if following is not None:
@@ -360,7 +356,7 @@ def heartbeat_of(
     accepted: int = 0,
     num_requests: int = 0,
 ) -> Heartbeat:
-    """What a worker says of itself; `load` has the counts of a `Heartbeat` under the same names, as `StepStats` does."""
+    """`load` has the counts of a `Heartbeat` under the same names, as `StepStats` does."""
     counts = {name: getattr(load, name) for name in Heartbeat.__struct_fields__ if hasattr(load, name)}
     busy = counts["num_running"] + counts["num_waiting"] > 0
     return Heartbeat(
@@ -377,12 +373,12 @@ def heartbeat_of(
 
 
 def _none_cached(_hashes: Sequence[bytes]) -> int:
-    """Workers that nobody asks about prompts, or that publish no KV events."""
+    """For workers without KV events, or that are not asked about prompts."""
     return 0
 
 
 class HeartbeatSender:
-    """Publishes a worker's heartbeats: soon after a step, and in any case each `EVERY_S`, or `rest_s` if that is longer."""
+    """Publishes heartbeats soon after a step, and at least each `EVERY_S`, or `rest_s` if that is longer."""
 
     def __init__(
         self,
@@ -392,7 +388,6 @@ class HeartbeatSender:
         rest_s: Callable[[], float],
         num_cached: NumCached = _none_cached,
     ) -> None:
-        """Make a sender; see `send_heartbeats`."""
         self._bus = bus
         self._subject = f"{subject}.heartbeat"
         self._make = make
@@ -400,23 +395,22 @@ class HeartbeatSender:
         self._num_cached = num_cached
         self._step = 0
         self._made_of_step = -1
-        self._moved_s = time.monotonic()  # when the step counter was seen to move, or the engine to be idle
+        self._moved_s = time.monotonic()  # the step counter moved, or the engine was idle
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
 
     def stepped(self, step: int) -> None:
-        """The engine's counter is at `step`; what it says before a step has ended is no news, as its counts have not moved."""
+        """The engine's counter is at `step`; counts of a step are complete when it has ended."""
         if step != self._step:
             self._step = step
             self._news.set()
 
     def at_once(self) -> None:
-        """There is something to say that is not to wait."""
+        """The next heartbeat is urgent."""
         self._urgent.set()
         self._news.set()
 
     async def run(self) -> None:
-        """Publish for ever."""
         while True:
             self._news.clear()
             self._urgent.clear()
@@ -427,7 +421,6 @@ class HeartbeatSender:
                 await _set_within(EVERY_S - rest_s, self._news)
 
     async def answer(self, message: Msg) -> None:
-        """Answer an `AskHeartbeat`."""
         try:
             hashes = unpack_hashes(unpack(message.data, AskHeartbeat).hashes)
             heartbeat = structs.replace(self._heartbeat(self._rest_s()), cached=self._num_cached(hashes))
@@ -445,7 +438,7 @@ class HeartbeatSender:
 
 
 async def _set_within(seconds: float, event: asyncio.Event) -> bool:
-    """Whether it is set by then."""
+    """Whether it is set within the time."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             return await event.wait()
@@ -460,14 +453,13 @@ async def send_heartbeats(
     rest_s: Callable[[], float],
     num_cached: NumCached = _none_cached,
 ) -> AsyncIterator[HeartbeatSender]:
-    """Publish `make()` on `<subject>.heartbeat` while inside, and answer each `AskHeartbeat`.
+    """Publish `make()` on `<subject>.heartbeat`, and answer each `AskHeartbeat`.
 
     Args:
-        bus: the connection.
         subject: prefix of this instance.
-        make: what it reports now.
-        rest_s: seconds from one heartbeat to the next at least, unless it is urgent; it may change. See `FleetSizes`.
-        num_cached: of hashes in a question, how many the prefix cache has; see `EventLog.num_cached`.
+        make: the current report.
+        rest_s: minimum seconds between heartbeats unless one is urgent; may change. See `FleetSizes`.
+        num_cached: counts cached hashes of a question; see `EventLog.num_cached`.
     """
     sender = HeartbeatSender(bus, subject, make, rest_s, num_cached)
     of_role, _, _ = subject.rpartition(".")

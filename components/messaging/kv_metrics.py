@@ -1,4 +1,4 @@
-"""What a router's mirror of caches is like, for Prometheus."""
+"""Prometheus metrics of a router's view of caches."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,13 @@ from components.routing.kv_index import KvIndex
 
 
 class KvMirrorMetrics(Collector):
-    """`kv_index_*` of the blocks, `kv_mirror_*` of following whoever has them."""
+    """`kv_index_*` for blocks, `kv_mirror_*` for following instances."""
 
     def __init__(self, index: KvIndex, mirror: KvMirror) -> None:
         self._index = index
         self._mirror = mirror
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """The metrics as Prometheus reads them."""
         index, counts = self._index, self._mirror.counts
         gauges = {
             "kv_index_blocks": ("Blocks in the index, of all instances.", index.num_blocks),

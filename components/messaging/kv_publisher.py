@@ -1,4 +1,4 @@
-"""A worker tells which blocks its prefix cache gains and loses, in numbered batches, and dumps all of them to whoever asks."""
+"""Publish the changes of a worker's prefix cache in numbered batches, and dump all of it on request."""
 
 import asyncio
 import time
@@ -24,35 +24,36 @@ from components.wire.kv_events import (
     pack_hashes,
 )
 
-EVERY_S: Final = 0.05  # from one batch to the next at least; in a large fleet they come less often
-MAX_WAITING_BLOCKS: Final = 65_536  # 1 MB that NATS does not take; more is dropped
-SIGN_AFTER_S: Final = 0.5  # of silence: an empty batch, for the last one may have been lost
-SIGN_AT_LEAST_S: Final = 60.0  # the pauses between these double
-MAX_DUMPS: Final = 8  # of more than one part, at once
-DUMP_IDLE_S: Final = 10.0  # nobody has asked for the next part: it is forgotten
+EVERY_S: Final = 0.05  # minimum between two batches; more in a large fleet
+MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB while NATS accepts nothing; beyond that they are dropped
+SIGN_AFTER_S: Final = 0.5  # then an empty batch shows whether the last one was lost
+SIGN_AT_LEAST_S: Final = 60.0  # the pauses double up to this
+MAX_DUMPS: Final = 8  # concurrent dumps of several parts
+DUMP_IDLE_S: Final = 10.0  # without a request for the next part a dump is dropped
 
 
 class EventLog:
     """Changes of one worker's cache as numbered batches. No I/O.
 
-    A change waits until `seal` makes batches of what waits; a block that comes and goes in between is not mentioned. When too
-    much waits, it is dropped and a number with it: whoever reads sees that one is missing. Numbers are never used twice.
+    Changes wait for `seal`; a block that comes and goes in between is not mentioned. When too many wait, they are
+    dropped with a
+    number, so readers notice the gap. Numbers are never reused.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING_BLOCKS, max_batch: int = MAX_BATCH_BLOCKS) -> None:
         self.number = 0  # of the latest batch, sent or dropped
-        self.dropped = 0  # numbers that nobody gets, since start
+        self.dropped = 0  # dropped numbers since start
         self._max_waiting = max_waiting
         self._max_batch = max_batch
-        self._cached: dict[bytes, None] = {}  # in the order they came: parents first
-        self._waiting: dict[bytes, bool] = {}  # block: whether it was stored, or removed, since the latest batch
+        self._cached: dict[bytes, None] = {}  # in order of arrival: parents first
+        self._waiting: dict[bytes, bool] = {}  # block: stored or removed since the latest batch
 
     def __len__(self) -> int:
-        """Blocks that wait."""
+        """Number of waiting blocks."""
         return len(self._waiting)
 
     def take(self, changes: Iterable[tuple[bytes, bool]]) -> None:
-        """Blocks that were stored (True) or removed, in order; what changes nothing is ignored."""
+        """Blocks stored (True) or removed, in order. Redundant changes are ignored."""
         cached, waiting = self._cached, self._waiting
         for block, is_stored in changes:
             if is_stored == (block in cached):
@@ -62,18 +63,18 @@ class EventLog:
             else:
                 del cached[block]
             if block in waiting:
-                del waiting[block]  # as it was at the latest batch
+                del waiting[block]  # back to its state at the latest batch
             else:
                 waiting[block] = is_stored
         if len(waiting) > self._max_waiting:
             self.drop()
 
     def num_cached(self, hashes: Sequence[bytes]) -> int:
-        """How many of `hashes`, in rising depth, up to the last one that is cached: its parents are cached, too."""
+        """Number of `hashes`, in rising depth, up to the last cached one: its parents are cached, too."""
         return next((at for at in range(len(hashes), 0, -1) if hashes[at - 1] in self._cached), 0)
 
     def seal(self, instance_id: str, epoch: str) -> list[KvEventBatch]:
-        """What waits, as the next batches; nothing waits afterwards."""
+        """The waiting changes as batches."""
         waiting, self._waiting = list(self._waiting.items()), {}
         return [
             self._batch(instance_id, epoch, waiting[at : at + self._max_batch])
@@ -81,20 +82,20 @@ class EventLog:
         ]
 
     def sign(self, instance_id: str, epoch: str) -> KvEventBatch:
-        """An empty batch: whoever has missed the one before it learns so. Only when nothing waits."""
+        """An empty batch, with which a reader detects that it missed the one before. Only if nothing waits."""
         assert not self._waiting
         return self._batch(instance_id, epoch, [])
 
     def drop(self) -> None:
-        """Give up what waits: nobody will get it as a batch."""
+        """Drop the waiting changes."""
         self._waiting = {}
         self.number += 1
         self.dropped += 1
 
     def dump(self) -> bytes:
-        """Hashes of all that is cached, as after the latest batch. Only when nothing waits.
+        """All cached hashes as of the latest batch. Only if nothing waits.
 
-        Otherwise a block in it might go before it was ever mentioned, and then the batch would not mention it either.
+        Otherwise a block in the dump might go before any batch mentioned it, and then no batch would.
         """
         assert not self._waiting
         return pack_hashes(self._cached)
@@ -110,11 +111,11 @@ class EventLog:
 class _Dump:
     number: int
     blocks: bytes
-    asked: float  # monotonic time, the last
+    asked: float  # monotonic time of the latest request
 
 
 class KvEventPublisher:
-    """One worker's events on their way to routers; `publish_kv_events` runs it."""
+    """Sends one worker's events to routers."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class KvEventPublisher:
         on: bool = True,
         rest_s: Callable[[], float] = lambda: EVERY_S,
     ) -> None:
-        """`rest_s`: seconds from one batch to the next at least; it may change."""
+        """`rest_s`: minimum seconds between batches; may change."""
         self.log = EventLog()
         self._bus = bus
         self._subject = f"{subject}.kv_events"
@@ -139,23 +140,22 @@ class KvEventPublisher:
         self._wake = asyncio.Event()
 
     def take(self, changes: Iterable[tuple[bytes, bool]]) -> None:
-        """What one step changed: blocks that were stored (True) or removed, in order."""
+        """The blocks that one step stored (True) or removed, in order."""
         self.log.take(changes)
         if self.log:
             self._wake.set()
 
     def endpoints(self) -> list[Endpoint]:
-        """The call for a dump."""
         return [Endpoint("kv_dump", FetchKvDump, self.dump)] if self._on else []
 
     async def dump(self, request: FetchKvDump) -> KvDumpPart:
-        """Begin a dump, or go on with one. Raises: StaleInstance; Overloaded; Rejected, for one that was forgotten."""
+        """Begin or continue a dump. Raises: StaleInstance; Overloaded; Rejected, for one that was dropped."""
         if not self._epoch() or request.epoch != self._epoch():
             raise StaleInstance(f"instance {self._instance_id} has epoch {self._epoch() or 'none'} now")
         return self._next_part(request) if request.dump_id else self._begin(request)
 
     async def run(self) -> None:
-        """Publish for ever: what gathers between two batches leaves as one."""
+        """Publish what gathers between two batches as one."""
         pause_s = SIGN_AFTER_S
         while True:
             try:
@@ -175,7 +175,7 @@ class KvEventPublisher:
     def _seal(self) -> None:
         if self._epoch():
             self._sealed.extend(self.log.seal(self._instance_id, self._epoch()))
-        elif self.log:  # nobody follows a worker that is not registered
+        elif self.log:  # a worker that is not registered has no followers
             self.log.drop()
 
     async def _send(self) -> None:
@@ -185,7 +185,7 @@ class KvEventPublisher:
                 continue
             try:
                 await self._bus.publish_bytes(self._subject, pack_batch(batch))
-            except MeshError:  # the bus reports its own outages, and the missing number this one
+            except MeshError:  # the bus reports its own outages; the missing number reveals this one
                 self.log.dropped += 1
 
     def _begin(self, request: FetchKvDump) -> KvDumpPart:
@@ -235,9 +235,9 @@ async def publish_kv_events(
     on: bool = True,
     rest_s: Callable[[], float] = lambda: EVERY_S,
 ) -> AsyncIterator[KvEventPublisher]:
-    """A publisher whose batches leave while inside; `epoch` is "" while the worker is not registered.
+    """Publishes batches; `epoch` is "" while the worker is not registered.
 
-    Off, it publishes nothing and answers no call. `rest_s`: see `KvEventPublisher`, and `FleetSizes.kv_events_rest_s`.
+    Off, it publishes and answers nothing. `rest_s`: see `FleetSizes.kv_events_rest_s`.
     """
     publisher = KvEventPublisher(bus, subject, instance_id, epoch, on=on, rest_s=rest_s)
     if not on:
