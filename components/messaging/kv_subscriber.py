@@ -1,4 +1,6 @@
-"""A router's mirror of what the instances of a role have cached, kept from their events; who cannot be followed is empty."""
+"""A router's mirror of the caches of a role's instances, kept from their events. Instances without events have
+no entries.
+"""
 
 import asyncio
 import logging
@@ -26,20 +28,20 @@ log = logging.getLogger(__name__)
 
 DUMP_TIMEOUT_S: Final = 2.0  # for each part
 DUMPS_AT_ONCE: Final = 16
-SLICE_BLOCKS: Final = 1024  # of a dump, before others get their turn: about a millisecond
-FIRST_WAIT_S: Final = 0.1  # after a dump that failed; doubles
+SLICE_BLOCKS: Final = 1024  # of a dump between two turns of the event loop: about a millisecond
+FIRST_WAIT_S: Final = 0.1  # after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
-CALM_S: Final = 10.0  # since the last dump: the waits begin anew
-LOOK_EVERY_S: Final = 0.5  # at the connection
+CALM_S: Final = 10.0  # since the last dump: then the waits start afresh
+LOOK_EVERY_S: Final = 0.5  # between checks of the connection
 
 
 @dataclass(slots=True)
 class FollowCounts:
-    """What following has met, since start."""
+    """Counts since start."""
 
     batches: int = 0
     gaps: int = 0
-    dumps: int = 0  # complete, the unchanged ones included
+    dumps: int = 0  # complete ones, including those without changes
     failed_dumps: int = 0
 
 
@@ -47,13 +49,13 @@ class FollowCounts:
 class _Instance:
     record: InstanceRecord
     follower: Follower
-    task: asyncio.Task[None] | None = None  # that fetches a dump
+    task: asyncio.Task[None] | None = None  # fetches a dump
     wait_s: float = 0.0  # before the next dump
     dumped: float = 0.0  # monotonic time
 
 
 class KvMirror:
-    """Follows the instances of one role that publish KV events; `follow_kv_events` runs it."""
+    """Follows a role's instances that publish KV events."""
 
     def __init__(self, bus: Bus, role: Role, book: InstanceBook, index: BlockIndex, rng: Random) -> None:
         self.counts = FollowCounts()
@@ -62,7 +64,7 @@ class KvMirror:
         self._index = index
         self._rng = rng
         self._instances: dict[str, _Instance] = {}
-        self._asking: set[str] = set()  # instances whose dump is needed and not asked for
+        self._asking: set[str] = set()  # instances that need a dump
         self._said_full = False
         self._asked_again: _Instance | None = None  # whose blocks had no room
         self._wake = asyncio.Event()
@@ -73,16 +75,16 @@ class KvMirror:
 
     @property
     def missing(self) -> int:
-        """Blocks that the index had no room for, at most."""
+        """Upper bound of blocks that the index had no room for."""
         return sum(instance.follower.missing for instance in self._instances.values())
 
     def is_current(self, instance_id: str) -> bool:
-        """Whether the instance is followed and all that it has said is in the index."""
+        """Whether the index has everything that the instance has published."""
         instance = self._instances.get(instance_id)
         return instance is not None and not instance.follower.needs_dump
 
     async def receive(self, message: Msg) -> None:
-        """A batch arrived; one of another epoch, or of an instance not in etcd, says nothing."""
+        """Take a batch; ignored if the epoch is stale or the instance unknown."""
         try:
             batch = unpack_batch(message.data)
         except MalformedMessage as exc:
@@ -103,7 +105,7 @@ class KvMirror:
             self._ask(instance)
 
     async def run(self) -> None:
-        """Fetch dumps for ever, each in a task of its own."""
+        """Fetch dumps, each in its own task."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._wake.wait()
@@ -115,7 +117,7 @@ class KvMirror:
                 self._asking.clear()
 
     async def look(self) -> None:
-        """For ever: after a reconnect ask everyone, for what was sent meanwhile is lost; with room again, who had none."""
+        """After a reconnect fetch all dumps, for events were lost; with room again, those that had none."""
         seen = self._bus.client.stats["reconnects"]
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -149,7 +151,9 @@ class KvMirror:
         self._wake.set()
 
     async def _sync(self, instance: _Instance) -> None:
-        """Fetch dumps until one is followed by all that has arrived since, or the instance is not followed any more."""
+        """Fetch dumps until one is followed by everything published since, or the instance is not followed any
+        more.
+        """
         follower = instance.follower
         while follower.needs_dump and self._is_followed(instance):
             if time.monotonic() - instance.dumped > CALM_S:
@@ -169,7 +173,7 @@ class KvMirror:
         instance.task = None
 
     async def _fetch(self, instance: _Instance) -> None:
-        """One dump, into the index. Raises: MeshError."""
+        """Load one dump into the index. Raises: MeshError."""
         record, follower = instance.record, instance.follower
         have = follower.dump_asked()
         part = await self._part(record, FetchKvDump(epoch=record.epoch, have=have))
@@ -231,7 +235,7 @@ async def follow_kv_events(
     rng: Random | None = None,
     following: Following | None = None,
 ) -> AsyncIterator[KvMirror]:
-    """While inside, `index` holds what the instances of a role in `book` have cached, as far as they publish it.
+    """Keep in `index` what the instances in `book` publish of their caches.
 
     With `following`, `book` is its `followed`.
     """

@@ -1,8 +1,8 @@
-"""Whether instances whose records have left etcd still live: the one authority that can tell is the instance itself.
+"""Ask instances whose records have left etcd whether they still live.
 
-A record leaves etcd when its instance ends, but also when the instance cannot reach etcd for longer than its lease, or when
-etcd loses its data. Routers must not drop a healthy worker for that. So each process asks the instance over NATS, and keeps
-it as long as it answers.
+A record leaves etcd when its instance ends, but also when the instance cannot reach etcd for longer than its lease,
+or when etcd
+loses its data. A healthy worker must not be dropped for that, so each process keeps it while it answers over NATS.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from components.wire.instances import InstanceRecord
 from components.wire.presence import AskPresent, Present
 
 ASK_TIMEOUT_S: Final = 2.0
-AGAIN_S: Final = 5.0  # until an instance that is still not in etcd is asked again
-SPREAD_S: Final = 0.1  # for each instance in doubt: when etcd loses everybody, most are back before they are asked
-STEADY_S: Final = 5.0  # since our own connection was made: just after a restart of NATS others may not be back yet
-AT_ONCE: Final = 64  # questions under way
+AGAIN_S: Final = 5.0  # between questions to an instance that is missing in etcd
+SPREAD_S: Final = 0.1  # per missing instance: if etcd loses all of them, most return before they are asked
+STEADY_S: Final = 5.0  # since our own reconnect: after a restart of NATS other processes may reconnect later
+AT_ONCE: Final = 64  # concurrent questions
 
 
 def present_endpoint(registration: Registration) -> Endpoint:
-    """The call by which an instance says that it lives. Raises: StaleInstance; PeerLost, when it is leaving."""
+    """An instance's answer that it lives. Raises: StaleInstance; PeerLost, if it is leaving."""
 
     async def present(asked: AskPresent) -> Present:
         registration.check_epoch(asked.epoch)
@@ -41,13 +41,13 @@ def present_endpoint(registration: Registration) -> Endpoint:
 
 
 class PresenceCheck:
-    """Asks the doubted instances of a book, and drops those that are gone; `keep_present` runs it."""
+    """Asks the doubted instances of a book and drops those that are gone."""
 
     def __init__(self, bus: Bus, book: InstanceBook, rng: Random) -> None:
         self._bus = bus
         self._book = book
         self._rng = rng
-        self._due: dict[str, float] = {}  # when to ask, monotonic, by key
+        self._due: dict[str, float] = {}  # monotonic times by key
         self._asking: set[str] = set()
         self._wake = asyncio.Event()
         book.doubt = self._doubted
@@ -57,7 +57,6 @@ class PresenceCheck:
         self._wake.set()
 
     async def run(self) -> None:
-        """Ask until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._next_due()
@@ -65,12 +64,12 @@ class PresenceCheck:
                 ready = [key for key, due in self._due.items() if due <= now]
                 for key in ready[: AT_ONCE - len(self._asking)]:
                     del self._due[key]
-                    if key in self._book.doubted:  # else etcd has it again
+                    if key in self._book.doubted:  # otherwise etcd has it again
                         self._asking.add(key)
                         group.create_task(self._ask(key), name=f"ask {key}")
 
     async def _next_due(self) -> None:
-        """Wait until somebody is to be asked, and a question may leave."""
+        """Wait until a question is due and may leave."""
         self._wake.clear()
         wait_s = min(self._due.values(), default=float("inf")) - time.monotonic()
         if wait_s <= 0 and len(self._asking) < AT_ONCE:
@@ -96,13 +95,13 @@ class PresenceCheck:
             self._due[key] = time.monotonic() + self._rng.uniform(0.5, 1.0) * again_s
 
     async def _is_gone(self, record: InstanceRecord) -> bool:
-        """Whether NATS, or the instance itself, says so; silence proves nothing."""
+        """Whether NATS or the instance itself says so; silence proves nothing."""
         asking = AskPresent(epoch=record.epoch)
         try:
             await self._bus.call(f"{record.subject}.present", asking, Present, timeout_s=ASK_TIMEOUT_S)
         except NobodyListens:
             return self._bus.steady_s() >= STEADY_S
-        except PeerLost:  # it says itself that it is leaving, or another one
+        except PeerLost:  # it is leaving, or is another process
             return True
         except MeshError:
             return False
@@ -111,7 +110,7 @@ class PresenceCheck:
 
 @asynccontextmanager
 async def keep_present(bus: Bus, book: InstanceBook, rng: Random | None = None) -> AsyncIterator[None]:
-    """While inside, instances that have left etcd stay in `book` as long as they answer over NATS."""
+    """Keep in `book` those instances missing in etcd that answer over NATS."""
     check = PresenceCheck(bus, book, rng or Random())
     async with background(check.run(), "presence"):
         try:

@@ -1,4 +1,4 @@
-"""Profiles of a worker, as it answers for them: one is recorded at a time, and fetched in parts."""
+"""Profiles of a worker over NATS: one is recorded at a time and fetched in parts."""
 
 import asyncio
 import tempfile
@@ -14,51 +14,50 @@ from components.errors import InvariantBroken, Overloaded, Rejected
 from components.messaging.service import Endpoint
 from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 
-MAX_SECONDS: Final = 60.0  # up to 10 MB each, unpacked
-PART_BYTES: Final = 512 * 1024  # half of what NATS takes unless it is told to take more
-WAIT_S: Final = 2.0  # for a profile that is not ready, before that is answered
-KEPT: Final = 2  # profiles; an older one goes when a new one begins
+MAX_SECONDS: Final = 60.0  # a second is up to 10 MB, unpacked
+PART_BYTES: Final = 512 * 1024  # half of NATS's default payload
+WAIT_S: Final = 2.0  # for a profile that is not ready, before that is the answer
+KEPT: Final = 2  # profiles; the oldest is removed when a new one begins
 
 
 class Profiler(Protocol):
     """What records: an engine."""
 
     async def start(self) -> None:
-        """Begin. Raises: Rejected, when there is nothing to record."""
+        """Raises: Rejected, if there is nothing to record."""
 
     async def finish(self, seconds: float, path: Path) -> tuple[float, int]:
-        """Go on for `seconds`, write to `path`; returns seconds recorded, and steps in them. Cancelled, stop at once."""
+        """Record for `seconds` and write to `path`. Returns: seconds and steps recorded. Cancelled, it stops at
+        once.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """One profile that was started."""
-
     path: Path
-    until_s: float  # `monotonic`
+    until_s: float  # monotonic
     task: asyncio.Task[tuple[float, int]]
 
 
 class Profiles:
-    """The profiles of one worker."""
-
     def __init__(self, who: str, profiler: Profiler) -> None:
-        """Of `who`, as errors name it."""
+        """`who`: for errors."""
         self._who = who
         self._profiler = profiler
-        self._home: tempfile.TemporaryDirectory[str] | None = None  # from the first profile on: a kill -9 leaves it
+        self._home: tempfile.TemporaryDirectory[str] | None = (
+            None  # made with the first profile, since a kill -9 would leave it behind
+        )
         self._ordered: dict[str, Ordered] = {}
         self._starting = False
 
     def endpoints(self) -> list[Endpoint]:
-        """The calls."""
         return [
             Endpoint("profile", StartProfile, self.start),
             Endpoint("profile_part", FetchProfile, self.part),
         ]
 
     async def start(self, request: StartProfile) -> ProfileStarted:
-        """Begin to record. Raises: Overloaded, while another profile is recorded or written; Rejected."""
+        """Raises: Overloaded, while another profile is recorded or written; Rejected."""
         if not 0 < request.seconds <= MAX_SECONDS:
             raise Rejected(f"seconds must be above 0 and at most {MAX_SECONDS:.0f}", param="seconds")
         self._refuse_second()
@@ -80,7 +79,7 @@ class Profiles:
         return ProfileStarted(profile_id=profile_id)
 
     async def part(self, request: FetchProfile) -> ProfilePart:
-        """Some bytes of a profile, or none while it is not ready. Raises: Rejected; why there is no profile."""
+        """Some bytes of a profile; none while it is not ready. Raises: Rejected, or what went wrong."""
         ordered = self._ordered.get(request.profile_id)
         if ordered is None:
             raise Rejected(f"{self._who} has no profile {request.profile_id[:16]!r}", param="profile_id")
@@ -95,7 +94,7 @@ class Profiles:
         return ProfilePart(data=data, size_bytes=size, seconds=seconds, steps=steps)
 
     async def close(self) -> None:
-        """Stop recording; remove the files."""
+        """Stop recording and remove the files."""
         tasks = [ordered.task for ordered in self._ordered.values()]
         for task in tasks:
             task.cancel()
@@ -115,7 +114,7 @@ class Profiles:
 
 @asynccontextmanager
 async def keep_profiles(who: str, profiler: Profiler) -> AsyncIterator[Profiles]:
-    """Profiles of `who`, in a temporary directory that goes with the context."""
+    """Keeps files in a temporary directory."""
     profiles = Profiles(who, profiler)
     try:
         yield profiles

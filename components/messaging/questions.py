@@ -1,4 +1,4 @@
-"""Asking workers for a heartbeat and for what they have cached of a prompt, in a fleet that is too large to follow.
+"""Ask workers for a heartbeat and for cached blocks of a prompt, in a fleet too large to follow.
 
 All questions of a process count against its allowance.
 """
@@ -19,16 +19,16 @@ from components.routing.candidates import Allowance
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord
 
-ANSWER_WITHIN_S: Final = 0.1  # else the prompt goes elsewhere
-GIVEN_UP_AFTER_S: Final = 1.0  # before the bus would repeat the question; `run` asks anew
-LONGEST_WAIT_S: Final = 5.0  # from a question to an instance that is lost to the next one
+ANSWER_WITHIN_S: Final = 0.1  # after that the prompt is routed without the answer
+GIVEN_UP_AFTER_S: Final = 1.0  # before the bus would repeat the question; `run` asks again
+LONGEST_WAIT_S: Final = 5.0  # maximum between two questions to a lost instance
 
 
 class Questions:
-    """The questions of one process. `alive` hears each answer; it also counts how long there is none."""
+    """The questions of one process. `alive` records answers and missing ones."""
 
     def __init__(self, bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random) -> None:
-        """`per_s`: questions a second that this process may ask; it may change."""
+        """`per_s`: questions a second that this process may ask; may change."""
         self._bus = bus
         self._alive = alive
         self._per_s = per_s
@@ -36,23 +36,24 @@ class Questions:
         self._allowance = Allowance()
         self._asking: dict[str, asyncio.Task[int | None]] = {}  # by instance id, the latest question
         self._tasks: set[asyncio.Task[int | None]] = set()
-        self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and when they are over
+        self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and their end
 
     def take(self, wanted: int) -> int:
-        """How many of the `wanted` questions may be asked now; they count as asked."""
+        """Reserve up to `wanted` questions of the allowance."""
         return self._allowance.take(wanted, self._per_s(), time.monotonic())
 
     async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:
-        """Ask these instances, and wait for their answers for at most ANSWER_WITHIN_S.
+        """Ask these instances and wait for at most ANSWER_WITHIN_S.
 
-        An instance that owes an answer for longer is not asked: `run` does that, until it answers.
+        An instance that owes an answer for longer is left to `run`.
 
         Args:
             records: the instances.
             hashes: by instance id, blocks of a prompt in rising depth, 16 bytes each.
 
-        Returns: by instance id, how many of its `hashes` are cached, None if the answer is late; without those that take no
-            new work or that do not exist any more.
+        Returns: by instance id, how many of its `hashes` are cached, None if the answer is late; without instances
+        that take no
+            new work or do not exist any more.
         """
         asked = {
             record.instance_id: self._ask(record, hashes[record.instance_id])
@@ -67,7 +68,7 @@ class Questions:
         return {**late, **usable}
 
     async def run(self) -> None:
-        """Ask for ever those instances whose state matters (`Liveness.to_be_asked`), in an order that is drawn."""
+        """Ask the instances whose state matters (`Liveness.to_be_asked`), in random order."""
         while True:
             await asyncio.sleep(EVERY_S)
             if not self._alive.asks or not self._bus.client.is_connected:
@@ -83,7 +84,6 @@ class Questions:
                 self._ask(record, b"")
 
     async def close(self) -> None:
-        """Give up all questions."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -97,7 +97,7 @@ class Questions:
         return task
 
     async def _answer(self, record: InstanceRecord, hashes: bytes) -> int | None:
-        """The answer of one instance; None if there is none."""
+        """The answer of one instance, or None."""
         instance_id = record.instance_id
         self._alive.asked(instance_id)
         subject = f"{record.subject}.ask_heartbeat"
@@ -122,7 +122,7 @@ class Questions:
 async def ask_heartbeats(
     bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random
 ) -> AsyncIterator[Questions]:
-    """Questions to the instances that `alive` knows, at most `per_s()` a second, while inside."""
+    """Questions to the instances in `alive`, at most `per_s()` a second."""
     questions = Questions(bus, alive, per_s, rng)
     try:
         async with background(questions.run(), "ask-heartbeats"):

@@ -1,6 +1,6 @@
-"""Records that every process on a NATS sees: a JetStream stream that keeps the last message of each key.
+"""Records shared by all processes on a NATS: a JetStream stream that keeps the last message of each key.
 
-It is bounded in records, bytes and age, and forgets the oldest; what a process stored survives it, and an end of NATS too.
+It is bounded in records, bytes and age, and survives its writers and a restart of NATS.
 """
 
 from collections.abc import Iterator
@@ -21,23 +21,19 @@ TIMEOUT_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is kept at most."""
-
     records: int
     bytes: int
     age_s: float
 
 
 class Records:
-    """The records under one name."""
-
     def __init__(self, bus: Bus, jetstream: JetStreamContext, name: str) -> None:
         self._bus = bus
         self._jetstream = jetstream
         self._stream, self._prefix = _names(name)
 
     async def put(self, key: str, value: bytes) -> None:
-        """Store, in place of what was there; when this returns, everybody sees it.
+        """Store or replace; every process sees it when this returns.
 
         Raises: MessageTooLarge, BackendUnavailable, DeadlineExceeded.
         """
@@ -48,7 +44,7 @@ class Records:
             await self._jetstream.publish(f"{self._prefix}.{key}", value, stream=self._stream, timeout=TIMEOUT_S)
 
     async def get(self, key: str) -> bytes | None:
-        """What is stored, if there is anything. Raises: BackendUnavailable, DeadlineExceeded."""
+        """Raises: BackendUnavailable, DeadlineExceeded."""
         with _errors(self._prefix, self._bus.url):
             try:
                 found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}", direct=True)
@@ -58,15 +54,15 @@ class Records:
         return data
 
     async def delete(self, key: str) -> None:
-        """Forget it, if it is there. Raises: BackendUnavailable, DeadlineExceeded."""
+        """Raises: BackendUnavailable, DeadlineExceeded."""
         with _errors(self._prefix, self._bus.url):
             await self._jetstream.purge_stream(self._stream, subject=f"{self._prefix}.{key}")
 
 
 async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
-    """The records under `name`, which are made when there are none; `bounds` hold from now on, whoever set others.
+    """Open or make the records under `name`; `bounds` replace earlier ones.
 
-    Raises: BackendUnavailable, also when this NATS has no JetStream; DeadlineExceeded.
+    Raises: BackendUnavailable, also if NATS has no JetStream; DeadlineExceeded.
     """
     stream, prefix = _names(name)
     config = StreamConfig(
@@ -85,13 +81,13 @@ async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
     with _errors(prefix, bus.url):
         try:
             await jetstream.add_stream(config)
-        except BadRequestError:  # it is there, with other bounds
+        except BadRequestError:  # it exists with other bounds
             await jetstream.update_stream(config)
     return Records(bus, jetstream, name)
 
 
 def _names(name: str) -> tuple[str, str]:
-    """Of the stream, and of its subjects up to the key."""
+    """Names of the stream and of its subjects up to the key."""
     return name.replace(".", "-"), f"{name}.records"
 
 

@@ -1,8 +1,9 @@
-"""Calls over NATS: a message with a subject of ours to answer on, one subscription for all answers.
+"""Calls over NATS: messages with a reply subject of ours, and one subscription for all answers.
 
-nats-py's `request` does the same, and asks the kernel for random bytes at each call, which lets go of Python's lock: in a
-worker the engine's thread then has it for up to half a millisecond. It also waits with `asyncio.wait_for`, which in Python
-3.11 forgets a cancellation that comes in the same moment as the answer.
+nats-py's `request` asks the kernel for random bytes at each call, which releases Python's lock to the engine's
+thread for up to half
+a millisecond. It also waits with `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes with the
+answer.
 """
 
 import asyncio
@@ -17,17 +18,17 @@ from nats.aio.msg import Msg
 
 from components.aio import exact_cancellation
 
-AGAIN_S: Final = 1.0  # without an answer a call is sent again
-EVERY_SECOND: Final = 8  # repetitions; a long call with a large message must not be sent for ever
-GONE_AFTER: Final = 2  # repetitions in a row that nobody listened to
-STATUS: Final = "Status"  # a header of what the server itself says
+AGAIN_S: Final = 1.0  # then a call without an answer is sent again
+EVERY_SECOND: Final = 8  # repetitions each second; later ones are rarer
+GONE_AFTER: Final = 2  # consecutive repetitions without a listener
+STATUS: Final = "Status"  # header of the server's own messages
 NO_RESPONDERS: Final = "503"
 
 
 async def publish(
     client: Client, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None
 ) -> None:
-    """Send a message. With much unsent nats-py waits for the socket, and forgets a cancellation meanwhile: here it counts."""
+    """Send a message. nats-py may wait for the socket and lose a cancellation meanwhile: here it counts."""
     with exact_cancellation():
         await client.publish(subject, data, reply=reply, headers=headers)
 
@@ -35,22 +36,25 @@ async def publish(
 class Replies:
     """The answers to the calls of one connection.
 
-    NATS delivers a message at most once: a call or its answer may be lost while a server or a connection restarts. So a call
-    that has no answer is sent again, with the same reply subject. The other side knows it by that, and never runs it twice.
+    NATS delivers at most once, so a call or its answer may be lost while a server or connection restarts. A call
+    without an answer is
+    sent again with the same reply subject, by which its receiver recognises it and does not run it twice.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        inbox = client.new_inbox()  # the one thing that must be random
-        self.subject = f"{inbox}.*"  # to be subscribed to, with `receive`
+        inbox = client.new_inbox()  # the only random part
+        self.subject = f"{inbox}.*"  # subscribe `receive` to it
         self._prefix = f"{inbox}."
         self._numbers = count()
         self._waiting: dict[str, _Call] = {}  # by reply subject
         self._unheard: dict[str, Callable[[], None]] = {}  # by reply subject
-        self._probes: dict[str, str] = {}  # reply subjects, by what they are asked about
+        self._probes: dict[str, str] = {}  # reply subjects by probed subject
 
     async def call(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
-        """Send `data` and wait for the answer. Raises: nats.errors.NoRespondersError at once, TimeoutError; as `publish`."""
+        """Send `data` and wait for the answer. Raises: nats.errors.NoRespondersError at once, TimeoutError; as
+        `publish`.
+        """
         reply = f"{self._prefix}{next(self._numbers)}"
         call = self._waiting[reply] = _Call(self._client, subject, data, reply, headers)
         timer = asyncio.get_running_loop().call_later(timeout_s, call.end, None)
@@ -66,7 +70,6 @@ class Replies:
         return message
 
     def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
-        """See `Bus.when_unheard`."""
         reply = self._probes.get(subject)
         if reply is None:
             reply = self._probes[subject] = f"{self._prefix}{next(self._numbers)}"
@@ -74,7 +77,7 @@ class Replies:
         return reply
 
     async def receive(self, message: Msg) -> None:
-        """An answer has arrived; one that nobody waits for any more is dropped."""
+        """Answers that are not awaited any more are dropped."""
         call = self._waiting.get(message.subject)
         if call is None:
             if _no_responders(message) and (unheard := self._unheard.get(message.subject)) is not None:
@@ -84,8 +87,6 @@ class Replies:
 
 
 class _Call:
-    """One call that waits for its answer."""
-
     __slots__ = ("_answered", "_client", "_message", "_refused", "_repeating", "_repeats", "_timer")
 
     def __init__(self, client: Client, *message: Any) -> None:
@@ -94,12 +95,12 @@ class _Call:
         self._message = message
         self._answered: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         self._repeats = 0
-        self._refused = 0  # how often the server said of a repetition that nobody listens
+        self._refused = 0  # repetitions for which the server reported no listener
         self._repeating: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def answer(self) -> Msg | None:
-        """Send the call, again and again, until `end`. Returns: the answer; None: it is too late."""
+        """Repeat the call until `end`. Returns: the answer; None: too late."""
         self._repeat_after(AGAIN_S)
         try:
             await publish(self._client, *self._message)
@@ -111,16 +112,15 @@ class _Call:
                 self._repeating.cancel()
 
     def answered_by(self, message: Msg) -> None:
-        """A message has arrived on the reply subject."""
         if _no_responders(message) and self._repeats:
-            # The first one was taken. Its receiver may be reconnecting, or about to answer and leave.
+            # The first message was accepted; its receiver may be reconnecting, or about to answer and leave.
             self._refused += 1
             if self._refused < GONE_AFTER:
                 return
         self.end(message)
 
     def end(self, message: Msg | None) -> None:
-        """Here is the answer; None: it is too late."""
+        """`answer` None: too late."""
         if not self._answered.done():
             self._answered.set_result(message)
 
@@ -135,7 +135,7 @@ class _Call:
         self._repeat_after(waited_s if self._repeats < EVERY_SECOND else 2 * waited_s)
 
     async def _publish_again(self) -> None:
-        # Whatever fails here fails the call by its time limit, unless the next try gets through.
+        # an error fails the call by its time limit, unless a later try succeeds
         with suppress(nats.errors.Error, OSError, RuntimeError, AttributeError):
             await publish(self._client, *self._message)
 

@@ -1,4 +1,4 @@
-"""Asking all workers of a role for a heartbeat, for a process that does not follow them."""
+"""Ask all workers of a role for a heartbeat, for a process that does not follow them."""
 
 import asyncio
 import math
@@ -19,28 +19,25 @@ from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import Role
 
 ANSWER_TIMEOUT_S: Final = 0.5
-KEPT_S: Final = 1.0  # answers serve everyone who asks so soon again: each roll call costs two messages a worker
+KEPT_S: Final = 1.0  # lifetime of answers: each roll call costs two messages a worker
 
 
 class Answers:
-    """The heartbeats that workers of one role answered with, by instance id."""
+    """Answers of one role's workers, by instance id."""
 
     def __init__(self, beats: dict[str, Heartbeat]) -> None:
         self.beats = beats
 
     def last_heartbeat(self, instance_id: str) -> Heartbeat | None:
-        """The answer of an instance."""
         return self.beats.get(instance_id)
 
     def is_lost(self, instance_id: str) -> bool:
-        """Whether an instance did not answer, or its engine stands still."""
+        """No answer, or a stalled engine."""
         beat = self.beats.get(instance_id)
         return beat is None or beat.still_s > HUNG_AFTER_S
 
 
 class RollCall:
-    """Asks the workers of one role when somebody wants to know."""
-
     def __init__(
         self, bus: Bus, namespace: str, role: Role, book: InstanceBook, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -54,7 +51,9 @@ class RollCall:
         self._turn = asyncio.Lock()
 
     async def answers(self) -> Answers:
-        """Of all registered instances that answer within ANSWER_TIMEOUT_S, at most KEPT_S old. While NATS is away, of none."""
+        """Of all registered instances that answer within ANSWER_TIMEOUT_S, at most KEPT_S old. None while NATS
+        is away.
+        """
         async with self._turn:
             if self._clock() - self._answered_s > KEPT_S:
                 beats: dict[str, Heartbeat] = {}
@@ -70,7 +69,7 @@ class RollCall:
         complete = asyncio.Event()
 
         async def receive(message: Msg) -> None:
-            if not message.data:  # NATS itself: nobody listens
+            if not message.data:  # from NATS itself: no listener
                 return
             try:
                 beat = unpack(message.data, Heartbeat)
@@ -90,6 +89,6 @@ class RollCall:
             subject = f"{self._namespace}.{self._role}.ask_heartbeat"
             with nats_errors(subject, self._bus.url):
                 await publish(self._bus.client, subject, pack(AskHeartbeat()), reply=inbox)
-            with suppress(TimeoutError):  # those that are missing did not answer
+            with suppress(TimeoutError):  # the missing ones did not answer
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await complete.wait()

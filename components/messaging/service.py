@@ -1,4 +1,4 @@
-"""Serving calls: every service is a NATS micro service, which `$SRV.PING/INFO/STATS` lists and whose calls it counts."""
+"""Serve calls as a NATS micro service, which `$SRV.PING/INFO/STATS` lists."""
 
 import asyncio
 import logging
@@ -30,44 +30,44 @@ from components.wire.refused import refusal
 log = logging.getLogger(__name__)
 
 VERSION: Final = "0.1.0"
-STOP_S: Final = 2.0  # for NATS to hear that we leave
-KEPT_S: Final = 30.0  # answers, for callers who ask again
-KEPT_BYTES: Final = 32 << 20  # of all of them together
+STOP_S: Final = 2.0  # for NATS to process our leaving
+KEPT_S: Final = 30.0  # answers, for repeated calls
+KEPT_BYTES: Final = 32 << 20  # of all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One kind of call that an instance answers on `<subject>.<name>`."""
+    """A call that an instance answers on `<subject>.<name>`."""
 
     name: str
     request: type[Struct]
     handler: Callable[[Any], Awaitable[Struct]]  # request message → answer message; a MeshError becomes Refused
-    span: str | None = None  # name of the span around the handler; None for bookkeeping calls
-    immediate: bool = False  # it waits for nobody: no task is made for each call
+    span: str | None = None  # of the span around the handler; None: no span
+    immediate: bool = False  # it never waits, so calls need no tasks
 
 
 class SentAnswers:
-    """The answers of the last seconds, by reply subject: who lost one asks again, and no call runs twice."""
+    """Recent answers by reply subject, so that a repeated call gets the same answer and does not run twice."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._answers: OrderedDict[str, bytes | None] = OrderedDict()  # None: the call is running
-        self._sent: deque[tuple[float, str]] = deque()  # when, in order
+        self._sent: deque[tuple[float, str]] = deque()  # times, in order
         self._bytes = 0
 
     def begin(self, reply: str) -> bool:
-        """Whether this call is a new one, and not running or answered already."""
+        """Whether this call is new."""
         if reply in self._answers:
             return False
         self._answers[reply] = None
         return True
 
     def find(self, reply: str) -> bytes | None:
-        """The answer to a call; None while it is running."""
+        """The answer; None while the call is running."""
         return self._answers.get(reply)
 
     def sent(self, reply: str, answer: bytes) -> None:
-        """Keep an answer, and forget old ones."""
+        """Keep an answer and drop old ones."""
         now = self._clock()
         self._answers[reply] = answer
         self._sent.append((now, reply))
@@ -78,10 +78,10 @@ class SentAnswers:
 
 
 class CallServer:
-    """Runs each call in a task of its own, so that a slow one holds up nobody, unless none can be slow."""
+    """Runs each call in a task of its own, unless it is immediate."""
 
     def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals, clocks: PeerClocks) -> None:
-        self._url = url  # of NATS, for whoever reads of its failures
+        self._url = url  # of NATS, for errors
         self._refusals = refusals
         self._clocks = clocks
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,11 +89,11 @@ class CallServer:
         self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
 
     def stats(self, endpoint: EndpointStats) -> dict[str, int]:
-        """What `$SRV.STATS` says beside the count of calls."""
+        """Added to `$SRV.STATS`."""
         return {"errors": self._errors[endpoint.name], "in_flight": len(self._tasks)}
 
     def receive(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
-        """The handler that nats.micro calls; it returns at once."""
+        """Called by nats.micro; returns at once."""
         if endpoint.immediate:
             return partial(self._answer, endpoint)
 
@@ -105,7 +105,7 @@ class CallServer:
         return start
 
     async def drain(self) -> None:
-        """Wait for the calls in flight."""
+        """Wait for running calls."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -125,7 +125,7 @@ class CallServer:
             self._errors[endpoint.name] += 1
             self._refusals.count(endpoint.name, exc)
             log.info("call refused", extra={"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message})
-            # Every release takes PeerLost as a reason to ask another instance, which may know this kind of message.
+            # every release asks another instance after PeerLost, and that one may know this message
             answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
         except Exception as exc:  # the edge of one request
             self._errors[endpoint.name] += 1
@@ -161,10 +161,11 @@ class CallServer:
 
 
 class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
-    """An endpoint without a queue group, as one instance alone listens on its subject.
+    """An endpoint without a queue group: only one instance listens on its subject.
 
-    A NATS cluster delivers to one member of a queue group. After a reconnect the subscription at the old server may still
-    count as a member. If that server is frozen, half of the calls go there and are lost.
+    A NATS cluster delivers to one member of a queue group. After a reconnect the subscription at a frozen old
+    server may still count,
+    and half of the calls would be lost there.
     """
 
     async def _start(self) -> None:
@@ -176,13 +177,11 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
 async def serve_calls(
     bus: Bus, role: str, subject: str, endpoints: Sequence[Endpoint], metadata: Mapping[str, str]
 ) -> AsyncIterator[None]:
-    """Answer calls while inside; leaving waits for those in flight.
+    """Answer calls; leaving waits for running ones.
 
     Args:
-        bus: the connection.
-        role: name of the micro service; instances of one role share it.
+        role: name of the micro service, shared by the role's instances.
         subject: prefix of this instance; endpoint `x` listens on `<subject>.x`.
-        endpoints: what it answers.
         metadata: shown by `$SRV.INFO`.
     """
     server = CallServer(endpoints, bus.url, bus.refusals, bus.clocks)
@@ -206,7 +205,7 @@ async def serve_calls(
         if bus.client.is_connected:
             with suppress(
                 nats.errors.Error, OSError, TimeoutError
-            ):  # NATS hangs or has just gone: no call comes any more
+            ):  # NATS hangs or has just gone: no call arrives any more
                 async with asyncio.timeout(STOP_S):
-                    await service.stop()  # a new call is refused at once, instead of lost
+                    await service.stop()  # new calls are refused at once, not lost
         await server.drain()
