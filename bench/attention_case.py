@@ -1,4 +1,4 @@
-"""One step over a pool of random pages, and attention to it written out: what a backend's output is held against."""
+"""A step over random pages, and its attention in float64 to compare a backend with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from engine.attention.backend import AttentionBackend, Scoring, StepShape
 from engine.attention.step_tables import StepLimits
 from engine.kv.storage import TORCH_DTYPES
 
-TOLERANCE: Final = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of outputs of about 1
+TOLERANCE: Final = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # for outputs of about 1
 LAYERS: Final = 3
-LAYER: Final = 1  # the one attended to: neighbours on both sides must stay as they are
+LAYER: Final = 1  # its neighbours must stay unchanged
 SPARE_PAGES: Final = 3
 PLAIN: Final = Scoring(0.3)
 
@@ -23,7 +23,7 @@ MakeBackend = Callable[[torch.Tensor, KvLayout, int, StepLimits], AttentionBacke
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Shapes of a step; R requests, decodes first."""
+    """R requests, decodes first."""
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
@@ -51,10 +51,7 @@ class AttentionCase:
 
 
 class Outcome:
-    """What a backend made of a case."""
-
     def __init__(self, case: AttentionCase, make: MakeBackend, device: str = "cpu", seed: int = 0) -> None:
-        """Draw pages, queries, keys and values, and attend to them with a backend of `make`."""
         draw = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -68,7 +65,7 @@ class Outcome:
         self.pool = normal(pages, case.kv_heads, LAYERS, 2, case.page_size, case.head_dim)
         self.before = self.pool.clone()
         total = sum(case.query_lens)
-        # strides as transformers leaves them: tokens outermost
+        # transformers' strides: tokens outermost
         self.query = normal(1, total, case.kv_heads * case.group, case.head_dim).transpose(1, 2)
         self.key, self.value = (normal(1, total, case.kv_heads, case.head_dim).transpose(1, 2) for _ in range(2))
         self.backend = make(self.pool, case.layout, case.group, case.limits)
@@ -76,7 +73,7 @@ class Outcome:
         self.out = step.attend(LAYER, self.query, self.key, self.value, case.scoring)
 
     def check(self) -> float:
-        """The largest error of the output. AssertionError, when it is too large or the pool is not as it must be."""
+        """The largest error. Raises: AssertionError, if it is too large or the pool is wrong."""
         first, worst = 0, 0.0
         after = self.before.clone()
         for length, context, table in zip(self.case.query_lens, self.case.context_lens, self.tables, strict=True):
@@ -96,9 +93,9 @@ class Outcome:
 
 
 def written_out(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """float64 [T, heads, D], of the T last queries [heads, T, D] over keys and values [kv_heads, S, D].
+    """float64 [T, heads, D], of the last T queries [heads, T, D] over keys and values [kv_heads, S, D].
 
-    Query q sees key k when 0 <= q - k, and q - k < window if there is one, as in transformers' masks.
+    Query q sees key k if 0 <= q - k and, with a window, q - k < window.
     """
     group = len(query) // len(keys)
     keys, values = (x.double().repeat_interleave(group, dim=0) for x in (keys, values))
@@ -113,5 +110,5 @@ def written_out(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
 
 
 def _in_order(pool: torch.Tensor, table: list[int]) -> Any:
-    """[2, kv_heads, S, D]: the pages of a request one after the other."""
+    """[2, kv_heads, S, D]: a request's pages in order."""
     return pool[table, :, LAYER].permute(2, 1, 0, 3, 4).flatten(2, 3)

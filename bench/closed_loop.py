@@ -1,7 +1,7 @@
-"""Closed-loop clients that cost little: each sends its next request when the last is answered, over a connection of its own.
+"""Closed-loop clients that use little of the servers' cores.
 
-A client speaks just enough HTTP to send a body and to see the end of a stream, so that it takes little from the cores it
-shares with the servers. It reads the counts of tokens from each stream's usage, so that an answer of another length fails.
+Each speaks just enough HTTP to send a body and find the end of a stream. Token counts come from the stream's usage,
+so an answer of another length fails.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from bench.load.report import quantile_ms
 from bench.processes import cpu_s, machine_busy_s
 from bench.serve import WORDS
 
-END: Final = b"data: [DONE]\n\n\r\n0\r\n\r\n"  # the last event in the last chunk
-ANSWER_S: Final = 120.0  # longer than any answer takes: then it hangs, or is none that this client understands
-TAIL_BYTES: Final = 1024  # holds the usage event and what follows it
+END: Final = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+ANSWER_S: Final = 120.0  # longer than any answer takes
+TAIL_BYTES: Final = 1024  # holds the usage event and the end
 EVENT: Final = b'data: {"'
 PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens":(\d+)')
 COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens":(\d+)')
@@ -30,21 +30,19 @@ COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens":(\d+)')
 
 @dataclass(slots=True)
 class Run:
-    """What one level of concurrency measured."""
-
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     duration_s: float = 0.0
-    failed: int = 0  # refused, broken off, or of another length than asked for
-    last_words: str = ""  # of an answer that failed
-    events: int = 0  # that carried a text or an end
-    prompt_tokens: set[int] = field(default_factory=set)  # lengths that servers counted
+    failed: int = 0  # refused, cut off, or of another length than requested
+    last_words: str = ""  # of a failed answer
+    events: int = 0  # with text or an end
+    prompt_tokens: set[int] = field(default_factory=set)  # reported by servers
     cpu_s: dict[str, float] = field(default_factory=dict)  # by process
-    others_cpu_s: float = 0.0  # of everything else on this machine
+    others_cpu_s: float = 0.0  # of everything else on the machine
 
 
 class Prompts:
-    """Request bodies whose prompts differ from their first words on."""
+    """Bodies whose prompts differ from their first words on."""
 
     def __init__(self, model: str, input_len: int, output_len: int) -> None:
         self.output_len = output_len
@@ -54,9 +52,8 @@ class Prompts:
         self._fields = full_answer(model, output_len)
 
     def request(self) -> bytes:
-        """The bytes of one HTTP request."""
         at = self._draw.randrange(len(self._words) - self._length)
-        first = self._draw.choices(WORDS, k=12)  # 18^12 beginnings
+        first = self._draw.choices(WORDS, k=12)
         text = " ".join([*first, *self._words[at : at + self._length - len(first)]])
         body = json.dumps({**self._fields, "messages": [{"role": "user", "content": text}]}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
@@ -64,8 +61,6 @@ class Prompts:
 
 
 class Client(asyncio.Protocol):
-    """One connection, one request at a time."""
-
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._answered: asyncio.Future[None] | None = None
@@ -85,7 +80,7 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if not self.first_s and b"data: " in data:
             self.first_s = time.perf_counter()
-        refused = b'"error":' in data  # before the stream or within it
+        refused = b'"error":' in data
         self.events += data.count(EVENT)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         if refused or self._tail.endswith(END):
@@ -95,7 +90,6 @@ class Client(asyncio.Protocol):
                 self._answered.set_result(None)
 
     async def ask(self, request: bytes) -> None:
-        """Send a request; returns when its stream has ended, well if `ok`."""
         assert self._transport is not None
         self._answered = asyncio.get_running_loop().create_future()
         self.first_s, self.events, self.ok, self._tail = 0.0, 0, False, b""
@@ -103,11 +97,10 @@ class Client(asyncio.Protocol):
         await self._answered
 
     def last_words(self) -> str:
-        """The end of the last answer, as far as it came."""
         return self._tail[-300:].decode(errors="replace")
 
     def counted(self) -> tuple[int, int]:
-        """Tokens of the prompt and of the answer, by the stream's usage; 0 where it told none."""
+        """Prompt and answer tokens by the usage event; 0 if there is none."""
         found = PROMPT_TOKENS.findall(self._tail), COMPLETION_TOKENS.findall(self._tail)
         return int(found[0][-1]) if found[0] else 0, int(found[1][-1]) if found[1] else 0
 
@@ -115,7 +108,7 @@ class Client(asyncio.Protocol):
 async def measure(
     port: int, prompts: Prompts, pids: Mapping[str, Sequence[int]], concurrency: int, seconds: float
 ) -> Run:
-    """Load the server at `port` for so long; a client whose request failed asks no more."""
+    """A client stops after a failed request."""
     run = Run()
     loop = asyncio.get_running_loop()
     until = time.perf_counter() + seconds
@@ -143,7 +136,7 @@ async def measure(
 
 
 def _note(run: Run, client: Client, started_s: float, output_len: int) -> bool:
-    """Count an answer. Returns: whether it is what was asked for."""
+    """Returns: whether the answer is as requested."""
     prompt_tokens, completion_tokens = client.counted()
     if not (client.ok and client.first_s and completion_tokens == output_len):
         run.failed += 1
@@ -161,7 +154,6 @@ def _cpu_s(pids: Mapping[str, Sequence[int]]) -> dict[str, float]:
 
 
 def figures(run: Run, output_len: int, **facts: Any) -> dict[str, Any]:
-    """One line of JSON about a run: `facts` and what was measured."""
     answered = len(run.ttft_s)
     thousands = answered * output_len / 1000 or 1.0
 

@@ -1,19 +1,17 @@
-"""What a prefill policy saves where conversations come back: tokens computed, how evenly, and time to the first token.
+"""What a prefill policy saves for conversations: computed tokens, their spread, and time to first token.
 
-    python -m bench.conversations                                    # round_robin and kv_aware, 4 prefill + 1 decode
+    python -m bench.conversations                                    # round_robin and kv_aware, 4 prefill + 1
+        decode
     python -m bench.conversations --model mock:smollm2-135m --conversations 40 --users 11
     python -m bench.conversations --policy round_robin --policy cache_aware --policy kv_aware --rounds 3
 
-A mesh of its own for each policy, all up at once, by turns: each round leads the same conversations through every one. A
-turn is asked behind all that was said before it, so the prefill worker that had the turn before has all but the last answer
-and question. One JSON line for each policy and round, and one for each policy beside the first, with medians over rounds
-and whether the targets are met.
+Each policy has a mesh of its own; all get the same conversations by turns. One JSON line per policy and round, and
+one per policy beside the first.
 
-`computed` is what all workers computed of prompts, by their own counters: prefill's and, where a prompt stayed there, decode's.
-Decode keeps a conversation too, so it lets only the missing pages be sent (`decode_found`), but what prefill does not have
-it must compute before. `load_spread` is the largest share of a prefill worker over the mean, of computed tokens;
-`requests_spread` the same of requests. Where users and workers have a common divisor and users do not pause, round robin
-meets each conversation at the same worker again and again, by no merit: let them pause.
+`computed` counts prompt tokens computed by all workers. `decode_found` counts those that decode had cached, which
+are not sent. `load_spread` and `requests_spread` are the largest share of a prefill worker over the mean. If users
+and workers have a common divisor, round robin meets each conversation at the same worker again; pauses between
+turns prevent that.
 """
 
 import asyncio
@@ -40,8 +38,8 @@ from bench.turns import Contestant, Model, start_kvmesh
 from components.discovery.registry import join_registry
 from components.wire.instances import Role
 
-SETTLE_S: Final = 0.3  # after the last answer, until what counts transfers has counted it
-TURN_S: Final = 15.0  # for a turn on average: then something hangs
+SETTLE_S: Final = 0.3  # until transfers are counted
+TURN_S: Final = 15.0  # average limit per turn
 TARGETS: Final = {  # of a policy over the first one
     "computed": 0.40,
     "load_spread": 1.10,
@@ -50,14 +48,13 @@ TARGETS: Final = {  # of a policy over the first one
 
 
 class Counted(NamedTuple):
-    """What a worker's metrics page says, since its start."""
+    """A worker's counters since its start."""
 
     computed: float  # prompt tokens
-    found: float  # of prompts, in its prefix cache
-    transfers: float  # that are complete
+    found: float  # prompt tokens in the prefix cache
+    transfers: float  # complete ones
 
     def since(self, before: "Counted") -> "Counted":
-        """What came after `before`."""
         return Counted(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -69,28 +66,24 @@ NAMES: Final = {
 
 
 def counted(page: str) -> Counted:
-    """Of a metrics page. Raises: TypeError, when it lacks one of them."""
+    """Raises: TypeError, if the page lacks one of them."""
     pairs = (line.split() for line in page.splitlines() if line and not line.startswith("#"))
     return Counted(**{NAMES[pair[0]]: float(pair[1]) for pair in pairs if pair[0] in NAMES})
 
 
 def spread(values: Sequence[float]) -> float:
-    """The largest over the mean: 1 when all are equal. 0 of nothing."""
     mean = statistics.fmean(values) if values else 0.0
     return max(values) / mean if mean else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Talked:
-    """One round through one mesh."""
-
     run: Run
     answers: list[list[str]]
     prefills: Sequence[Counted]
     decodes: Sequence[Counted]
 
     def figures(self) -> dict[str, Any]:
-        """For a line of JSON."""
         tokens = [worker.computed for worker in self.prefills]
         requests = [worker.transfers for worker in self.prefills]
         local = sum(worker.computed for worker in self.decodes)
@@ -112,7 +105,7 @@ class Talked:
 
 
 def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict[str, Any]:
-    """`policy` / `first`: of the medians over rounds; and what was to be reached."""
+    """`policy` / `first` of the medians over rounds, and the targets."""
     told: dict[str, Any] = {"compared": f"{policy} / {first}"}
     for figure in (*TARGETS, "ttft_ms_p90", "requests_spread"):
         ours, theirs = ([line[figure] for line in lines if line["label"] == name] for name in (policy, first))
@@ -123,19 +116,17 @@ def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict
 
 
 async def metrics_pages(who: Contestant, roles: Sequence[Role]) -> list[list[str]]:
-    """URLs of the metrics pages of each role's workers, by instance id."""
     facts = json.loads((who.servers[0].log.parent / "local" / "running.json").read_text())
     async with join_registry(facts["etcd_url"], facts["namespace"], 10.0) as registry:
         return [[f"{r.http}/metrics" for r in registry.book.of_role(role) if r.http] for role in roles]
 
 
 def read(pages: Sequence[Sequence[str]]) -> list[list[Counted]]:
-    """What they say now."""
     return [[counted(httpx.get(url).raise_for_status().text) for url in some] for some in pages]
 
 
 def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: int) -> Talked:
-    """Lead the conversations, after a warm-up of one turn for each user. Exits when a turn fails."""
+    """After a warm-up of one turn for each user. Exits if a turn fails."""
     pages = asyncio.run(metrics_pages(who, ("prefill", "decode")))
     draw = random.Random()
 
@@ -178,8 +169,7 @@ def main(
     model: Model = "smollm2-135m",
     seed: Annotated[int | None, typer.Option(help="makes the same conversations again")] = None,
 ) -> None:
-    """Lead the same conversations through a mesh of each policy, by turns."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
     draw = random.Random(seed)
     shape = {"turns": turns, "first_len": first_len, "turn_len": turn_len, "output_len": output_len, "think_s": think_s}
     facts = {"model": model, "prefill": prefill, "decode": decode, "users": users, "conversations": count, **shape}
@@ -206,7 +196,6 @@ def main(
 
 
 def equal(answers: Sequence[Sequence[Sequence[str]]]) -> str:
-    """In how many conversations every mesh gave the same answers."""
     same = sum(all(other == one for other in each) for one, *each in zip(*answers, strict=True))
     return f"{same} of {len(answers[0])}"
 

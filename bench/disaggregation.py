@@ -1,9 +1,9 @@
-"""What disaggregation costs, and what it brings: the same work with and without it, on the same machine, by turns.
+"""The same work with and without disaggregation on one machine, by turns.
 
     python -m bench.disaggregation                     # 1 prefill + 1 decode beside 2 workers that do both
     python -m bench.disaggregation --aggregated 1      # … beside one worker on all cores
 
-One JSON line a figure; `bench/turns.py` says what the lines mean.
+One JSON line a figure; see `bench/turns.py`.
 """
 
 import signal
@@ -30,8 +30,7 @@ def main(
     output_len: OutputLen = 64,
     model: Model = "smollm2-135m",
 ) -> None:
-    """Measure both in turns, at each level of concurrency."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
     split = {"prefill": prefill, "bootstrap": 1, "decode": decode}
     whole = {"prefill": 0, "bootstrap": 0, "decode": aggregated or prefill + decode}
     with ExitStack() as stack:

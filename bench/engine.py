@@ -1,12 +1,11 @@
-"""The engine alone: decode steps, prompts and the host's part of a step, each beside its roofline. One JSON line a figure.
+"""Steps of the engine alone beside the machine's roofline. One JSON line a figure.
 
     python -m bench.engine --model smollm2-135m --compile wait --threads 2
     python -m bench.engine --host             # the host's part of a step of 100 and of 256 decodes, without a model
-    python -m bench.engine --neighbours 0 --neighbours 1 --neighbours 2    # decodes and prompts beside busy processes
+    python -m bench.engine --neighbours 0 --neighbours 1 --neighbours 2    # beside busy processes
 
-Eager and compiled steps are measured in turn in one run, because on a shared machine only their ratio says something.
-The roofline of a step is the larger of two times: bytes of weights and KV over the copy bandwidth measured here, and
-FLOPs over the matmul rate measured here.
+Eager and compiled steps run by turns: on a shared machine only ratios mean something. The roofline is the larger of
+bytes of weights and KV over the measured copy bandwidth, and FLOPs over the measured matmul rate.
 """
 
 import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads spin
@@ -43,26 +42,26 @@ from engine.model.progress import silent
 from engine.ports import EngineRequest, Recording, SamplingParams, StepOutput
 from engine.scheduler.scheduler import Chunk
 
-COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
+COPY_BYTES = 256 * 1024 * 1024  # larger than any cache
 PAGES_MARGIN = 1.1
-BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"  # a neighbour: it ends with us
-SETTLE_S = 1.0  # after which the engine has found out how many cores its neighbours leave
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"  # ends with us
+SETTLE_S = 1.0  # for the engine to adapt to its neighbours
 BESIDE_S = 4.0  # of decode steps beside neighbours
-BESIDE_STEPS = 400  # at most
+BESIDE_STEPS = 400
 HOST_BATCHES = (100, 256)
 HOST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What it does at best, measured a moment ago."""
+    """Measured just before."""
 
-    copy_bytes_s: float  # bytes read and written
+    copy_bytes_s: float  # read and written
     matmul_flop_s: float
 
 
 class TimedRunner:
-    """Adds up what the engine spends in its runner: the rest of a step is scheduling and bookkeeping."""
+    """Measures time in the runner; the rest of a step is scheduling."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -109,8 +108,6 @@ class TimedRunner:
 
 
 class TimedStep:
-    """A step of a `TimedRunner`."""
-
     def __init__(self, runner: TimedRunner, step: Launched) -> None:
         self._runner = runner
         self._step = step
@@ -128,8 +125,6 @@ class TimedStep:
 
 
 class Bench:
-    """One engine and what runs through it."""
-
     def __init__(
         self, loaded: LoadedModel, config: EngineConfig, forward: Forward, label: str, pool: Pool | None = None
     ) -> None:
@@ -142,7 +137,6 @@ class Bench:
         self._draw = random.Random(0)
 
     def submit(self, count: int, prompt_tokens: int, output_tokens: int) -> list[str]:
-        """Requests with random prompts, none of which shares a prefix."""
         sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
         names = [f"{self.label}-{self._draw.random()}" for _ in range(count)]
         for name in names:
@@ -152,8 +146,7 @@ class Bench:
 
     @contextmanager
     def decoding(self, batch: int, context: int, steps: int) -> Iterator[None]:
-        """`batch` requests that decode, for `steps` steps at least, up to `context` tokens."""
-        filling = batch * context // self._step_tokens + 2  # steps until all prompts are in: the first decode meanwhile
+        filling = batch * context // self._step_tokens + 2  # until all prompts are computed
         names = self.submit(batch, context - steps, filling + steps)
         while len(self._step().tokens) < batch:
             pass
@@ -162,7 +155,6 @@ class Bench:
             self.engine.cancel(name)
 
     def decode(self, batch: int, context: int, steps: int) -> tuple[list[float], list[float]]:
-        """Seconds of each decode step, and of its part outside the runner."""
         total, host = [], []
         with self.decoding(batch, context, steps):
             for _ in range(steps):
@@ -173,7 +165,7 @@ class Bench:
         return total, host
 
     def decode_for(self, seconds: float, batch: int, context: int) -> list[float]:
-        """Seconds of each decode step of so long, or of as many as there are tokens after the first `context`."""
+        """Seconds of each decode step within the time, or until the tokens after the first `context` are used up."""
         total: list[float] = []
         with self.decoding(batch, context + BESIDE_STEPS, BESIDE_STEPS):
             while sum(total) < seconds and len(total) < BESIDE_STEPS:
@@ -183,7 +175,7 @@ class Bench:
         return total
 
     def prompt(self, length: int) -> float:
-        """Seconds from submitting one prompt to its first token."""
+        """Seconds to the first token."""
         self.submit(1, length, 1)
         started = time.perf_counter()
         while self.engine.has_work():
@@ -198,7 +190,9 @@ class Bench:
 
 
 def measure_machine(dtype: torch.dtype, device: str = "cpu") -> Machine:
-    """Best of several, so that a neighbour's burst does not lower the roof. Random numbers: a GPU is faster on zeros."""
+    """Best of several, so that a burst of a neighbour does not lower the roof. Random numbers: a GPU is faster on
+    zeros.
+    """
     rows, width, copied = (1024, 2048, COPY_BYTES) if device == "cpu" else (8192, 8192, 16 * COPY_BYTES)
     source = torch.randint(255, (copied,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -210,7 +204,6 @@ def measure_machine(dtype: torch.dtype, device: str = "cpu") -> Machine:
 
 
 def best_s(work: Callable[[], object], device: str = "cpu", times: int = 8) -> float:
-    """Seconds of the best of some runs, until `device` is done."""
     spent: list[float] = []
     for _ in range(times):
         started = time.perf_counter()
@@ -222,9 +215,10 @@ def best_s(work: Callable[[], object], device: str = "cpu", times: int = 8) -> f
 
 
 def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: int) -> float:
-    """The least that a step of `tokens` tokens over `kv_tokens` tokens of KV can take."""
     head = set(loaded.module.get_output_embeddings().parameters())
-    rest = set(loaded.module.parameters()) - head - set(loaded.module.get_input_embeddings().parameters())  # looked up
+    rest = (
+        set(loaded.module.parameters()) - head - set(loaded.module.get_input_embeddings().parameters())
+    )  # only looked up
     weight_bytes: int = sum(parameter.numel() * parameter.element_size() for parameter in head | rest)
     kv_bytes = kv_tokens * loaded.layout.page_bytes / loaded.layout.page_size
     flop: int = 2 * tokens * sum(parameter.numel() for parameter in rest)
@@ -233,7 +227,7 @@ def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: in
 
 @contextmanager
 def busy_neighbours(count: int) -> Iterator[None]:
-    """Processes that compute all the time, each in a session of its own, to which Linux gives a fair share of the cores."""
+    """Busy processes in sessions of their own, which get a fair share of the cores."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count)]
     try:
         yield
@@ -244,7 +238,6 @@ def busy_neighbours(count: int) -> Iterator[None]:
 
 
 def measure_beside(bench: Bench, count: int, batches: Sequence[int], context: int, length: int) -> None:
-    """Decodes and prompts beside `count` busy processes."""
     facts = {"label": bench.label, "neighbours": count}
     with busy_neighbours(count):
         for batch in batches:
@@ -289,7 +282,6 @@ def main(
         bool, typer.Option("--host", help="measure only this: the host's part of a decode step")
     ] = False,
 ) -> None:
-    """Measure this machine, then decode steps and prompts, eager and compiled in turn."""
     if only_host:
         for size, way, spent in host_steps(HOST_BATCHES, HOST_STEPS):
             say("host's part of a decode step", spent, 0.0, batch=size, context=CONTEXT, sampling=way)

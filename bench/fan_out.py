@@ -1,13 +1,8 @@
 """Deliveries of heartbeats, KV events and questions through one NATS server: python -m bench.fan_out --prefill 200
 
-Every instance has a NATS connection of its own and runs the code that services run: `send_heartbeats`, `publish_kv_events`,
-`watch_fleet`. Workers have no engine: each counts steps and changes its cache, so all always have something to send. In a
-large fleet decode instances ask prefill instances about prompts. Half of the prompts begin with one of 64 prefixes.
-Registration in etcd is left out, all records are there from the start. A planner follows the heartbeats of both roles.
-
-The command prints a JSON line: messages sent and delivered a second, as the server's `varz` counts them (`in_msgs`, `out_msgs`)
-and as computed, questions a prompt, the time until all have answered, and how many instances counted as lost though none was.
-A worker sends after its rest with the next step, so somewhat less is sent than computed.
+Every instance has its own connection and runs the services' code, but workers have no engine and etcd is left out.
+Half of the prompts begin with one of 64 prefixes. Prints a JSON line: messages sent and delivered a second, counted
+by the server and computed, questions a prompt, time to all answers, and instances that counted as lost.
 """
 
 import asyncio
@@ -53,18 +48,17 @@ from services.local.servers import NATS, running
 
 NAMESPACE: Final = "fan-out"
 MODEL: Final = "mock"
-STEPS_PER_S: Final = 4_000  # of all workers together, so that two cores carry them
+STEPS_PER_S: Final = 4_000  # of all workers
 SOONEST_STEP_S: Final = 0.02
-CACHED: Final = 64  # blocks of a worker; each step one more comes and the oldest goes
+CACHED: Final = 64  # blocks of a worker; each step adds one and removes the oldest
 PREFIXES: Final = 64
 PREFIX_TOKENS: Final = 2048
 QUESTION_TOKENS: Final = 512
-WARM_UP_S: Final = 8.0  # from the last connection on: dumps are fetched, subscriptions stand
+WARM_UP_S: Final = 8.0  # from the last connection on
 START_TIMEOUT_S: Final = 180.0
 
 
 def record(role: Role, number: int) -> InstanceRecord:
-    """The record of the `number`th instance of a role."""
     instance_id = f"{role}-{Random(f'{role}{number}').randbytes(4).hex()}"
     return InstanceRecord(
         instance_id=instance_id,
@@ -82,13 +76,11 @@ def record(role: Role, number: int) -> InstanceRecord:
 
 
 def fleet_of(prefill: int, decode: int, frontends: int) -> list[InstanceRecord]:
-    """All records."""
     counts: dict[Role, int] = {"prefill": prefill, "decode": decode, "frontend": frontends}
     return [record(role, number) for role, count in counts.items() for number in range(count)]
 
 
 def book_of(records: list[InstanceRecord]) -> InstanceBook:
-    """All of them registered."""
     book = InstanceBook()
     for one in records:
         book.put(one.instance_id, one)
@@ -96,8 +88,6 @@ def book_of(records: list[InstanceRecord]) -> InstanceBook:
 
 
 class Steps:
-    """The steps of a worker without an engine."""
-
     def __init__(self, about: InstanceRecord, each_s: float) -> None:
         self._about = about
         self._each_s = each_s
@@ -106,7 +96,6 @@ class Steps:
         self._blocks: list[bytes] = []
 
     def heartbeat(self) -> Heartbeat:
-        """As a busy worker makes it."""
         stats = StepStats(step=self._step, num_running=9, free_pages=100, held_pages=900, total_pages=1000)
         about = self._about
         return heartbeat_of(
@@ -114,7 +103,6 @@ class Steps:
         )
 
     async def run(self, heart: HeartbeatSender, events: KvEventPublisher) -> None:
-        """Step for ever."""
         await asyncio.sleep(self._draw.uniform(0, self._each_s))
         while True:
             self._step += 1
@@ -128,15 +116,11 @@ class Steps:
 
 
 class Prompts:
-    """The prompts that decode instances ask about, and what became of the questions."""
-
     def __init__(self, each_s: float, signals: "Signals") -> None:
-        """`each_s`: seconds between two prompts of an instance, on average."""
         self._each_s = each_s
         self._signals = signals
 
     async def run(self, fleet: Fleet, draw: Random) -> None:
-        """Ask for ever."""
         inquiries = fleet.inquiries
         assert inquiries is not None
         while True:
@@ -156,7 +140,6 @@ class Prompts:
 async def worker(
     url: str, about: InstanceRecord, book: InstanceBook, sizes: FleetSizes, prompts: "Prompts", on_lost: OnLost
 ) -> AsyncIterator[None]:
-    """A prefill or decode instance while inside."""
     num_workers = sizes.count("prefill") + sizes.count("decode")
     steps, role = Steps(about, max(SOONEST_STEP_S, num_workers / STEPS_PER_S)), about.role
     async with AsyncExitStack() as stack:
@@ -180,7 +163,6 @@ async def worker(
 
 @asynccontextmanager
 async def frontend(url: str, about: InstanceRecord, book: InstanceBook, on_lost: OnLost) -> AsyncIterator[None]:
-    """A frontend while inside."""
     async with (
         connect_bus(url, about.instance_id) as bus,
         watch_fleet(bus, NAMESPACE, "decode", book, DEFAULT["decode"]) as fleet,
@@ -191,7 +173,6 @@ async def frontend(url: str, about: InstanceRecord, book: InstanceBook, on_lost:
 
 @asynccontextmanager
 async def planner(url: str, book: InstanceBook) -> AsyncIterator[None]:
-    """What a planner follows."""
     async with (
         connect_bus(url, "planner") as bus,
         watch_heartbeats(bus, NAMESPACE, "prefill", book),
@@ -202,18 +183,14 @@ async def planner(url: str, book: InstanceBook) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What the processes of the benchmark share."""
-
-    ready: Semaphore  # released once for each instance
+    ready: Semaphore  # released by each instance
     stop: Event
-    lost: Semaphore  # released for each instance that counts as lost between the warm-up and the stop
+    lost: Semaphore  # released for each instance that counts as lost
     warm: Event
-    asked: "Queue[tuple[int, int, float]]"  # of each prompt: instances asked, instances that answered, seconds
+    asked: "Queue[tuple[int, int, float]]"  # instances asked, instances that answered, seconds
 
 
 async def run_share(url: str, records: list[InstanceRecord], share: range, each_s: float, signals: Signals) -> None:
-    """Run the instances of `records` in `share` until told to stop."""
-
     def lose(_record: InstanceRecord, _why: str) -> None:
         if signals.warm.is_set() and not signals.stop.is_set():
             signals.lost.release()
@@ -236,20 +213,19 @@ async def run_share(url: str, records: list[InstanceRecord], share: range, each_
 
 
 def process(url: str, sizes: tuple[int, int, int], share: range, each_s: float, signals: Signals) -> None:
-    """One process of the benchmark. Instances that have not started yet are silent, which is no news."""
+    """Instances that have not started are silent and not counted."""
     logging.disable(logging.WARNING)
     uvloop.run(run_share(url, fleet_of(*sizes), share, each_s, signals))
 
 
 def counted(monitor_url: str) -> tuple[int, int, float]:
-    """Messages that NATS has taken and delivered so far, and when."""
     with urlopen(f"{monitor_url}/varz") as answer:
         page = json.load(answer)
     return page["in_msgs"], page["out_msgs"], time.monotonic()
 
 
 def computed(sizes: FleetSizes) -> dict[str, float]:
-    """Deliveries a second of each kind, when all workers are busy, the planner's heartbeats with them."""
+    """Deliveries a second of each kind with all workers busy, including the planner's."""
     rates = {}
     for role in ("decode", "prefill"):
         followings, instances = sizes.followings(role), sizes.count(role)
@@ -261,7 +237,7 @@ def computed(sizes: FleetSizes) -> dict[str, float]:
 async def measure(
     sizes: tuple[int, int, int], processes: int, seconds: float, prompts_per_s: float
 ) -> dict[str, object]:
-    """One run. Raises: TimeoutError, if the instances do not connect in START_TIMEOUT_S."""
+    """Raises: TimeoutError, if the instances do not connect in time."""
     records = fleet_of(*sizes)
     fleet = FleetSizes(book_of(records))
     context = multiprocessing.get_context("spawn")
@@ -336,7 +312,6 @@ def main(
     seconds: Annotated[float, typer.Option(help="that deliveries are counted for", min=1.0)] = 20.0,
     prompts_per_s: Annotated[float, typer.Option(help="of all decode instances together", min=0.01)] = 100.0,
 ) -> None:
-    """Count the deliveries of a fleet without engines."""
     print(json.dumps(asyncio.run(measure((prefill, decode, frontends), processes, seconds, prompts_per_s))))
 
 

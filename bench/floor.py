@@ -1,12 +1,10 @@
-"""What a request's hops cost in Python with nothing else: the floor of `bench.mesh`, and the mesh beside it, by turns.
+"""The cost of a request's hops in Python alone, beside `bench.mesh`, by turns.
 
     python -m bench.floor                   # zero-cost, c = 1, 16, 64
-    python -m bench.floor --step-ms 1       # the floor's engine takes a millisecond a step: about as many events as the mesh's
+    python -m bench.floor --step-ms 1       # a step of a millisecond: about as many events as the mesh's
 
-The floor is a frontend under uvicorn that tokenises and streams, a decode, a prefill and a bootstrap process, NATS between
-them and the same clients. A request goes frontend → decode → prefill → bootstrap and back, its tokens in a frame each 3 ms.
-No validation, spans, metrics, routing, failures, pages or engine: the difference is what those cost. One JSON line a figure,
-then ratios of the medians over rounds.
+A frontend that tokenises and streams, decode, prefill, bootstrap, and NATS between them. No validation, spans,
+metrics, routing, failures, pages or engine.
 """
 
 import asyncio
@@ -40,7 +38,7 @@ from services.local.servers import NATS, running
 
 KVMESH, FLOOR = "kvmesh", "floor"
 COMPARED: Final = ("req_s", "ttft_ms_p50", "servers_cpu_ms_per_request")
-FRAMES: Final = "frames"  # subject of the frontend's
+FRAMES: Final = "frames"  # the frontend's subject
 FRAME_INTERVAL_S: Final = 0.003  # as in the mesh
 PROMPT_PAGES: Final = list(range(15))
 ANSWER_S: Final = 10.0
@@ -51,28 +49,22 @@ Role = Callable[[Client, "Options"], Coroutine[Any, Any, None]]
 
 
 class Options(NamedTuple):
-    """What every process of the floor is told."""
-
     directory: str  # of the tokenizer
     port: int  # of the frontend
     step_s: float
 
 
 class Tasks:
-    """What runs beside a subscription."""
-
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it, and keep it until it is over."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
 
 async def frontend(client: Client, options: Options) -> None:
-    """Chat requests to token ids, frames to events."""
     text, numbers = TextModel.load(Path(options.directory)), count()
     streams: dict[int, asyncio.Queue[tuple[list[int], bool]]] = {}
 
@@ -112,7 +104,6 @@ async def frontend(client: Client, options: Options) -> None:
 
 
 async def read_body(receive: Any) -> bytes:
-    """Of a request."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -121,14 +112,12 @@ async def read_body(receive: Any) -> bytes:
 
 
 async def begin(send: Any, kind: bytes) -> None:
-    """The head of a 200."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
 
 
 async def decode(client: Client, options: Options) -> None:
-    """Prompts to prefill, then a token a step for each stream."""
     loop, rooms, tasks = asyncio.get_running_loop(), count(), Tasks()
-    left: dict[int, int] = {}  # tokens, of each stream that runs
+    left: dict[int, int] = {}  # tokens left of each stream
     frame: dict[int, list[Any]] = {}
     sent_s = 0.0
 
@@ -165,7 +154,6 @@ async def decode(client: Client, options: Options) -> None:
 
 
 async def prefill(client: Client, _: Options) -> None:
-    """Asks bootstrap for the room that it is told of."""
     tasks = Tasks()
 
     async def serve(message: Msg) -> None:
@@ -181,8 +169,6 @@ async def prefill(client: Client, _: Options) -> None:
 
 
 async def bootstrap(client: Client, _: Options) -> None:
-    """Gives back what it is told."""
-
     async def serve(message: Msg) -> None:
         await message.respond(msgpack.packb(msgpack.unpackb(message.data)))
 
@@ -194,8 +180,6 @@ ROLES: Final[Sequence[Role]] = (bootstrap, prefill, decode, frontend)
 
 
 def process(role: Role, url: str, options: Options) -> None:
-    """The main function of one."""
-
     async def work() -> None:
         client = await nats.connect(url)
         settle()
@@ -206,7 +190,7 @@ def process(role: Role, url: str, options: Options) -> None:
 
 @contextmanager
 def floor(directory: str, port: int, step_s: float) -> Iterator[dict[str, list[int]]]:
-    """The four processes and NATS while inside. Returns: pids by name."""
+    """Returns: pids by name."""
     options, context = Options(directory, port, step_s), get_context("spawn")
     with tempfile.TemporaryDirectory() as home, asyncio.Runner() as runner, ExitStack() as stack:
         nats_server = running(NATS, Path(home))
@@ -225,7 +209,6 @@ def floor(directory: str, port: int, step_s: float) -> Iterator[dict[str, list[i
 
 
 async def _answers(port: int) -> None:
-    """Wait until somebody listens there."""
     try:
         async with asyncio.timeout(READY_S):
             while True:
@@ -251,7 +234,6 @@ def main(
     step_ms: Annotated[float, typer.Option(help="of the floor's engine; 0: as fast as it can")] = 0.0,
     model: Annotated[str, typer.Option(help="whose tokenizer")] = "smollm2-135m",
 ) -> None:
-    """Measure both at each number of clients, by turns."""
     ports = {KVMESH: free_port(), FLOOR: free_port()}
     lines: list[dict[str, Any]] = []
     with ExitStack() as stack:

@@ -1,11 +1,12 @@
-"""All that can be said of the CUDA path only where there is a GPU: is it right, and how fast. One JSON line a figure.
+"""Check and measure everything that needs a GPU. One JSON line a figure.
 
-    python -m bench.gpu                                     # all parts but tune, about 8 minutes, most of it compiling
-    python -m bench.gpu --part kernels --part ids           # is it right? ends with 1 if not
+    python -m bench.gpu                                     # all parts but tune, about 8 minutes, most of it
+        compiling
+    python -m bench.gpu --part kernels --part ids           # correctness; exits with 1 on a fault
     python -m bench.gpu --part steps --part mixed           # Qwen3-4B's shape, random weights, bf16
-    python -m bench.gpu --part tune                         # the kernels with other tiles, beside torch's own attention
+    python -m bench.gpu --part tune                         # the kernels with other tiles, beside torch's attention
 
-Every time stands beside its roofline, out of copy bandwidth and matmul rate measured on the same device just before.
+Rooflines use the copy bandwidth and matmul rate measured just before.
 """
 
 import asyncio
@@ -71,14 +72,12 @@ TINY: Final = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.3,  # large, so that greedy decoding does not repeat one token
+    "initializer_range": 0.3,  # so that greedy decoding does not repeat one token
 }
 BATCH, CONTEXT, PROMPT, STEPS = 100, 768, 8192, 32
 
 
 class Part(StrEnum):
-    """What may be asked for alone."""
-
     KERNELS = auto()
     IDS = auto()
     CHECKSUMS = auto()
@@ -88,7 +87,7 @@ class Part(StrEnum):
 
 
 def check_kernels() -> bool:
-    """Steps of all kinds against attention written out in float64. Each kind is compiled, which takes most of the time."""
+    """All kinds of steps against float64 attention. Compiling them takes most of the time."""
     steps = [
         ((1,), (1,)),
         ((1,) * 5, (1, 17, 200, 1000, 5000)),
@@ -124,7 +123,7 @@ def check_kernels() -> bool:
 
 
 def check_ids() -> bool:
-    """Greedy ids of a tiny model in fp32: plain torch attention, the kernels, and graphs over a compiled model."""
+    """Greedy ids of a tiny fp32 model: torch's attention, the kernels, and graphs over a compiled model."""
     found: dict[str, dict[str, list[int]]] = {}
     ways: dict[str, dict[str, Any]] = {
         "torch": {"attention": "torch", "compile": "off"},
@@ -143,7 +142,7 @@ def check_ids() -> bool:
 
 
 def check_checksums() -> bool:
-    """Checksums of KV on the device, for peers with smaller, equal and larger pages, against the same bytes in main memory."""
+    """Checksums on the device for smaller, equal and larger peer pages, against the same bytes in main memory."""
     layout = KvLayout(model="bench", dtype="bfloat16", page_size=64, layers=36, kv_heads=8, head_dim=128)
     pool = allocate_storage(layout, 40, torch.device(DEVICE)).normal_()
     host = pool.cpu()
@@ -164,7 +163,6 @@ def check_checksums() -> bool:
 
 
 def measure_steps(bench: Bench, loaded: LoadedModel, machine: Machine) -> None:
-    """Decode steps at batch 1 and many, and a long prompt."""
     for batch in (1, BATCH):
         bench.decode(batch, CONTEXT, 4)
         total, host = bench.decode(batch, CONTEXT, STEPS)
@@ -172,7 +170,7 @@ def measure_steps(bench: Bench, loaded: LoadedModel, machine: Machine) -> None:
         facts = {"label": bench.label, "batch": batch, "context": CONTEXT, "host_ms": round(min(host) * 1000, 3)}
         say("decode step", total, roof_s, **facts, device_idle=_idle_share(bench, batch))
     layout = loaded.layout
-    pairs = PROMPT * PROMPT / 2  # a key that a query sees costs head_dim products, twice, in each head
+    pairs = PROMPT * PROMPT / 2  # each key costs head_dim products, twice, in each head
     attention_flop = 4 * pairs * layout.layers * layout.kv_heads * loaded.query_group * layout.head_dim
     roof_s = roofline_s(loaded, machine, PROMPT, PROMPT) + attention_flop / machine.matmul_flop_s
     bench.prompt(PROMPT)
@@ -181,7 +179,7 @@ def measure_steps(bench: Bench, loaded: LoadedModel, machine: Machine) -> None:
 
 
 def measure_mixed(bench: Bench) -> None:
-    """Requests of all lengths at once, after a first time that compiles what is left to compile."""
+    """The first run compiles what is left to compile."""
     for attempt in range(2):
         started = time.perf_counter()
         tokens = _generate(bench, BATCH, prompts=(32, 1024), outputs=(32, 256), seed=attempt)
@@ -193,7 +191,6 @@ def measure_mixed(bench: Bench) -> None:
 
 
 def tune(machine: Machine) -> None:
-    """Each kernel alone with other tiles: all layers of Qwen3-4B's attention, replayed from a graph."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 1}))
         layout = structs.replace(load_model(directory, _config(), Path(directory), silent).layout, layers=36)
@@ -264,7 +261,7 @@ def _repeat(work: Callable[[], object], times: int) -> None:
 
 
 def _idle_share(bench: Bench, batch: int) -> float | None:
-    """Share of the time of some decode steps in which the device ran nothing, by its own record of kernels."""
+    """By the device's own record of kernels."""
     with bench.decoding(batch, CONTEXT, STEPS):
         bench.engine.step()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -277,7 +274,7 @@ def _idle_share(bench: Bench, batch: int) -> float | None:
 
 
 def idle_share(spans: list[tuple[float, float]]) -> float:
-    """Of the time from the first of `spans`, which are sorted, to the end of the last, what none of them covers."""
+    """The share of the time that the sorted `spans` do not cover."""
     busy, reached = 0.0, spans[0][0]
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))
@@ -288,7 +285,6 @@ def idle_share(spans: list[tuple[float, float]]) -> float:
 def _generate(
     bench: Bench, count: int, prompts: tuple[int, int], outputs: tuple[int, int], seed: int = 0
 ) -> dict[str, list[int]]:
-    """Ids of `count` greedy requests, whose lengths are drawn from these ranges."""
     draw = random.Random(seed)
     for i in range(count):
         length, limit = draw.randint(*prompts), draw.randint(*outputs)
@@ -316,7 +312,6 @@ def _config() -> EngineConfig:
 
 
 def _bench(described: dict[str, Any], config: EngineConfig, label: str) -> tuple[Bench, LoadedModel]:
-    """An engine over random weights, ready: compiled, graphs recorded."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(described))
         loaded = load_model(directory, replace(config, load_format="dummy"), Path(directory), silent)
@@ -332,7 +327,6 @@ def _tell(figure: str, **facts: Any) -> None:
 
 
 def _run(parts: list[Part]) -> Iterator[bool]:
-    """Whether each part found everything right."""
     if Part.KERNELS in parts:
         yield check_kernels()
     if Part.IDS in parts:
@@ -360,7 +354,6 @@ def _run(parts: list[Part]) -> Iterator[bool]:
 def main(
     part: Annotated[list[Part] | None, typer.Option(help="may be given several times; default: all but tune")] = None,
 ) -> None:
-    """Check and measure on the first CUDA device."""
     if not torch.cuda.is_available():
         sys.exit("bench.gpu needs a CUDA device: torch finds none")
     torch.cuda.set_device(DEVICE)

@@ -1,7 +1,8 @@
-"""The host's part of a pipelined decode step: the real core, runner, tables and sampler around a forward that costs nothing.
+"""The host's part of a pipelined decode step: the real core, tables and sampler around a forward that costs
+nothing.
 
-On a GPU the host plans, launches and samples one step while the device computes another, so a step cannot be shorter
-than this. The vocabulary is small: what a sampler costs for each token of it is the device's work.
+On a GPU a step cannot be shorter than this. The vocabulary is small, because per-token sampling is the device's
+work.
 """
 
 import random
@@ -21,7 +22,7 @@ from engine.ports import EngineRequest, KvRegion, SamplingParams
 from engine.runner import TorchRunner
 
 VOCAB: Final = 64
-PENALISED_VOCAB: Final = 2048  # penalties cost by the distinct tokens of a text, so there must be some
+PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens
 CONTEXT: Final = 768
 ANSWER: Final = 256
 WARM: Final = 8  # steps before the first that counts
@@ -35,7 +36,7 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 class Tables:
-    """Attention that fills its tables, as on a device, and attends to nothing."""
+    """Attention that only fills its tables."""
 
     def __init__(self, limits: StepLimits, page_size: int) -> None:
         self._tables = StepTables(limits, page_size, torch.device("cpu"))
@@ -46,14 +47,10 @@ class Tables:
 
 
 class Device(TorchRunner):
-    """A runner whose device is done at once."""
-
     takes_cpu = False
 
 
 class _NoForward:
-    """The same logits for each step."""
-
     kind: Final = "none"
 
     def __init__(self, batch: int, vocab: int) -> None:
@@ -67,7 +64,6 @@ class _NoForward:
 
 
 def host_core(batch: int, vocab: int) -> EngineCore:
-    """An engine for `batch` requests that are decoded at once."""
     context = CONTEXT + ANSWER
     layout = KvLayout(model="none", dtype="bfloat16", page_size=16, layers=1, kv_heads=1, head_dim=16)
     pages = batch * layout.pages_for(context)
@@ -85,7 +81,6 @@ def host_core(batch: int, vocab: int) -> EngineCore:
 
 
 def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[float]:
-    """Seconds of each of `steps` decode steps of `batch` requests."""
     vocab = PENALISED_VOCAB if "repetition_penalty" in params else VOCAB
     core, draw = host_core(batch, vocab), random.Random(0)
     for i in range(batch):
@@ -106,7 +101,6 @@ def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[floa
 
 
 def host_steps(batches: Sequence[int], steps: int) -> Iterator[tuple[int, str, list[float]]]:
-    """Batch, way of sampling, and seconds of each step."""
     torch.set_num_threads(1)
     for batch in batches:
         for way, params in WAYS.items():

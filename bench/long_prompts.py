@@ -1,12 +1,11 @@
-"""Whether long prompts hold up short ones: TTFT of short requests alone, then beside a flood of long ones. One JSON line each.
+"""TTFT of short requests alone and beside a flood of long ones. One JSON line each.
 
-    python -m bench.long_prompts                          # 60,000 tokens, 40 a second, beside 20 short requests a second
+    python -m bench.long_prompts                          # 60,000 tokens, 40 a second, beside 20 short requests a
+        second
     python -m bench.long_prompts --long-rate 4 --frontend 2
 
-It starts a mesh of its own over a mock engine that computes in no time, with SmolLM2's tokenizer and a context long enough.
-Requests come at random, whether or not those before are answered, for `--seconds`; what is late after that counts too.
-`health_ms` is how long the frontend takes to answer `/health` on a connection of its own, asked every 5 ms: the largest is the
-longest stall of its event loop, or this client's own, which is `client_stall_ms_max`.
+A mesh of zero-cost mock engines with SmolLM2's tokenizer. `health_ms` is the frontend's time to answer `/health`,
+asked every 5 ms: its maximum is the longest stall of the event loop, or of this client (`client_stall_ms_max`).
 """
 
 import asyncio
@@ -34,14 +33,12 @@ from engine.model.resolve import model_dir
 PROBE_S: Final = 0.005
 CONTEXT: Final = 131_072
 HEALTH: Final = b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n"
-LONG_BODIES: Final = 16  # to choose from; each request has another beginning
+LONG_BODIES: Final = 16  # each request changes the beginning
 MOCK: Final = {"LAYERS": "1", "KV_HEADS": "1", "HEAD_DIM": "8", "STEP_S": "0", "SPEEDUP": "inf"}
 
 
 @dataclass(slots=True)
 class Load:
-    """What one load measured."""
-
     short_s: list[float] = field(default_factory=list)  # time to first token
     long_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
@@ -50,19 +47,15 @@ class Load:
 
 
 class Probe(asyncio.Protocol):
-    """Asks for `/health`, over and over."""
-
     def __init__(self) -> None:
         self.answered = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
-        """The whole answer: it is small."""
         self.answered.set()
 
 
 @contextmanager
 def long_model() -> Iterator[str]:
-    """The mock's name of SmolLM2 with a context of `CONTEXT`."""
     source = model_dir("smollm2-135m", MESH_HOME)
     with tempfile.TemporaryDirectory() as home:
         directory = Path(home) / "smollm2-long"
@@ -76,7 +69,7 @@ def long_model() -> Iterator[str]:
 
 
 class Requests:
-    """The bytes of requests, each with another prompt from its first words on."""
+    """Each with another prompt from its first words on."""
 
     def __init__(self, model: str, words: int, bodies: int) -> None:
         self._draw = random.Random(11)
@@ -84,7 +77,6 @@ class Requests:
         self._texts = [" ".join(self._draw.choices(WORDS, k=max(1, words - 12))) for _ in range(bodies)]
 
     def next(self) -> bytes:
-        """One of them."""
         text = " ".join([*self._draw.choices(WORDS, k=12), self._draw.choice(self._texts)])
         body = json.dumps({**self._fields, "messages": [{"role": "user", "content": text}]}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
@@ -171,7 +163,6 @@ def main(
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: aggregated")] = 1,
     label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
 ) -> None:
-    """Measure short requests alone, then beside long ones."""
     env = {f"MESH_ENGINE__MOCK__{name}": value for name, value in MOCK.items()}
     env |= {"MESH_ENGINE__NUM_PAGES": "262144", "MESH_ENGINE__MAX_RUNNING": "256"}
     env["MESH_ENGINE__MAX_STEP_TOKENS"] = "8192"

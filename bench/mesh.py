@@ -1,11 +1,10 @@
-"""What the mesh itself costs: engines that compute nothing, streams through every process. One JSON line a figure.
+"""The cost of the mesh itself, with engines that compute nothing. One JSON line a figure.
 
     python -m bench.mesh                        # zero-cost, disaggregated, 230 tokens in, 64 out, c = 1, 16, 64
     python -m bench.mesh --token-ms 5.7         # paced: a token each 5.7 ms
     python -m bench.mesh --prefill 0            # aggregated
 
-It starts a mesh of its own with `python -m services.local`. Every prompt is another, so that each is computed by prefill and
-moved. `bench/closed_loop.py` has the clients.
+It starts its own mesh. All prompts differ, so prefill computes and moves each of them.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ MOCK_SHAPE: Final = {"KV_HEADS": 1, "HEAD_DIM": 8, "DECODE_S": 0, "CONTEXT_TOKEN
 
 
 def mock_env(layers: int, costs: Mapping[str, object]) -> dict[str, str]:
-    """Settings of mock engines whose steps cost nothing but what `costs` says: fields of `MockConfig`, in capitals."""
+    """Mock engines whose steps cost only `costs`: fields of `MockConfig`, in capitals."""
     mock = {**MOCK_SHAPE, "LAYERS": layers, "STEP_S": 0, **(costs or {"SPEEDUP": "inf"})}
     env = {f"MESH_ENGINE__MOCK__{name}": str(value) for name, value in mock.items()}
     room = {"NUM_PAGES": 8192, "MAX_RUNNING": 256, "MAX_STEP_TOKENS": 8192}
@@ -50,7 +49,6 @@ def main(
     traces_per_s: Annotated[float, typer.Option(help="requests traced a second, at most")] = TRACES_PER_S,
     label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
 ) -> None:
-    """Measure each level of concurrency in turn."""
     env = mock_env(layers, {"STEP_S": token_ms / 1000} if token_ms else {})
     env["MESH_TRACES_PER_S"] = str(traces_per_s)
     facts = {"label": label, "prefill": prefill, "decode": decode, "token_ms": token_ms, "layers": layers}

@@ -1,10 +1,9 @@
-"""How a full page pool deals: how many runs of neighbours a prompt's pages are, and what dealing costs. One JSON line a pool.
+"""Runs of neighbouring pages that a full page pool gives a prompt, and the cost of that. One JSON line a pool.
 
     python -m bench.pages
 
-Prompts that nobody has seen come and go as fast as they can, `live` of them at a time, and grow by answers while they do; what
-they leave is cached until it is evicted. A run is what NIXL takes as one descriptor. The first half of the prompts fills the
-pool, the second is measured.
+New prompts come and go, `live` at a time, and grow by answers. NIXL takes a run as one descriptor. The first half
+fills the pool, the second is measured.
 """
 
 import json
@@ -22,12 +21,12 @@ from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 
 PAGE_SIZE: Final = 16  # tokens
-GROWTH: Final = 8  # tokens of each answer from one prompt to the next
+GROWTH: Final = 8  # tokens of each answer between two prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests over one pool; lengths are drawn between the two."""
+    """Lengths are drawn between the two."""
 
     num_pages: int
     live: int  # at a time
@@ -37,8 +36,6 @@ class Traffic:
 
 @dataclass(slots=True)
 class Live:
-    """A request that has pages."""
-
     name: int
     pages: list[int]
     tokens: int  # so far
@@ -54,7 +51,6 @@ CASES: Final = (
 
 
 def deal(traffic: Traffic, prompts: int, draw: random.Random) -> Iterator[tuple[list[int], float]]:
-    """Each prompt's pages, and the seconds that all dealing took since the one before."""
     prefix = PrefixCache()
     pool = PagePool(traffic.num_pages, prefix)
     live: list[Live] = []
@@ -77,7 +73,6 @@ def deal(traffic: Traffic, prompts: int, draw: random.Random) -> Iterator[tuple[
 
 
 def main(prompts: int = 6000) -> None:
-    """Measure each kind of traffic."""
     for traffic in CASES:
         dealt = list(deal(traffic, prompts, random.Random(1)))[prompts // 2 :]
         runs = mean(1 + sum(1 for page, after in pairwise(pages) if after != page + 1) for pages, _ in dealt)

@@ -1,4 +1,4 @@
-"""Server processes of a benchmark: started, waited for, counted, and stopped with all that they started."""
+"""Server processes of a benchmark and their processor time."""
 
 import json
 import os
@@ -23,22 +23,21 @@ TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 CPU_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/<pid>/stat, counted from the state
 STOP_TIMEOUT_S: Final = 60.0
 MESH_HOME: Final = Path("~/.cache/kvmesh").expanduser()
-NOT_INHERITED: Final = ("MESH_", "VLLM_", "DYN_", "OMP_", "KMP_")  # a figure must not depend on what a shell had set
+NOT_INHERITED: Final = ("MESH_", "VLLM_", "DYN_", "OMP_", "KMP_")  # a figure must not depend on the shell's settings
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process that serves, at the head of a process group of its own."""
+    """Leads a process group of its own."""
 
     popen: "subprocess.Popen[bytes]"
     log: Path
 
     def logged(self) -> str:
-        """What it has written so far."""
         return self.log.read_text(errors="replace")
 
     def processes(self) -> dict[str, list[int]]:
-        """Pids of it and everything below, by the name of our service or of the executable."""
+        """Pids of it and its descendants, by service or executable."""
         parents: dict[int, int] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -55,19 +54,17 @@ class Server:
         return found
 
     def signal_group(self, number: signal.Signals) -> None:
-        """SIGSTOP, SIGCONT or SIGKILL to it and to all in its group."""
         with suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """Processor time that these processes have used."""
     stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
     return sum(sum(map(int, stat[CPU_FIELDS])) for stat in stats) * TICK_S
 
 
 def machine_busy_s() -> float:
-    """Processor time that all processes of this machine have used, and what its host took away."""
+    """Processor time of all processes of this machine, with what its host took away."""
     user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
     return (user + nice + system + irq + softirq + steal) * TICK_S
 
@@ -76,7 +73,7 @@ def machine_busy_s() -> float:
 def serving(
     command: Sequence[str], env: Mapping[str, str], log: Path, *, ready: str, timeout_s: float
 ) -> Iterator[Server]:
-    """Run `command` from when its log says `ready` until the block ends. It cannot outlive this process."""
+    """`command`, from its `ready` line on. It ends with this process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     with log.open("wb") as stream:
         popen = subprocess.Popen(
@@ -101,13 +98,13 @@ def serving(
         shared_memory, family = SharedMemoryFiles(), [pid for pids in server.processes().values() for pid in pids]
         for pid in family:
             shared_memory.remember(pid)
-        server.signal_group(signal.SIGCONT)  # it may be stopped, and then SIGTERM would wait
+        server.signal_group(signal.SIGCONT)  # SIGTERM does not reach a stopped process
         popen.terminate()
         with suppress(subprocess.TimeoutExpired):
             popen.wait(STOP_TIMEOUT_S)
         server.signal_group(signal.SIGKILL)
         popen.wait()
-        for pid in family:  # what those left that had to be killed
+        for pid in family:  # what killed ones left
             shared_memory.remove_files_of(pid)
 
 
@@ -115,7 +112,7 @@ def serving(
 def mesh(
     model: str, counts: Mapping[str, int], env: Mapping[str, str], port: int, timeout_s: float = 120.0
 ) -> Iterator[Server]:
-    """`services.local` with a state directory of its own, but for what is made once: converted and compiled models."""
+    """`services.local` with its own state directory, but shared converted and compiled models."""
     with tempfile.TemporaryDirectory() as home:
         for name in ("models", "compile"):
             (MESH_HOME / name).mkdir(parents=True, exist_ok=True)
@@ -129,7 +126,6 @@ def mesh(
 
 
 def model_name(port: int, timeout_s: float = 30.0) -> str:
-    """What the endpoint at `port` calls its model; some listen before they have it."""
     deadline = time.monotonic() + timeout_s
     while True:
         with urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
@@ -142,9 +138,8 @@ def model_name(port: int, timeout_s: float = 30.0) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
     while True:
-        port = random.randrange(20_000, 32_000)  # below those that connections take
+        port = random.randrange(20_000, 32_000)  # below the ports of outgoing connections
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -1,13 +1,11 @@
-"""What routing costs: where a prompt is cached, and the memory to know it. One JSON line a figure.
+"""The cost of the KV index: lookups and memory. One JSON line a figure.
 
     python -m bench.routing                                        # 10, 100, 1,000 instances; 1 M blocks
     python -m bench.routing --blocks 1000000 --blocks 10000000     # the second needs 2 GB
 
-Each line is a process of its own, so that its memory is the index's. Every instance holds as many blocks as any other: chains
-that begin with a prefix that all share, as prompts do. Lookups are of prompts of 10,000 tokens in pages of 16: `shared`, whose
-first half every instance holds and whose rest each holds for another length, the worst there is; `hit`, which one instance
-holds whole; `miss`. A block of the approximate index is one at one instance. Times are medians in µs. `hash_us` is what hashing
-the prompt's pages takes before any lookup.
+Each line is a process of its own. Instances hold equally many blocks in chains with a shared prefix. Lookups are of
+10,000 tokens in pages of 16: `shared`, half of which all hold and the rest to different depths (the worst case);
+`hit`, held by one; `miss`. Medians in µs. `hash_us` is the hashing before a lookup.
 """
 
 import json
@@ -47,7 +45,7 @@ def _chain(draw: random.Random, length: int) -> list[bytes]:
 
 
 def _fill(add: Add, ids: Sequence[str], blocks: int, shared: Sequence[bytes], draw: random.Random) -> tuple[int, float]:
-    """How many were added, and the seconds it took; the making of random hashes is left out."""
+    """Returns: number added, and seconds without making the hashes."""
     added, spent_s = 0, 0.0
     for at, name in enumerate(ids):
         prefix = shared[: DEPTH // 2 + at * DEPTH // 2 // len(ids)]
@@ -69,12 +67,12 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _lookup_us(find: Callable[[Sequence[bytes]], Mapping[str, int]], prompt: Sequence[bytes]) -> float:
-    copies = [[bytes(bytearray(block)) for block in prompt] for _ in range(ROUNDS)]  # of a request: never seen before
+    copies = [[bytes(bytearray(block)) for block in prompt] for _ in range(ROUNDS)]  # new objects, as from a request
     return round(statistics.median(_timed(lambda c=copy: find(c)) for copy in copies) * 1e6, 1)  # type: ignore[misc]
 
 
 def _removal(index: KvIndex, ids: Sequence[str], draw: random.Random) -> dict[str, Any]:
-    """One instance goes: what that takes, and the longest that others wait while it is swept out."""
+    """Total time to remove an instance, and the longest wait of others meanwhile."""
     removed_s = _timed(lambda: index.remove(ids[0]))
     longest_s, added = 0.0, 0
     while index._left:
@@ -87,7 +85,6 @@ def _removal(index: KvIndex, ids: Sequence[str], draw: random.Random) -> dict[st
 
 
 def measure(kind: str, instances: int, blocks: int) -> dict[str, Any]:
-    """The figures of one index, in this process."""
     draw = random.Random(3)
     ids = [f"{n:08x}" for n in range(instances)]
     shared, whole, absent = (_chain(draw, DEPTH) for _ in range(3))
@@ -123,7 +120,6 @@ def main(
     blocks: Annotated[list[int], typer.Option(help="how many in all, may be given again")] = [1_000_000],  # noqa: B006
     one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Measure each index at each size."""
     if one:
         print(json.dumps(measure(one, instances[0], blocks[0])))
         return

@@ -1,8 +1,7 @@
-"""What one decision costs: python -m bench.routing_policies
+"""The cost of one routing decision: python -m bench.routing_policies
 
-µs per decision of each policy, at fleets of 10, 100 and 1,000 instances, a tenth of which have some of the prompt cached.
-`whole route` is with `Health.candidates` before it, and with health and load book told of the request, its answer and its
-end. `book` is the load book alone, `heartbeat` one heartbeat taken in. The best of five rounds.
+µs of each policy for fleets of 10, 100 and 1,000 instances, a tenth of which have part of the prompt cached. `whole
+route` adds health and load book; `book` is the load book alone, `heartbeat` one heartbeat. The best of five rounds.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from components.routing.policies import POLICIES, PolicyName, make_policy
 from components.wire.heartbeat import Heartbeat
 
 FLEETS = (10, 100, 1000)
-ROUNDS = 5  # the best of them: what else runs on the machine only ever adds
+ROUNDS = 5  # the best counts: other load only adds time
 
 
 def fleet(count: int, rng: Random) -> tuple[LoadBook, Health]:
@@ -57,7 +56,6 @@ def best_us(decide: Callable[[int], None], times: int) -> float:
 
 
 def policy_us(name: PolicyName, count: int, *, route: bool) -> float:
-    """Of the policy alone, or with everything around it."""
     rng = Random(0)
     book, health = fleet(count, rng)
     policy = make_policy(name, "prefill", rng)

@@ -1,14 +1,14 @@
-"""Load on an OpenAI endpoint: throughput, time to first token, time per output token. A table, JSON lines, a picture.
+"""Load an OpenAI endpoint: throughput, time to first token, time per output token.
 
     python -m bench.serve                                                    # random words, 1 client, then 8
-    python -m bench.serve --request-rate 4 --num-prompts 200 --workload sharegpt-like     # --max-concurrency 16: at once
+    python -m bench.serve --request-rate 4 --num-prompts 200 --workload sharegpt-like     # --max-concurrency 16
     python -m bench.serve --workload shared-prefix --groups 8 --prompts-per-group 16 --prefix-len 1024
-    python -m bench.serve --workload trace-replay --trace conversation_trace.jsonl --trace-scale 0.05 --num-prompts 100
+    python -m bench.serve --workload trace-replay --trace conversation_trace.jsonl --trace-scale 0.05 --num-prompts
+        100
 
-With --concurrency each client sends its next request when the last is answered; with --request-rate requests come at
-random, that often a second, however long answers take; a trace comes at its own times unless one of both is given. Prompts
-are random English words, other ones in every run, so that no prefix cache helps but where the workload repeats itself.
-Works on any OpenAI endpoint that knows `ignore_eos`: peers are measured with it.
+With --concurrency each client has one request at a time; with --request-rate requests arrive at random. A trace has
+its own times unless one of both is given. Prompts are random English words, new ones in every run. The endpoint
+must accept `ignore_eos`.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from bench.load.workloads import (
 from components.local_mesh import local_mesh
 from components.settings import MeshSettings
 
-__all__ = ["WORDS", "Body", "Prepare", "Run", "figures", "measure"]  # for the other benchmarks, of peers too
+__all__ = ["WORDS", "Body", "Prepare", "Run", "figures", "measure"]  # for other benchmarks
 
 CONNECT_S: Final = 10.0
 PROGRESS_S: Final = 10.0
@@ -67,14 +67,14 @@ async def measure(
     output_len: int,
     prepare: Prepare | None = None,
 ) -> Run:
-    """Send `requests` requests, `concurrency` at a time. What `prepare` does to one counts as time to its first token."""
-    draw = random.Random()  # seeded anew: prompts of an earlier run would be found in the prefix cache
+    """The time that `prepare` takes counts as time to first token."""
+    draw = random.Random()  # a new seed: an earlier run's prompts would be cached
     asks = random_asks(draw, requests, input_len, output_len, 1.0)
     return await closed_loop(url, [body_of(ask, model) for ask in asks], concurrency, prepare)
 
 
 def find_model(url: str, model: str | None) -> str:
-    """`model`, or the first that the endpoint has. Exits with a sentence when nobody answers there."""
+    """`model`, or the endpoint's first. Exits if the endpoint does not answer."""
     try:
         answer = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=CONNECT_S)
         if model is not None:
@@ -89,7 +89,7 @@ def find_model(url: str, model: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a load is made of, as the command line has it."""
+    """A load's options."""
 
     workload: Workload
     input_len: int
@@ -105,7 +105,7 @@ class Shape:
     seed: int | None
 
     def asks(self, count: int | None) -> list[Ask]:
-        """The requests, `count` of them where the workload does not say. Exits when the trace cannot be read."""
+        """`count` requests unless the workload has its own number. Exits if the trace cannot be read."""
         draw = random.Random(self.seed)
         match self.workload:
             case Workload.RANDOM:
@@ -122,7 +122,6 @@ class Shape:
             sys.exit(str(exc))
 
     def facts(self) -> dict[str, Any]:
-        """For a line of JSON: what shapes this workload."""
         sizes = {"input_len": self.input_len, "output_len": self.output_len}
         match self.workload:
             case Workload.RANDOM:
@@ -142,7 +141,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How requests come: from so many clients, or so many a second, or, with neither, when the trace says."""
+    """Closed loop, Poisson arrivals, or a trace's times."""
 
     concurrency: int | None = None
     request_rate: float | None = None
@@ -155,7 +154,6 @@ class Level:
         return rate if self.max_concurrency is None else f"{rate}, {self.max_concurrency} at once at most"
 
     def facts(self) -> dict[str, Any]:
-        """For a line of JSON."""
         return {
             name: value
             for name in ("concurrency", "request_rate", "max_concurrency")
@@ -163,7 +161,6 @@ class Level:
         }
 
     async def run(self, url: str, model: str, asks: Sequence[Ask], done: Callable[[], object], run: Run) -> Run:
-        """Send them all; `run` has what was measured also when this is cancelled."""
         bodies = [body_of(ask, model) for ask in asks]
         if self.concurrency is not None:
             return await closed_loop(url, bodies[::-1], self.concurrency, None, done, run)  # it takes the last first
@@ -177,7 +174,7 @@ class Level:
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[], object]]:
-    """What to call after each request: a bar, or, where stderr is no terminal, a line now and then."""
+    """A bar; without a terminal, a line from time to time."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _ProgressLines(title, total)
@@ -189,8 +186,6 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], object]]:
 
 
 class _ProgressLines:
-    """A line each `PROGRESS_S`."""
-
     def __init__(self, title: str, total: int) -> None:
         self._title = title
         self._total = total
@@ -207,13 +202,12 @@ class _ProgressLines:
 
 
 def find_url(url: str | None, state_dir: Path) -> str:
-    """`url`, or where the mesh of this machine answers that runs with `state_dir`."""
     found = local_mesh(state_dir.expanduser()).get("http") or [DEFAULT_URL]
     return str(url or found[0])
 
 
 def warm_up(url: str, model: str, requests: int, input_len: int) -> None:
-    """Exits with what the endpoint answered when it does not answer these."""
+    """Exits with the endpoint's error if these requests fail."""
     if requests == 0:
         return
     run = asyncio.run(
@@ -256,7 +250,6 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="append a line a run; - prints them instead")] = None,
     plot: Annotated[Path | None, typer.Option(help="picture of the distributions, PNG or SVG")] = None,
 ) -> None:
-    """Measure each level of concurrency in turn, or one rate of requests, after a warm-up."""
     if concurrency and request_rate is not None:
         sys.exit("--concurrency and --request-rate exclude each other; --max-concurrency bounds a rate")
     timed = request_rate is not None or workload is Workload.TRACE
@@ -264,7 +257,7 @@ def main(
         sys.exit("--max-concurrency bounds --request-rate or a trace; clients without a rate are --concurrency")
     if (workload is Workload.TRACE) != (trace is not None):
         sys.exit("--workload trace-replay and --trace FILE go together")
-    for path in (json_file, plot):  # now and not after the load
+    for path in (json_file, plot):  # before the load, not after it
         if path is not None and not path.parent.is_dir():
             sys.exit(f"{path} cannot be written: there is no directory {path.parent}")
     if plot is not None:
@@ -308,7 +301,6 @@ def main(
 
 
 def measure_level(url: str, model: str, level: Level, asks: Sequence[Ask], interrupted: threading.Event) -> Run:
-    """One run, with a bar. SIGINT or SIGTERM ends it early and sets `interrupted`."""
     run = Run()
 
     async def until_signal() -> None:
@@ -331,7 +323,6 @@ def measure_level(url: str, model: str, level: Level, asks: Sequence[Ask], inter
 
 
 def tell(run: Run, title: str, json_file: Path | None, **facts: Any) -> None:
-    """A table, a line of JSON, or both."""
     line = json.dumps(figures(run, **facts, **more_figures(run)))
     if json_file == Path("-"):
         print(line, flush=True)

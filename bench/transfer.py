@@ -1,12 +1,12 @@
-"""What moving KV pages between two processes costs, beside what the machine can do. One JSON line a figure.
+"""The cost of moving KV pages between two processes. One JSON line a figure.
 
-    python -m bench.transfer                                             # a 135M model's pages of 16, 32 and 64 tokens
+    python -m bench.transfer                                             # a 135M model's pages of 16, 32 and 64
+        tokens
     python -m bench.transfer --layers 32 --kv-heads 8 --head-dim 128 --page-size 16 --pages 1 --pages 64
 
-Four ways to move the same bytes into another process, in turn, in one run: our backend with scattered and with
-neighbouring pages, NIXL's own API with one contiguous block and nothing of ours around it, and a plain copy
-into memory that both processes map. µs are medians over rounds, GB/s follow from them; ratios are time over time, so 1.1
-means that we take a tenth longer. The last line of a page size is what a write costs before it moves anything.
+The same bytes in four ways by turns: our backend with scattered and with neighbouring pages, NIXL's own API with
+one block, and a copy into shared memory. µs are medians; a ratio is time over time. The last line of a page size is
+about small writes.
 """
 
 import asyncio
@@ -36,15 +36,13 @@ from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.wire.instances import KvEndpoint
 
 REPO: Final = Path(__file__).resolve().parents[1]
-WARM_UP: Final = 2  # writes of each kind before the first that counts: connections and page tables
-FIXED_ROUNDS: Final = 5  # times as many rounds for the smallest write
+WARM_UP: Final = 2  # uncounted writes of each kind
+FIXED_ROUNDS: Final = 5  # factor of rounds for the smallest write
 
 Move = Callable[[], Awaitable[object]]
 
 
 class Peer:
-    """The receiving process."""
-
     def __init__(self, popen: subprocess.Popen[str]) -> None:
         self._popen = popen
         facts = json.loads(self._line())
@@ -69,7 +67,6 @@ class Peer:
 
 @contextmanager
 def receiving(layout: KvLayout, num_pages: int) -> Iterator[Peer]:
-    """A receiver with a pool of `num_pages`."""
     described = msgspec.json.encode(layout).decode()
     command = [sys.executable, "-m", "bench.transfer_peer", described, str(num_pages)]
     with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
@@ -77,14 +74,12 @@ def receiving(layout: KvLayout, num_pages: int) -> Iterator[Peer]:
             yield Peer(popen)
         finally:
             assert popen.stdin is not None
-            popen.stdin.close()  # it ends itself
+            popen.stdin.close()  # then it ends
             popen.wait(20)
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Both sides of one page size."""
-
     pool: Pool
     peer: Peer
     transfer: NixlTransfer
@@ -92,19 +87,16 @@ class Ends:
     shared: "np.ndarray[Any, np.dtype[np.uint8]]"
 
     def scattered(self, count: int) -> Move:
-        """Our backend, the first pages of both pools, in opposite orders: no two of them merge."""
+        """Our backend, pages in opposite orders: none merge."""
         return self._pages(range(count), range(count)[::-1])
 
     def neighbours(self, count: int) -> Move:
-        """Our backend, the same pages in order: they merge."""
         return self._pages(range(count), range(count))
 
     def aux(self) -> Move:
-        """Our backend, the record that ends a transfer, sealed."""
         return lambda: self.transfer.write_aux(self.peer.endpoint.agent, 0, 0, "bench")
 
     def plain(self, count: int) -> Move:
-        """NIXL's own API: one block, its handle made before and posted again each time."""
         num_bytes = count * self.pool.layout.page_bytes
         local = self.agent.get_xfer_descs([(self.pool.address, num_bytes, 0)], mem_type="DRAM")
         remote = self.agent.get_xfer_descs([(self.peer.endpoint.base_address, num_bytes, 0)], mem_type="DRAM")
@@ -120,7 +112,6 @@ class Ends:
         return move
 
     def memcpy(self, count: int) -> Move:
-        """A copy into memory that both processes map."""
         source = self.pool.memory.reshape(-1)[: count * self.pool.layout.page_bytes]
         target = self.shared[: len(source)]
 
@@ -130,7 +121,7 @@ class Ends:
         return move
 
     async def check(self, count: int) -> None:
-        """Exits when the first `count` pages are not at the other side after each way of moving them."""
+        """Exits if the first `count` pages have not arrived, for each way."""
         for way, (move, place) in {
             "our backend": (self.neighbours(count), 0),
             "NIXL's own API": (self.plain(count), 0),
@@ -152,7 +143,7 @@ async def time_us(move: Move) -> float:
 
 
 async def times_us(moves: dict[str, Move], rounds: int) -> dict[str, float]:
-    """Medians over `rounds` of each. In an order drawn anew in each round: who comes later finds the bytes in a cache."""
+    """Medians over `rounds`, in random order: later ways find the bytes cached."""
     order = list(moves.items())
     taken: dict[str, list[float]] = {name: [] for name in moves}
     for round_ in range(WARM_UP + rounds):
@@ -165,7 +156,7 @@ async def times_us(moves: dict[str, Move], rounds: int) -> dict[str, float]:
 
 
 async def fixed_us(ends: Ends, rounds: int) -> dict[str, float]:
-    """Medians of small writes: one page each way, the record that ends a transfer, and a page right behind one."""
+    """One page in each way, the aux record, and a page right after it."""
     page = {"scattered": ends.scattered(1), "nixl": ends.plain(1), "memcpy": ends.memcpy(1)}
     alone = await times_us(page, rounds)
     aux = await times_us({"aux": ends.aux()}, rounds)
@@ -177,7 +168,6 @@ async def fixed_us(ends: Ends, rounds: int) -> dict[str, float]:
 
 
 def figure(layout: KvLayout, pages: int, us: dict[str, float]) -> dict[str, Any]:
-    """One line for one size of write."""
     num_bytes = pages * layout.page_bytes
     speeds = {f"{name}_gb_s": round(num_bytes / value / 1e3, 2) for name, value in us.items()}
     ratios = {
@@ -197,7 +187,7 @@ def figure(layout: KvLayout, pages: int, us: dict[str, float]) -> dict[str, Any]
 
 
 def fixed(layout: KvLayout, us: dict[str, float]) -> dict[str, Any]:
-    """The line about small writes: one page, the same less its plain copy, the aux record, and a page right after that."""
+    """One page, the same less its plain copy, the aux record, and a page right after it."""
     beyond = {f"{name}_fixed_us": round(us[name] - us["memcpy"], 1) for name in ("scattered", "nixl")}
     return {
         **_shape(layout),
@@ -217,7 +207,6 @@ def _here() -> dict[str, Any]:
 
 
 async def measure_page_size(layout: KvLayout, counts: Sequence[int], rounds: int) -> None:
-    """All sizes of write with pages of one size; prints as it goes."""
     num_pages = max(counts)
     pool = Pool(layout, num_pages)
     with receiving(layout, num_pages) as peer:
@@ -246,7 +235,6 @@ async def measure_page_size(layout: KvLayout, counts: Sequence[int], rounds: int
 
 
 def _attach(peer: Peer) -> SharedMemory:
-    """The receiver's memory; it alone removes it, which this process's tracker would do, too."""
     shared = SharedMemory(peer.shared_name)
     resource_tracker.unregister(f"/{peer.shared_name}", "shared_memory")
     return shared
@@ -261,7 +249,6 @@ def main(
     head_dim: Annotated[int, typer.Option(help="of the model", min=1)] = 64,
     rounds: Annotated[int, typer.Option(help="writes of each kind that count", min=1)] = 30,
 ) -> None:
-    """Measure each page size in turn, in two processes of its own."""
     if min(*pages, *page_size, 1) < 1:
         sys.exit("--pages and --page-size begin at 1")
     for size in page_size:

@@ -1,7 +1,7 @@
-"""The receiving process of bench.transfer: `python -m bench.transfer_peer LAYOUT PAGES`, ended by the end of its input.
+"""The receiving process of bench.transfer: `python -m bench.transfer_peer LAYOUT PAGES`.
 
-Writes one line of JSON with all that the sender needs. Then answers each line `COUNT` with the hash of its first COUNT
-pages, and of as many pages' bytes of the shared memory.
+Writes a JSON line for the sender. Then answers each line `COUNT` with hashes of its first COUNT pages and of the
+shared memory.
 """
 
 import asyncio
@@ -21,8 +21,6 @@ from components.kv_transfer.nixl_transfer import POLL_WRITES_S, open_nixl
 
 
 class Pool:
-    """Pages in plain memory, all of them touched."""
-
     device = "cpu"
 
     def __init__(self, layout: KvLayout, num_pages: int) -> None:
@@ -37,7 +35,6 @@ class Pool:
 
 
 def plain_agent(name: str, pool: Pool) -> nixl_agent:
-    """NIXL as it comes, over the same memory, without a thread that spins."""
     leave_out_rdma()
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     agent.register_memory([(pool.address, pool.memory.nbytes, 0, "")], mem_type="DRAM")
@@ -54,8 +51,8 @@ async def main(layout: KvLayout, num_pages: int) -> None:
     try:
         assert shared.buf is not None, "open"
         async with open_nixl(pool, "receiver") as transfer:
-            transfer.expect("never", 0)  # keeps its thread making progress
-            transfer.hasten("never")  # as prefill's word does
+            transfer.expect("never", 0)  # keeps its thread polling
+            transfer.hasten("never")  # as prefill's announcement does
             agent = plain_agent("plain-receiver", pool)
             progress = asyncio.create_task(keep_going(agent))
             facts = {
@@ -78,7 +75,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
 async def keep_going(agent: nixl_agent) -> None:
     while True:
         agent.get_new_notifs()
-        await asyncio.sleep(POLL_WRITES_S)  # as a worker does while a transfer is about to end
+        await asyncio.sleep(POLL_WRITES_S)  # as a worker polls at the end of a transfer
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Two servers at the same work, on the same machine, in one run, by turns.
+"""Two servers at the same work on one machine, by turns.
 
-Both stay up. Each line says how many cores went to whom, so that one sees whether something else took its share; the last
-lines are ratios of the medians over rounds, and whether they reach what was to be reached.
+Each line says how many cores each used, and `others`. The last lines are ratios of medians over rounds, with
+targets.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from bench.processes import Server, cpu_s, free_port, machine_busy_s, mesh
 from bench.serve import Prepare, Run, measure
 
 COMPARED: Final = ("output_tok_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99")
-MESH_START_S: Final = 1200.0  # it may have to compile the model first, a worker after the other
-MEASURE_S: Final = 900.0  # for one level of concurrency: then something hangs
-WAKE_S: Final = 1.0  # after SIGCONT, for what piled up in the stopped processes
+MESH_START_S: Final = 1200.0  # each worker may have to compile the model first
+MEASURE_S: Final = 900.0  # for one level of concurrency
+WAKE_S: Final = 1.0  # after SIGCONT, for the backlog of the stopped processes
 
 
-# Options of the commands that compare.
+# options of the commands that compare
 Rounds = Annotated[int, typer.Option(min=1, help="each measures both, the other one first than the last")]
 Concurrency = Annotated[list[int], typer.Option(help="clients at once; may be given several times")]
 Requests = Annotated[int, typer.Option(min=1, help="per client and round")]
@@ -38,8 +38,6 @@ Model = Annotated[str, typer.Option(help="as services.local takes it")]
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One of the two, serving."""
-
     name: str
     url: str
     servers: Sequence[Server]
@@ -49,7 +47,6 @@ class Contestant:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let it run for the time of the block, if it is stopped otherwise."""
         if not self.stopped_when_idle:
             yield
             return
@@ -61,24 +58,19 @@ class Contestant:
             self.stop()
 
     def stop(self) -> None:
-        """SIGSTOP to all its processes."""
         for server in self.servers:
             server.signal_group(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT to all its processes."""
         for server in self.servers:
             server.signal_group(signal.SIGCONT)
 
     def cpu_s(self) -> float:
-        """Processor time so far, of all its processes."""
         return sum(cpu_s(pids) for server in self.servers for pids in server.processes().values())
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What both do, in each round and at each number of clients."""
-
     rounds: int
     concurrency: Sequence[int]
     requests: int  # per client and round
@@ -87,16 +79,15 @@ class Work:
 
 
 class Target(NamedTuple):
-    """What a figure is to reach: the ratio first / second, or the first's own value."""
+    """The ratio first / second, or the first's own value."""
 
     figure: str
     bound: float
-    clients: Sequence[int] | None = None  # None: at any number
+    clients: Sequence[int] | None = None  # None: any number
     own: bool = False  # the first's own value, in the figure's unit
 
     @property
     def is_rate(self) -> bool:
-        """Whether more is better; else it is a time."""
         return self.figure.endswith("_s")
 
     def met(self, value: float) -> bool:

@@ -1,4 +1,4 @@
-"""Sending requests to an OpenAI endpoint and timing what comes back."""
+"""Send requests to an OpenAI endpoint and time the answers."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ import httpx
 from bench.load.workloads import Ask
 
 Body = dict[str, Any]
-Prepare = Callable[[httpx.AsyncClient, Body], Awaitable[Body]]  # what is sent, from what was going to be sent
+Prepare = Callable[[httpx.AsyncClient, Body], Awaitable[Body]]  # planned body → body to send
 
 TIMEOUT_S: Final = 300.0
 REASON_CHARS: Final = 200
@@ -22,16 +22,12 @@ REASON_CHARS: Final = 200
 
 @dataclass(slots=True)
 class Run:
-    """What one load measured; seconds."""
-
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
-    ends_s: list[float] = field(
-        default_factory=list
-    )  # before an event that ends a text and brings none: no token's gap
+    ends_s: list[float] = field(default_factory=list)  # ends a text without a token
     e2e_s: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0  # as the endpoint counts them
+    prompt_tokens: int = 0  # as counted by the endpoint
     output_tokens: int = 0
     failed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # of failures
@@ -39,19 +35,17 @@ class Run:
     started_s: float = 0.0  # perf_counter() of the first request
     in_flight: int = 0
     peak_in_flight: int = 0
-    cut_off: int = 0  # requests under way when the run was ended
+    cut_off: int = 0  # in flight when the run ended
     tokens_in_second: defaultdict[int, float] = field(
         default_factory=lambda: defaultdict(float)
-    )  # of output, since `started_s`
+    )  # of output tokens since `started_s`
 
     @property
     def peak_tokens(self) -> float:
-        """Output tokens in the best second."""
         return max(self.tokens_in_second.values(), default=0.0)
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """One request."""
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         try:
@@ -64,7 +58,7 @@ class Run:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """All of them. What was measured is kept when the run is ended before its time."""
+        """Keeps what was measured if the run is interrupted."""
         self.started_s = time.perf_counter()
         try:
             yield
@@ -72,32 +66,28 @@ class Run:
             self.duration_s = time.perf_counter() - self.started_s
 
     def brought(self, times_s: Sequence[float], tokens: int) -> None:
-        """One answer's `tokens` came in events at `times_s`: as many in each, for it is not told how many."""
+        """An answer's `tokens` arrived in events at `times_s`; equal shares are assumed."""
         for time_s in times_s:
             self.tokens_in_second[int(time_s - self.started_s)] += tokens / len(times_s)
 
     def fail(self, reason: str) -> None:
-        """Count a request that brought nothing to measure."""
         self.failed += 1
         self.reasons[reason[:REASON_CHARS]] += 1
 
 
 class Failed(Exception):
-    """An endpoint's answer is not tokens."""
+    pass
 
 
 def body_of(ask: Ask, model: str) -> Body:
-    """What is sent for `ask`."""
     return {"prompt": ask.prompt, **full_answer(model, ask.output_len)}
 
 
 def chat_body(messages: Sequence[Mapping[str, str]], output_len: int, model: str) -> Body:
-    """What is sent for the next turn of a conversation."""
     return {"messages": list(messages), **full_answer(model, output_len)}
 
 
 def full_answer(model: str, output_len: int) -> Body:
-    """The answer is streamed and has its full length, whatever the model says."""
     return {
         "model": model,
         "max_tokens": output_len,
@@ -116,9 +106,9 @@ async def closed_loop(
     done: Callable[[], object] = lambda: None,
     run: Run | None = None,
 ) -> Run:
-    """`concurrency` clients, each of which sends its next request when the last is answered.
+    """`concurrency` clients, each with one request at a time.
 
-    Returns: `run`, which has what was measured also when this is cancelled.
+    Returns: `run`, which is filled also when this is cancelled.
     """
     run = run or Run()
     pending = list(bodies)
@@ -141,9 +131,9 @@ async def open_loop(
     run: Run | None = None,
     max_concurrency: int | None = None,
 ) -> Run:
-    """Each request at its time, seconds after the start and in order, whatever became of those before it.
+    """Each request at its time in seconds after the start.
 
-    With `max_concurrency` a request is sent later while so many are under way; its times count from then on.
+    With `max_concurrency` a request waits for a free place, and its times count from its sending.
     Returns: as `closed_loop`.
     """
     run = run or Run()
@@ -164,21 +154,20 @@ async def open_loop(
 
 
 def open_client(url: str) -> httpx.AsyncClient:
-    """For any number of requests at once."""
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 
 
 async def exchange(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prepare | None = None) -> str | None:
-    """Send one request, of completions or with `messages` of chat, and add what it took to `run`.
+    """Send one request, of completions or with `messages` of chat, and add its times to `run`.
 
-    Returns: the answer's text; None when it failed, which `run` counts.
+    Returns: the answer's text; None if it failed, which `run` counts.
     """
     try:
         with run.under_way():
             return await _stream(client, body, run, prepare)
     except Failed as exc:
         run.fail(str(exc))
-    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as exc:  # or any JSON but a chunk's
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as exc:  # or other JSON than a chunk
         run.fail(f"{type(exc).__name__}: {exc}")
     return None
 
@@ -191,7 +180,7 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
     gaps_s: list[float] = []
     ends_s: list[float] = []
     texts: list[str] = []
-    times_s: list[float] = []  # of events that brought text
+    times_s: list[float] = []  # of events with text
     prompt_tokens = tokens = 0
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with client.stream("POST", path, json=body) as answer:
@@ -212,7 +201,7 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
             text = choice.get("text") or choice.get("delta", {}).get("content")
             ends = choice.get("finish_reason") is not None
             if "delta" in choice and not text and not ends:
-                continue  # it says who speaks, or that there is nothing to show yet
+                continue  # the role, or an empty delta
             if first is None:
                 first = now
             else:

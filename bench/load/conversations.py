@@ -1,4 +1,4 @@
-"""Conversations: each turn is asked behind everything that was said before it, answers too. And those who lead them."""
+"""Conversations, whose turns repeat all before them, and users who lead them."""
 
 import asyncio
 import random
@@ -12,8 +12,6 @@ from bench.load.workloads import words
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, and how long the answer is to be."""
-
     text: str
     output_len: int  # tokens
     think_s: float = 0.0  # after the answer before it
@@ -30,18 +28,14 @@ def conversations(
     think_s: float,
     system: str = "",
 ) -> list[list[Turn]]:
-    """`count` conversations of `turns` turns that have nothing in common but `system`, which the first turn begins with.
+    """`count` conversations of `turns` turns that share only `system`.
 
     Args:
-        draw: makes lengths, words and pauses.
-        count: of conversations.
-        turns: of each.
-        first_len: tokens that the first turn has beside those of any turn, such as a document.
-        turn_len: mean tokens of a turn; they are uniform between half and one and a half of it.
+        first_len: extra tokens of the first turn, such as a document.
+        turn_len: mean tokens of a turn, uniform between half and one and a half of it.
         output_len: tokens of each answer.
-        think_s: mean of the exponential pause between an answer and the next turn. Without pauses users may fall into
-            step with an order in which workers take turns.
-        system: text that all share.
+        think_s: mean of the exponential pause before a turn. Without pauses users may fall into step with round
+            robin.
     """
 
     def turn(at: int) -> Turn:
@@ -60,9 +54,9 @@ async def converse(
     users: int,
     done: Callable[[], object] = lambda: None,
 ) -> tuple[Run, list[list[str]]]:
-    """Lead all conversations, `users` at a time: a user takes the next one when the last is over.
+    """Lead all conversations, `users` at a time.
 
-    A conversation ends with a turn that fails. Returns: times, and the answers of each conversation.
+    A failed turn ends its conversation. Returns: times, and the answers of each conversation.
     """
     run = Run()
     answers: list[list[str]] = [[] for _ in talks]

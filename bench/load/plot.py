@@ -1,4 +1,4 @@
-"""A picture of a load: how its times are distributed."""
+"""Plot the distributions of a load's times."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from bench.load.client import Run
 
 
 def pyplot() -> Any:
-    """matplotlib, which only a picture needs. Exits with what to install where it is missing."""
+    """matplotlib, needed for plots only. Exits with what to install."""
     try:
         import_module("matplotlib").use("Agg")
         return import_module("matplotlib.pyplot")

@@ -1,7 +1,7 @@
-"""Requests of a trace in the format that Mooncake publishes: one JSON object a line, equal hash ids for equal blocks.
+"""Traces in Mooncake's format: one JSON object a line, equal hash ids for equal blocks.
 
-`timestamp` is in ms, `input_length` and `output_length` in tokens, and `hash_ids` has one id for each 512 tokens of the
-prompt, which stands for these tokens and all before them. Source: Qin et al., FAST 2025, arXiv:2407.00079.
+`timestamp` is in ms; each of `hash_ids` stands for 512 tokens and all before them. Source: Qin et al., FAST 2025,
+arXiv:2407.00079.
 """
 
 import json
@@ -18,8 +18,6 @@ BLOCK: Final = 512  # tokens
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line of a trace."""
-
     timestamp_ms: float
     input_length: int
     output_length: int
@@ -27,10 +25,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path, count: int | None = None) -> Iterator[TraceRequest]:
-    """The first `count` requests of the trace in `path`, None: all.
-
-    Raises: ValueError, naming the line that is not of such a trace, or when there is none; OSError.
-    """
+    """Raises: ValueError, naming the line that is wrong; OSError."""
     found = 0
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -49,15 +44,14 @@ def read_trace(path: Path, count: int | None = None) -> Iterator[TraceRequest]:
 
 
 def trace_asks(path: Path, count: int | None, scale: float, speed: float, salt: int) -> list[Ask]:
-    """The first `count` requests of the trace in `path`.
+    """Requests of the trace in `path`.
 
     Args:
-        path: the trace.
         count: None takes all.
-        scale: of the lengths; blocks shrink with them, so that the same share of each prompt has been seen before.
-        speed: of the arrivals; 2 lets them come twice as fast.
-        salt: makes the words of a block, together with its id.
-    Raises: ValueError, naming the line that is not of such a trace; OSError.
+        scale: of lengths and blocks, so that cached shares stay the same.
+        speed: of arrivals; 2 is twice as fast.
+        salt: seed of the blocks' words, with their ids.
+    Raises: ValueError, naming the line that is wrong; OSError.
     """
     return [_ask(request, scale, speed, salt) for request in read_trace(path, count)]
 
@@ -76,9 +70,9 @@ def _ask(request: TraceRequest, scale: float, speed: float, salt: int) -> Ask:
     parts: list[str] = []
     length = 0
     for i, block in enumerate(request.hash_ids):
-        # An id implies all before it, so it stands at one place only, and its share of the rounding is always the same.
+        # an id implies all before it, so its share of the rounding is always the same
         end = min(wanted, round((i + 1) * BLOCK * scale))
-        if end > length:  # a short last block is the beginning of the whole one
+        if end > length:  # a short last block is a prefix of the whole one
             parts.append(words(random.Random(f"{salt}/{block}"), end - length))
             length = end
     output_len = max(1, round(request.output_length * scale))

@@ -1,4 +1,4 @@
-"""What is told of a load: one JSON line, or a table."""
+"""The figures of a load as a JSON line or a table."""
 
 import platform
 import statistics
@@ -13,14 +13,13 @@ COLUMNS: Final = ("mean", "median", "p90", "p95", "p99", "max")
 
 
 def quantile_ms(values: Sequence[float], quantile: float) -> float:
-    """Of seconds, in ms; the value above, where it falls between two. 0 of nothing."""
     return round(sorted(values)[min(len(values) - 1, int(len(values) * quantile))] * 1000, 2) if values else 0.0
 
 
 def figures(run: Run, **facts: Any) -> dict[str, Any]:
-    """One line of JSON about a run: `facts` and what follows from its times.
+    """One JSON line.
 
-    `itl_ms_p99` counts the event that ends a text as a token's, as it always has: lines stay comparable.
+    `itl_ms_p99` counts the event that ends a text as a token's, so that lines stay comparable with older ones.
     """
     return {
         **facts,
@@ -39,7 +38,6 @@ def figures(run: Run, **facts: Any) -> dict[str, Any]:
 
 
 def more_figures(run: Run) -> dict[str, Any]:
-    """What a load generator tells beside `figures`."""
     return {
         "input_tok_s": round(run.prompt_tokens / run.duration_s, 1),
         "input_tokens": run.prompt_tokens,
@@ -56,7 +54,6 @@ def more_figures(run: Run) -> dict[str, Any]:
 
 
 def table(run: Run, title: str) -> str:
-    """The same for a reader, several lines."""
     return "\n".join(_lines(run, title))
 
 
@@ -88,6 +85,5 @@ def _lines(run: Run, title: str) -> Iterator[str]:
 
 
 def _row(values: Sequence[float]) -> list[float]:
-    """In the order of COLUMNS."""
     mean = statistics.fmean(values) * 1000 if values else 0.0
     return [mean, *(quantile_ms(values, quantile) for quantile in (0.5, 0.9, 0.95, 0.99, 1.0))]

@@ -1,4 +1,4 @@
-"""What is asked for: prompts of a given length, answers of a given length, and when. No server is needed to make them."""
+"""Prompts, answer lengths and arrival times."""
 
 import math
 import random
@@ -27,7 +27,7 @@ WORDS = (
     "an",
     "are",
 )
-# ShareGPT's mean lengths, Kwon et al. 2023, arXiv:2309.06180, figure 11; the spread gives tails like those of its plot.
+# mean lengths of ShareGPT, Kwon et al. 2023, arXiv:2309.06180, figure 11; a spread with tails like its plot's
 SHAREGPT_INPUT: Final = 161
 SHAREGPT_OUTPUT: Final = 338
 SHAREGPT_INPUT_SIGMA: Final = 1.2
@@ -35,8 +35,6 @@ SHAREGPT_OUTPUT_SIGMA: Final = 0.9
 
 
 class Workload(StrEnum):
-    """Kinds of load."""
-
     RANDOM = "random"
     SHAREGPT = "sharegpt-like"
     SHARED_PREFIX = "shared-prefix"
@@ -45,22 +43,20 @@ class Workload(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request."""
-
     prompt: str
     input_len: int  # words, each one token in every common vocabulary
     output_len: int  # tokens
-    at_s: float | None = None  # after the start of the load; None: whenever its turn comes
+    at_s: float | None = None  # after the start of the load; None: in its turn
 
 
 def words(draw: random.Random, length: int) -> str:
-    """Random text of `length` tokens, as long as a space stands before it or it stands at the beginning."""
-    # One short English word is one token in every common vocabulary, as long as a space stands before it.
+    """Random text of `length` tokens, after a space or at the beginning."""
+    # a short English word after a space is one token in every common vocabulary
     return " ".join(draw.choice(WORDS) for _ in range(length))
 
 
 def random_asks(draw: random.Random, count: int, input_len: int, output_len: int, range_ratio: float) -> list[Ask]:
-    """Lengths uniform from range_ratio times the length to the length; a ratio of 1 fixes them."""
+    """Lengths uniform from range_ratio times the length to the length."""
     return [
         _ask(draw, _between(draw, input_len, range_ratio), _between(draw, output_len, range_ratio))
         for _ in range(count)
@@ -68,7 +64,6 @@ def random_asks(draw: random.Random, count: int, input_len: int, output_len: int
 
 
 def sharegpt_asks(draw: random.Random, count: int, input_len: int, output_len: int, max_len: int) -> list[Ask]:
-    """Log-normal lengths with these means, cut at `max_len` in all: synthetic, shaped like conversations."""
     asks = []
     for _ in range(count):
         wanted = lognormal(draw, output_len, SHAREGPT_OUTPUT_SIGMA)
@@ -80,7 +75,6 @@ def sharegpt_asks(draw: random.Random, count: int, input_len: int, output_len: i
 def shared_prefix_asks(
     draw: random.Random, groups: int, per_group: int, prefix_len: int, input_len: int, output_len: int
 ) -> list[Ask]:
-    """`per_group` questions of `input_len` behind each of `groups` system prompts of `prefix_len`, in random order."""
     asks = []
     for _ in range(groups):
         prefix = words(draw, prefix_len)
@@ -92,7 +86,6 @@ def shared_prefix_asks(
 
 
 def poisson_times_s(draw: random.Random, rate: float) -> Iterator[float]:
-    """When requests come that come `rate` times a second on average, independently of each other."""
     now_s = 0.0
     while True:
         yield now_s
@@ -100,7 +93,6 @@ def poisson_times_s(draw: random.Random, rate: float) -> Iterator[float]:
 
 
 def lognormal(draw: random.Random, mean: float, sigma: float) -> int:
-    """One length of at least 1; `sigma` is that of its logarithm."""
     return max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
 
 

@@ -1,4 +1,4 @@
-"""What the command lines of comparisons share."""
+"""Command-line options that comparisons share."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from subprocess import run
 
 
 def name_values(given: Sequence[str], option: str) -> dict[str, str]:
-    """NAME=VALUE each. Exits, naming the option, when one is not."""
+    """NAME=VALUE each. Exits, naming a wrong option."""
     for setting in given:
         if "=" not in setting:
             sys.exit(f"{option} {setting}: write NAME=VALUE")
@@ -14,7 +14,7 @@ def name_values(given: Sequence[str], option: str) -> dict[str, str]:
 
 
 def model_directory(model: str) -> str:
-    """The directory of `model`, which both load; converted first where needed."""
+    """Converts the model first if needed."""
     asked = run([sys.executable, "-m", "engine.model", model], capture_output=True, text=True, check=False)
     if asked.returncode != 0:
         sys.exit(asked.stderr)

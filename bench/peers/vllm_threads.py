@@ -1,8 +1,7 @@
-"""What vLLM's workers with NIXL need from outside on a few cores: cores of their own, and what spins put behind all others.
+"""Give vLLM's NIXL workers cores of their own and lower the priority of spinning threads.
 
-NixlConnector pins the main thread of each worker to the machine's last core, prefill's and decode's alike, whatever
-VLLM_CPU_OMP_THREADS_BIND says. NIXL's progress thread polls without a pause, and takes half of the core where its worker
-computes.
+NixlConnector pins each worker's main thread to the machine's last core. NIXL's progress thread spins on the core of
+its worker.
 """
 
 import os
@@ -16,11 +15,11 @@ from bench.processes import CPU_FIELDS, TICK_S, Server
 WORKER: Final = "VLLM::Worker"
 WATCH_S: Final = 1.0
 SPINS: Final = 0.1  # of a core, while there is no work
-LAST: Final = 19  # nice value: 1.5 % of a core beside a thread that computes, and all of an idle one
+LAST: Final = 19  # nice value: 1.5 % of a core beside a computing thread
 
 
 def untangle(server: Server, cores: Collection[int]) -> list[int]:
-    """Bind the workers of an idle server to `cores`, and make way for them. Returns: the threads put behind the others."""
+    """Bind an idle server's workers to `cores`. Returns: the threads with lowered priority."""
     spinning = []
     for pid in server.processes()[WORKER]:
         for thread in _cpu_s(pid):
@@ -32,7 +31,7 @@ def untangle(server: Server, cores: Collection[int]) -> list[int]:
 
 
 def spinning_threads(pid: int) -> list[int]:
-    """Threads of `pid`, the main one apart, that use a core though the process has nothing to do."""
+    """Threads of the idle process `pid`, except the main one, that use a core."""
     before = _cpu_s(pid)
     time.sleep(WATCH_S)
     used = {thread: spent_s - before.get(thread, 0.0) for thread, spent_s in _cpu_s(pid).items()}
@@ -40,7 +39,6 @@ def spinning_threads(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> dict[int, float]:
-    """Processor time of each thread."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     stats = {int(thread.name): (thread / "stat").read_text().rpartition(")")[2].split() for thread in threads}
     return {thread: sum(map(int, stat[CPU_FIELDS])) * TICK_S for thread, stat in stats.items()}

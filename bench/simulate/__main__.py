@@ -1,4 +1,4 @@
-"""Routing policies side by side over a simulated fleet, in virtual time. One line of figures for each policy.
+r"""Compare routing policies on a simulated fleet in virtual time. One line of figures for each policy.
 
     python -m bench.simulate --trace conversation_trace.jsonl --prefill 3 --decode 2 --speedup 10 --plot routing.png
     python -m bench.simulate --workload shared-prefix --decode 1000 --requests 1000000 --rate 2000 --policy kv_aware
@@ -6,26 +6,20 @@
     python -m bench.simulate --trace conversation_trace.jsonl --swing 0.7 --policy kv_aware --speedup 10 \
         --prefill 2 --decode 1 --fixed 3/2 --fixed 6/3 --planner 1..6/1..3
 
-Policies, load book, breakers and block index are those of `components/routing`. A worker is the engine's scheduler with the
-mock engine's cost model; `--fit` takes its constants from lines of `bench.engine`. What is approximated:
+Policies, load book, breakers and block index are those of `components/routing`. A worker is the engine's scheduler
+with the mock's cost model; `--fit` takes constants from `bench.engine`. Approximations:
 
-- Steps between two events are taken at once, in closed form. The gaps of such a stretch all count as their mean.
-- A request holds the pages of its prompt and of its whole answer from the start, so nobody is ever retracted; the engine keeps
-  some hundred tokens free instead. A page is a block of the trace, 512 tokens, so shorter shared beginnings are nobody's.
-- Pages of an answer are not found by later prompts, as the traces do not say which they are; nor are those of a prompt before
-  all of it is computed.
-- Messages take no time but for KV, heartbeats and KV events; nothing but the engine's step takes any of a worker. A transfer
-  sends earlier chunks while later ones compute; each prefill worker's link is its own, and what overlaps costs others nothing.
-- A decode worker chooses prefill workers by a book of its own; past 16 of them, some share one (`--prefill-routers`). A prompt
-  stays on decode where little is left to compute, or no prefill worker lives, but not because every prefill queue is long. The
-  index of blocks is one for all routers.
-- With `--follow share` each decode worker has a book of its own and follows its share of the prefill workers. Heartbeats then
-  come as often as the budget of the largest kind allows; a KV event is known when its batch may leave at the latest.
-- A planned fleet starts with --prefill and --decode workers; one that is ordered serves after --start-s, and counts from its
-  order on. The planner sees each worker's state as of the moment, where heartbeats tell it.
-- Heartbeats come as seldom as those of a thousand workers, unless --heartbeat-s says otherwise.
-- A worker that crashes is known to be gone to whoever sends to it, and to all after 2 s; only then its requests move. None
-  hangs, none is refused for want of room in a queue, and nobody waits before a request is sent again.
+- Steps between two events are computed in closed form; their gaps count as their mean.
+- A request holds pages for its prompt and whole answer from the start, so none is preempted. A page is 512 tokens,
+  a block of the trace.
+- Later prompts find no pages of answers, nor of an unfinished prompt.
+- Messages take no time, except KV, heartbeats and KV events. Each prefill worker has its own link, and chunks are
+  sent while the next is computed.
+- Each decode worker has its own router; above 16, several share one (`--prefill-routers`). All share one block
+  index.
+- Decode computes a prompt if little is uncached or no prefill worker lives, but not because of long queues.
+- A planned worker serves after --start-s and counts from its order on.
+- A crash is known to senders at once and to all after 2 s. No worker hangs, and retries do not wait.
 """
 
 import json
@@ -55,7 +49,7 @@ from components.planning.planner import Bounds
 from components.routing.policies import POLICIES, Phase, check_policy, make_policy
 from engine.mock.config import MockConfig
 
-MOST_ROUTERS: Final = 16  # each hears every heartbeat
+MOST_ROUTERS: Final = 16  # each receives every heartbeat
 COLUMNS: Final = (
     ("TTFT p50", "ttft_ms_p50"),
     ("p90", "ttft_ms_p90"),
@@ -72,21 +66,17 @@ COLUMNS: Final = (
 
 
 class Workload(StrEnum):
-    """Synthetic loads."""
-
     SHARED_PREFIX = "shared-prefix"
     CONVERSATIONS = "conversations"
 
 
 class Follow(StrEnum):
-    """How decode workers know of prefill workers."""
-
-    ALL = "all"  # they follow all
-    ASK = "ask"  # they ask candidates about each prompt
+    ALL = "all"  # follow all
+    ASK = "ask"  # ask candidates about each prompt
 
 
 def policy_maker(names: str, phase: Phase) -> MakePolicy:
-    """A policy as settings name them, for both phases, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
+    """A policy for both phases, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
     prefill, _, decode = names.partition("/")
     name = prefill if phase == "prefill" else decode or prefill
     try:
@@ -114,7 +104,7 @@ def _sized(setup: Setup, text: str) -> Setup:
 
 
 def asking(setup: Setup) -> Setup:
-    """`setup` with decode workers that ask candidates, and frontends that hear of decode workers at a large fleet's rates."""
+    """`setup` in which decode workers ask candidates, with a large fleet's heartbeat intervals."""
     to_frontends = setup.decode * setup.decode_routers
     heartbeat_s = max(heartbeat_rest_s(setup.decode, to_frontends), EVERY_S)
     news = News(
@@ -127,7 +117,7 @@ def asking(setup: Setup) -> Setup:
 
 
 def plan_of(text: str, targets: Targets, start_s: float) -> Plan:
-    """`1..4/1..2`: how many prefill and decode workers there may be. Raises: typer.BadParameter."""
+    """`1..4/1..2`: bounds for prefill and decode workers. Raises: typer.BadParameter."""
     found = re.fullmatch(r"(\d+)\.\.(\d+)/(\d+)\.\.(\d+)", text)
     bounds = [int(number) for number in found.groups()] if found else []
     if not bounds or not (1 <= bounds[0] <= bounds[1] and 1 <= bounds[2] <= bounds[3]):
@@ -201,7 +191,6 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="append a line a policy")] = None,
     plot: Annotated[Path | None, typer.Option(help="picture, PNG or SVG")] = None,
 ) -> None:
-    """Simulate each policy in turn over the same requests, fleet and incidents."""
     cost = fit_file(fit, fit_label).cost if fit else MockConfig()
     engine = Engine(replace(cost, speedup=speedup), pages, 512, max_running, max_step_tokens)
     setup = Setup(

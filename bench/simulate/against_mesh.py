@@ -1,10 +1,7 @@
-"""How far the simulator is from a mesh: the same requests, at the same times, through both. One JSON line each.
+"""The simulator beside a mesh of mock engines: the same requests at the same times. One JSON line each.
 
-    python -m bench.simulate.against_mesh                            # aggregated: 3 workers
-    python -m bench.simulate.against_mesh --prefill 2 --decode 2
-
-The mesh is `services.local` with mock engines, which sleep as long as the cost model says, so what differs is what the
-simulator leaves out: messages, the processes' own work, and what else the machine has to do.
+python -m bench.simulate.against_mesh                            # aggregated: 3 workers python -m
+bench.simulate.against_mesh --prefill 2 --decode 2
 """
 
 import asyncio
@@ -29,11 +26,10 @@ from engine.mock.config import MockConfig
 PAGE = 16
 PAGES = 8192
 STEP_TOKENS = 512
-MOCK = {"LAYERS": 1, "KV_HEADS": 1, "HEAD_DIM": 8}  # small pages: time is what is compared
+MOCK = {"LAYERS": 1, "KV_HEADS": 1, "HEAD_DIM": 8}  # small pages: only time is compared
 
 
 def body(request: Request, model: str) -> Body:
-    """A prompt whose equal blocks are equal words, one token each."""
     parts = [words(random.Random(block), PAGE) for block in request.blocks]
     rest = request.prompt - PAGE * len(request.blocks)
     if rest:
@@ -42,7 +38,6 @@ def body(request: Request, model: str) -> Body:
 
 
 def in_mesh(requests: list[Request], prefill: int, decode: int, cost: MockConfig) -> Run:
-    """Through real processes."""
     env = {f"MESH_ENGINE__MOCK__{name}": str(value) for name, value in MOCK.items()}
     env |= {"MESH_ENGINE__MOCK__SPEEDUP": str(cost.speedup), "MESH_ENGINE__NUM_PAGES": str(PAGES)}
     env |= {"MESH_ENGINE__MAX_STEP_TOKENS": str(STEP_TOKENS), "MESH_ENGINE__PACK_TOKENS": str(STEP_TOKENS)}
@@ -55,7 +50,6 @@ def in_mesh(requests: list[Request], prefill: int, decode: int, cost: MockConfig
 
 
 def simulated(requests: list[Request], prefill: int, decode: int, cost: MockConfig) -> Measured:
-    """Through the simulator, by the policies that the mesh has by default."""
     engine = Engine(cost, PAGES, PAGE, 64, STEP_TOKENS)
     setup = Setup(decode, prefill, engine, link=Link(2 * 8 * 2), prefill_routers=decode)
     return Fleet(
@@ -74,7 +68,6 @@ def main(
     speedup: Annotated[float, typer.Option(help="of the mock engine")] = 1.0,
     seed: Annotated[int, typer.Option(help="of the requests")] = 1,
 ) -> None:
-    """Send to the mesh, then simulate."""
     lengths = Lengths(prefix=256, question=256, answer=48, sigma=0.6, block=PAGE)
 
     def requests() -> list[Request]:

@@ -1,4 +1,4 @@
-"""A picture of several simulated runs: distributions above, one bar a policy below."""
+"""Plot several simulated runs: distributions, and one bar a policy."""
 
 from collections.abc import Sequence
 from math import exp
@@ -36,7 +36,6 @@ def save_plot(runs: Sequence[tuple[str, Measured]], title: str, path: Path) -> N
 
 
 def _curve(ordered: Sequence[float]) -> tuple[list[float], list[float]]:
-    """(ms, share) of some of the values."""
     at = sorted({round(i * (len(ordered) - 1) / POINTS) for i in range(POINTS + 1)}) if ordered else []
     return [ordered[i] * 1000 for i in at], [(i + 1) / len(ordered) for i in at]
 

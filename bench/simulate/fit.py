@@ -1,4 +1,4 @@
-"""A cost model from a measured engine: the lines of `bench.engine` become the constants of the mock engine."""
+"""Fit the mock engine's cost model to lines of `bench.engine`."""
 
 import itertools
 import json
@@ -13,30 +13,27 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.mock.config import MockConfig, attended
 
-STEP_TOKENS: Final = EngineConfig().max_step_tokens  # of the engine that was measured
+STEP_TOKENS: Final = EngineConfig().max_step_tokens  # of the measured engine
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants, and how far they are off."""
-
     cost: MockConfig
-    decode_error: float  # the largest, relative
+    decode_error: float  # largest relative error
     prompt_error: float
 
 
 def fit_file(path: Path, label: str | None = None, step_tokens: int = STEP_TOKENS) -> Fit:
-    """From a file of JSON lines, those with this `label` alone where one is given. Raises: ValueError, OSError."""
+    """Only lines with `label`, if given. Raises: ValueError, OSError."""
     with path.open() as lines:
         return fit((json.loads(line) for line in lines if line.strip()), label, step_tokens)
 
 
 def fit(lines: Iterable[dict[str, Any]], label: str | None = None, step_tokens: int = STEP_TOKENS) -> Fit:
-    """Least squares of relative errors, no constant negative; of each line its median.
+    """Least squares of relative errors of medians, no constant negative.
 
-    `step_s`, `decode_s` and `context_token_s` come from decode steps, then `prompt_token_s` and `attention_s` from
-    prompts, which take a step for each `step_tokens`.
-    Raises: ValueError, where there are too few lines, or with two labels and none chosen.
+    Decode steps give `step_s`, `decode_s` and `context_token_s`; prompts give `prompt_token_s` and `attention_s`.
+    Raises: ValueError, if there are too few lines, or two labels and none chosen.
     """
     chosen = [line for line in lines if line.get("figure") in {"decode step", "prompt"}]
     labels = sorted({str(line.get("label", "")) for line in chosen})
@@ -64,7 +61,7 @@ def fit(lines: Iterable[dict[str, Any]], label: str | None = None, step_tokens: 
 
 
 def _solve(rows: list[list[float]], times_s: list[float]) -> tuple[list[float], float]:
-    """Constants that are not negative, and the largest relative error. Few constants: every subset of them is tried."""
+    """Tries every subset of the few constants. Returns: constants and largest relative error."""
     weights = 1 / np.maximum(np.array(times_s), 1e-9)
     matrix = np.array(rows) * weights[:, None]
     best, least = [0.0] * len(rows[0]), math.inf

@@ -1,4 +1,4 @@
-"""A fleet under load: requests come, are routed, computed, moved and answered; workers fail, change, come and go."""
+"""A simulated fleet under load, with failing, joining and leaving workers."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,12 +15,10 @@ from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Worker
 from components.routing.router import Chosen, Router
 
-PLANNER_THINKS_S: Final = 300.0  # with nobody left, until no more workers are waited for
+PLANNER_THINKS_S: Final = 300.0  # without workers, until waiting for more ends
 
 
 class Fleet:
-    """One simulation; `run` is called once."""
-
     def __init__(
         self,
         setup: Setup,
@@ -35,9 +33,9 @@ class Fleet:
         self._setup = setup
         self._traffic: Iterator[Request] = iter(traffic)
         self._more = True
-        self._stranded: list[tuple[Request, int]] = []  # nobody is there to take them
+        self._stranded: list[tuple[Request, int]] = []  # requests without a worker
         self._stranded_s = 0.0  # since when
-        self.joining = sum(incident.kind == "add" for incident in incidents)  # workers that are known to come
+        self.joining = sum(incident.kind == "add" for incident in incidents)  # expected workers
         self.is_planned = False  # more may be ordered
         self._changed_s = 0.0
         self.decodes = self._group("decode", setup.engine, decode_policy, setup.decode_routers)
@@ -53,7 +51,7 @@ class Fleet:
             self.clock.at(incident.at_s, self._happen, incident)
 
     def run(self, until_s: float = float("inf")) -> Measured:
-        """Let it all happen, to the last token of the last request that anybody serves, or until `until_s`."""
+        """Run to the last token, or until `until_s`."""
         started = time.process_time()
         self._next_arrival()
         self.clock.run(lambda: self._goes_on() and self.clock.now_s < until_s)
@@ -75,7 +73,7 @@ class Fleet:
             return False
         return self.joining > 0 or (self.is_planned and self.clock.now_s - self._stranded_s < PLANNER_THINKS_S)
 
-    # --- requests
+    # Requests.
 
     def _next_arrival(self) -> None:
         request = next(self._traffic, None)
@@ -101,7 +99,6 @@ class Fleet:
         self.in_flight += change
 
     def _dispatch(self, request: Request, generated: int) -> None:
-        """Give a request to a decode worker, and its prompt to a prefill worker where there is one."""
         tokens, left = request.prompt + generated, request.output - generated
         pages = -(-(tokens + left) // self._setup.engine.page_tokens)
         frontend = self.decodes.routers.of(request.number)
@@ -142,21 +139,19 @@ class Fleet:
             name = chosen.instance_id
             if group.by_name[name].alive:
                 return chosen
-            tried.append(name)  # nobody answers there, which is known at once
+            tried.append(name)  # a dead worker is noticed at once by its sender
             router.health.failed(name, self.clock.now_s)
         return None
 
-    # --- what workers tell
+    # Reports of workers.
 
     def reserved(self, worker: Worker, stay: Stay) -> None:
-        """Decode has pages for what prefill computes."""
         flow = stay.flow
         flow.reserved_s = self.clock.now_s
         if flow.computed_s >= 0:
             self._transfer(flow)
 
     def computed(self, worker: Worker, stay: Stay) -> None:
-        """A prompt is computed, where it will be decoded or elsewhere."""
         flow = stay.flow
         if stay.part is Part.FULL:
             self._first_token(flow)
@@ -166,7 +161,6 @@ class Fleet:
             self._transfer(flow)
 
     def finished(self, worker: Worker, stay: Stay) -> None:
-        """The last token came."""
         flow = stay.flow
         flow.over = True
         del self.decodes.flows[worker][flow]
@@ -176,24 +170,22 @@ class Fleet:
         self._leave_if_drained(self.decodes, worker)
 
     def stepped(self, steps: int, each_s: float, decodes: int) -> None:
-        """Tokens were drawn."""
         self.measured.stepped(steps, each_s, decodes)
 
     def changed(self, worker: Worker, stored: list[bytes], removed: list[bytes]) -> None:
-        """A prefix cache gained or lost blocks."""
         group = self.prefills if worker.name in self.prefills.by_name else self.decodes
         group.routers.changed(worker.name, stored, removed)
 
-    # --- KV on its way
+    # KV transfers.
 
     def _transfer(self, flow: Flow) -> None:
-        """Both sides are ready: what is not there yet moves behind what its sender sends already."""
+        """Both sides are ready: queue the missing KV on the sender's link."""
         prefill, stay, link = flow.prefill, flow.at_prefill, self._setup.link
         assert prefill is not None
         assert stay is not None
         now_s = self.clock.now_s
         total = (flow.at_decode.tokens - flow.at_decode.cached) * link.bytes_per_token
-        last = min(total, prefill.engine.max_step_tokens * link.bytes_per_token)  # the chunk computed last
+        last = min(total, prefill.engine.max_step_tokens * link.bytes_per_token)  # the last chunk
         overlapped_s = max(0.0, flow.computed_s - max(stay.began_s, flow.reserved_s))
         left = max(last, total - overlapped_s * link.bytes_per_s)
         free_s = max(now_s, self.prefills.link_free_s.get(prefill, 0.0)) + left / link.bytes_per_s
@@ -212,7 +204,7 @@ class Fleet:
         if (
             flow.over or not arrived or not decode.alive
         ):  # a draining prefill worker has just left, with everything sent
-            return  # it moved, or will when that is noticed
+            return  # it has moved, or will
         flow.delivered = True
         if flow.to_prefill is not None:
             flow.to_prefill.succeeded()
@@ -230,7 +222,7 @@ class Fleet:
             request.first_s = self.clock.now_s
             self.measured.began(request)
 
-    # --- workers that come, change and go
+    # Workers that join, change and leave.
 
     def _group(self, role: Role, engine: Engine, make: MakePolicy, routers: int) -> Group:
         setup = self._setup
@@ -249,7 +241,6 @@ class Fleet:
         return Group(role, engine, made)
 
     def join(self, group: Group) -> Worker:
-        """A worker of the group takes requests from now on."""
         worker = Worker(f"{group.role}-{len(group.workers):05}", group.engine, self.clock, self)
         group.add(worker)
         stranded, self._stranded = self._stranded, []
@@ -258,7 +249,6 @@ class Fleet:
         return worker
 
     def drain(self, group: Group, worker: Worker) -> None:
-        """A worker takes no more requests, and leaves when it has none."""
         worker.draining = True
         group.routers.remove(worker.name)
         self._leave_if_drained(group, worker)
@@ -270,7 +260,7 @@ class Fleet:
             self.join(group)
             return
         if incident.worker >= len(group.workers):
-            return  # of a fleet of another size than the one that it was told of
+            return  # of a plan for another fleet size
         worker = group.workers[incident.worker]
         if incident.kind == "slow":
             worker.set_slowness(incident.factor)
@@ -287,7 +277,6 @@ class Fleet:
             worker.stop()
 
     def _lost(self, at: tuple[Group, Worker]) -> None:
-        """It is noticed that a worker is gone: what it had goes on elsewhere."""
         group, worker = at
         group.routers.remove(worker.name)
         flows, group.flows[worker] = group.flows[worker], {}
@@ -301,7 +290,6 @@ class Fleet:
                 self._move(flow)
 
     def _compute_at_decode(self, flow: Flow) -> None:
-        """Prefill is gone before all was moved."""
         if flow.delivered or not flow.decode.alive:
             return
         old = flow.at_decode
@@ -313,7 +301,6 @@ class Fleet:
         flow.decode.submit(flow.at_decode)
 
     def _move(self, flow: Flow) -> None:
-        """Decode is gone: from the tokens that went out, all over again."""
         flow.over = True
         flow.to_decode.over()
         stay, prefill = flow.at_decode, flow.prefill
@@ -328,12 +315,11 @@ class Fleet:
         if flow.computed_s < 0:
             prefill.cancel(stay)
         elif flow.reserved_s < 0:
-            prefill.release(stay)  # else the transfer that was begun gives its pages back
+            prefill.release(stay)  # otherwise the current transfer frees its pages
         self.prefills.flows[prefill].pop(flow, None)
         self._leave_if_drained(self.prefills, prefill)
 
     def _beat(self, at: tuple[Group, int]) -> None:
-        """Some of the workers of a group say how they are."""
         group, turn = at
         group.beat(turn)
         self.clock.at(self.clock.now_s + self._setup.news.heartbeat_s / BEATS, self._beat, (group, turn + 1))

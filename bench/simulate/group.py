@@ -1,4 +1,4 @@
-"""The workers of one role: who has which request, and what they say of themselves."""
+"""The workers of one role, their requests and reports."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,17 +11,17 @@ from bench.simulate.worker import Engine, Worker
 from components.routing.router import Route, Router
 from components.wire.heartbeat import Heartbeat
 
-BEATS: Final = 20  # moments within the time between two heartbeats at which some of the workers say theirs
+BEATS: Final = 20  # groups of workers, each with its own moment between two heartbeats
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One request on its way through the workers that have it now."""
+    """One request on its current workers."""
 
     request: Request
     decode: Worker
     at_decode: Stay
-    chooser: Router  # of prefill workers: one that stands for the decode worker
+    chooser: Router  # of prefill: stands for the decode worker
     to_decode: Route
     to_prefill: Route | None = None
     prefill: Worker | None = None
@@ -34,12 +34,10 @@ class Flow:
 
 @dataclass(slots=True)
 class Group:
-    """All workers of one role."""
-
     role: Role
     engine: Engine
     routers: Routers
-    workers: list[Worker] = field(default_factory=list)  # those that are gone too
+    workers: list[Worker] = field(default_factory=list)  # including dead ones
     by_name: dict[str, Worker] = field(default_factory=dict)
     flows: dict[Worker, dict[Flow, None]] = field(default_factory=dict)
     accepted: dict[Worker, int] = field(default_factory=dict)
@@ -50,11 +48,9 @@ class Group:
     beats: list[list[Worker]] = field(default_factory=lambda: [[] for _ in range(BEATS)])
 
     def __post_init__(self) -> None:
-        """Its workers answer routers that ask."""
         self.routers.beat_of = self._heartbeat
 
     def add(self, worker: Worker) -> None:
-        """It may be chosen from now on."""
         self.beats[len(self.workers) % BEATS].append(worker)
         self.numbers[worker] = len(self.workers)
         self.workers.append(worker)
@@ -64,16 +60,15 @@ class Group:
         self.routers.add(worker)
 
     def accept(self, worker: Worker) -> int:
-        """A request came there. Returns: what number it has."""
+        """Returns: its number."""
         self.accepted[worker] += 1
         return self.accepted[worker]
 
     def beat(self, turn: int) -> None:
-        """Some of the workers say how they are."""
         beats = self.beats[turn % BEATS] = [worker for worker in self.beats[turn % BEATS] if worker.alive]
         for worker in beats:
             now = (self.accepted[worker], len(self.flows[worker]), worker.pool.used, worker.queued_now())
-            if self.told.get(worker) != now:  # what changes nothing need not be heard
+            if self.told.get(worker) != now:  # unchanged reports are skipped
                 self.told[worker] = now
                 self.routers.heard(self._heartbeat(worker))
 

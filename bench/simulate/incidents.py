@@ -1,4 +1,4 @@
-"""Things that happen to workers, and how a command line names them."""
+"""Incidents of workers and their syntax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ SYNTAX: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that happens at `at_s` to the `worker`th worker of a role, counted in the order in which they came."""
+    """At `at_s`, to the `worker`th worker of a role in order of arrival."""
 
     at_s: float
     kind: Kind
     role: Role = "decode"
     worker: int = 0
-    factor: float = 1.0  # of `slow`: of each step; of `lie`: of the load that heartbeats tell
+    factor: float = 1.0  # of `slow`: of each step; of `lie`: of the reported load
 
 
 def flapping(
     role: Role, worker: int, first_s: float, up_s: float, down_s: float, times: int, known: int
 ) -> list[Incident]:
-    """A worker that crashes `times` times, is away for `down_s` and back for `up_s`, under a new id each time.
+    """Crashes `times` times, away for `down_s` and back for `up_s`, each time with a new id.
 
-    `known` workers of the role came before it comes back for the first time, and none comes besides.
+    `known` workers of the role exist before its first return, and no other joins.
     """
     incidents = []
     for turn in range(times):
@@ -43,7 +43,7 @@ def flapping(
 
 
 def check(incidents: Sequence[Incident], known: Mapping[Role, int]) -> None:
-    """Raises: ValueError, where one is to happen to a worker that has not come by then; `known` are there at the start."""
+    """Raises: ValueError, for a worker that does not exist by then; `known` exist at the start."""
     there = dict(known)
     for incident in sorted(incidents, key=lambda i: i.at_s):
         if incident.kind == "add":
@@ -56,7 +56,7 @@ def check(incidents: Sequence[Incident], known: Mapping[Role, int]) -> None:
 
 
 def parse(text: str, known: Mapping[Role, int]) -> list[Incident]:
-    """What SYNTAX says; `known` is how many workers of each role there are at the start. Raises: ValueError."""
+    """`known`: workers of each role at the start. Raises: ValueError."""
     words = text.split()
     try:
         kind, number, times = words[0], int(words[2]), [float(word) for word in words[3:]]

@@ -1,4 +1,4 @@
-"""What a simulated run measured, and the figures that follow."""
+"""Figures of a simulated run."""
 
 import statistics
 from array import array
@@ -10,21 +10,17 @@ from typing import Any, Final
 from bench.load.report import quantile_ms
 from bench.simulate.traffic import Request
 
-BINS: Final = 64  # of a factor e: a gap is known to 1.6 %
+BINS: Final = 64  # per factor of e: a gap is known to 1.6 %
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request has to keep to count as good."""
-
     ttft_s: float = 2.0
     tpot_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One worker's part in a run."""
-
     role: str
     alive_s: float
     busy_s: float
@@ -38,35 +34,31 @@ def _times() -> "array[float]":
 
 @dataclass(slots=True)
 class Measured:
-    """One run; seconds."""
-
     slo: Slo
     ttft_s: "array[float]" = field(default_factory=_times)
     tpot_s: "array[float]" = field(default_factory=_times)  # of answers with more than one token
     e2e_s: "array[float]" = field(default_factory=_times)
-    gaps: Counter[int] = field(default_factory=Counter)  # tokens by the logarithm of the time since the one before
-    firsts: Counter[int] = field(default_factory=Counter)  # first tokens, as they come, by the logarithm of their TTFT
-    firsts_s: float = 0.0  # all TTFTs together
+    gaps: Counter[int] = field(default_factory=Counter)  # tokens by the logarithm of the gap before them
+    firsts: Counter[int] = field(default_factory=Counter)  # first tokens by the logarithm of their TTFT
+    firsts_s: float = 0.0  # sum of all TTFTs
     good: int = 0
     arrived: int = 0
     refused: int = 0  # longer than any worker's memory
-    unserved: int = 0  # nobody was left for them
-    moved: int = 0  # times that a failure sent a request elsewhere, or made decode compute a prompt
+    unserved: int = 0  # no worker was left
+    moved: int = 0  # requests sent elsewhere, or computed on decode, after a failure
     output_tokens: int = 0
     duration_s: float = 0.0  # virtual
     in_flight_s: float = 0.0  # requests in flight, integrated over time
     events: int = 0
-    cpu_s: float = 0.0  # that the simulation took
+    cpu_s: float = 0.0  # of the simulation
     workers: list[Share] = field(default_factory=list)
 
     def began(self, request: Request) -> None:
-        """The first token of `request` came."""
         ttft_s = max(request.first_s - request.at_s, 1e-6)
         self.firsts[int(log(ttft_s) * BINS // 1)] += 1
         self.firsts_s += ttft_s
 
     def finished(self, request: Request, now_s: float) -> None:
-        """The last token of `request` came at `now_s`."""
         ttft_s, e2e_s = request.first_s - request.at_s, now_s - request.at_s
         tpot_s = (e2e_s - ttft_s) / (request.output - 1) if request.output > 1 else 0.0
         self.ttft_s.append(ttft_s)
@@ -77,12 +69,10 @@ class Measured:
         self.good += ttft_s <= self.slo.ttft_s and tpot_s <= self.slo.tpot_s
 
     def stepped(self, steps: int, each_s: float, decodes: int) -> None:
-        """`decodes` requests got a token in each of `steps` steps of `each_s` on average."""
         if each_s > 0:
             self.gaps[int(log(each_s) * BINS // 1)] += steps * decodes
 
     def itl_s(self, quantile: float) -> float:
-        """Of the gaps between tokens."""
         left = quantile * self.gaps.total()
         for gap in sorted(self.gaps):
             left -= self.gaps[gap]
@@ -91,7 +81,6 @@ class Measured:
         return 0.0
 
     def figures(self, **facts: Any) -> dict[str, Any]:
-        """One line of JSON."""
         prompts = sum(worker.prompt_tokens for worker in self.workers) or 1
         alive_s = sum(worker.alive_s for worker in self.workers) or 1.0
         return {
@@ -118,7 +107,7 @@ class Measured:
         return sorted({worker.role for worker in self.workers}, reverse=True)
 
     def _spread(self, role: str) -> dict[str, float]:
-        """How busy the workers of a role were, and how differently: deviation and maximum, over the mean."""
+        """Load of a role's workers: deviation and maximum over the mean."""
         busy = [w.busy_s / w.alive_s for w in self.workers if w.role == role and w.alive_s > 0]
         mean = statistics.fmean(busy) if busy else 0.0
         if not mean:

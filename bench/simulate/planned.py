@@ -1,4 +1,4 @@
-"""A fleet whose size the planner chooses: it sees what a planner in production sees, and workers take time to come."""
+"""A fleet sized by the planner, with its view and its delays."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,27 +20,22 @@ from components.planning.samples import (
     WorkerSample,
 )
 
-BOUNDS_PER_E = 8  # buckets of a factor e: finer ones would tell more than a frontend's page
+BOUNDS_PER_E = 8  # buckets per factor of e, as coarse as a frontend's page
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a simulated fleet is planned."""
-
     prefill: Bounds
     decode: Bounds
     targets: Targets = field(default_factory=Targets)
     pace: Pace = field(default_factory=Pace)
-    start_s: float = 30.0  # from the order of a worker until it serves
+    start_s: float = 30.0  # from a worker's order to its service
 
     def bounds(self, role: Planned) -> Bounds:
-        """Of a role."""
         return self.prefill if role == "prefill" else self.decode
 
 
 class PlannedFleet:
-    """Runs a planner beside a fleet, on the fleet's clock."""
-
     def __init__(self, fleet: Fleet, plan: Plan) -> None:
         self.planner = Planner(plan.targets, {role: plan.bounds(role) for role in PLANNED}, plan.pace)
         self.changes: list[tuple[float, Change]] = []
@@ -75,10 +70,9 @@ class PlannedFleet:
     def _join(self, ordered: tuple[Group, float]) -> None:
         group, ordered_s = ordered
         self._fleet.joining -= 1
-        self._fleet.join(group).since_s = ordered_s  # it is paid for from its order on
+        self._fleet.join(group).since_s = ordered_s  # costs count from the order on
 
     def observe(self) -> Observation:
-        """As `services.planner` makes one of heartbeats and metrics pages."""
         measured = self._fleet.measured
         frontend = FrontendSample(
             "frontend",
@@ -111,7 +105,6 @@ def _sample(group: Group, worker: Worker) -> WorkerSample:
 
 
 def _histogram(counted: Counter[int], total_s: float) -> Histogram:
-    """Bins of the logarithm as buckets, the same ones each time."""
     bounds = [exp((i - 8 * BOUNDS_PER_E) / BOUNDS_PER_E) for i in range(14 * BOUNDS_PER_E)] + [float("inf")]
     counts = [0.0] * len(bounds)
     for place, count in counted.items():

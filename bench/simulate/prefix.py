@@ -1,14 +1,14 @@
-"""The pages of one simulated worker: a bounded pool, of which finished prompts keep what nobody else needs yet."""
+"""The pages of a simulated worker: a bounded pool with cached prompts."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
 
 class PagePool:
-    """Counts pages; blocks that stand in some are known by their hash and evicted least recently used first.
+    """Counts pages; evicts cached blocks, known by hash, least recently used first.
 
-    Every page is private to a request, or a block that requests share (`_shared`, by how many), or a block that none
-    uses and that the next may find (`_idle`). A page holds as many tokens as a block of the trace.
+    A page is private to a request, a block shared by requests (`_shared`, with their number), or an unused cached
+    block (`_idle`). A page holds a block of the trace.
     """
 
     def __init__(self, total: int) -> None:
@@ -21,11 +21,9 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody uses."""
         return len(self._idle)
 
     def match(self, blocks: Sequence[bytes], most: int) -> int:
-        """How many leading blocks are here, `most` at most."""
         shared, idle = self._shared, self._idle
         found = 0
         for block in blocks:
@@ -35,7 +33,7 @@ class PagePool:
         return found
 
     def take(self, blocks: Sequence[bytes], pages: int) -> bool:
-        """Share `blocks`, all of which are here, and take `pages` more. False, and nothing taken: there is no room."""
+        """Share `blocks`, which are here, and take `pages` more. False, with nothing taken: no room."""
         idle, shared = self._idle, self._shared
         waking = sum(1 for block in blocks if block in idle)
         if self.used + waking + pages > self.total:
@@ -50,9 +48,9 @@ class PagePool:
         return True
 
     def publish(self, blocks: Sequence[bytes]) -> list[bytes]:
-        """Private pages of a request become blocks that others find.
+        """Turn a request's private pages into shared blocks.
 
-        Returns: those that have; what somebody else has published meanwhile stays private.
+        Returns: those that became shared; another request may have published the same.
         """
         mine = [block for block in blocks if block not in self._shared and block not in self._idle]
         for block in mine:
@@ -61,7 +59,7 @@ class PagePool:
         return mine
 
     def give_back(self, blocks: Sequence[bytes], pages: int) -> None:
-        """What was taken and published. The last block of a prompt is evicted before those it continues."""
+        """The last block of a prompt is evicted before those it continues."""
         shared = self._shared
         for block in reversed(blocks):
             count = shared[block] - 1
@@ -74,7 +72,7 @@ class PagePool:
         self.used -= pages
 
     def news(self) -> tuple[list[bytes], list[bytes]] | None:
-        """Blocks stored and removed since this was asked last; None: none were."""
+        """Blocks stored and removed since the last call; None: none."""
         if not self.stored and not self.removed:
             return None
         news = (self.stored, self.removed)

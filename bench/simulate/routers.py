@@ -1,4 +1,4 @@
-"""Those who choose workers: production's policies over late news of the fleet."""
+"""Production's routing policies with delayed reports."""
 
 import math
 from collections import deque
@@ -20,18 +20,16 @@ MakePolicy = Callable[[Random], Policy]
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """How late routers hear what."""
-
-    heartbeat_s: float = 0.5  # a worker's load, each worker at times of its own
-    event_s: float = 0.005  # blocks stored and removed
-    lost_s: float = 2.0  # that a worker is gone, unless one has sent to it before
-    questions_per_s: float = math.inf  # that each router may ask, where routers ask
+    heartbeat_s: float = 0.5  # each worker has its own moments
+    event_s: float = 0.005  # delay of stored and removed blocks
+    lost_s: float = 2.0  # until a loss is known to routers that have not sent to it
+    questions_per_s: float = math.inf  # per router that asks
 
 
 class Routers:
-    """The routers of one phase: each has a book, breakers and a policy of its own.
+    """The routers of one phase, each with its own book, breakers and policy.
 
-    They follow all workers, or ask some of them about each prompt (`ask`). The index of blocks is one for all routers.
+    They follow all workers, or ask some about each prompt. They share one block index.
     """
 
     def __init__(
@@ -66,22 +64,19 @@ class Routers:
         self._page_tokens = page_tokens
         self._candidates = CandidateChoice(Random(f"{seed}/candidates")) if asks else None
         self._allowances = {router: Allowance() for router in self._routers}
-        self.beat_of: Callable[[Worker], Heartbeat] | None = None  # what a worker that is asked says of its load
+        self.beat_of: Callable[[Worker], Heartbeat] | None = None  # the report of a worker that is asked
         self.num_chosen = self.num_asked = 0
 
     def of(self, turn: int) -> Router:
-        """Who chooses, by a number of any size."""
         return self._routers[turn % len(self._routers)]
 
     def add(self, worker: Worker) -> None:
-        """A worker may be chosen from now on."""
         self._known[worker.name] = worker
         for router in self._routers:
             _join(router, worker)
         self._everyone = list(self._routers[0].book.members)
 
     def remove(self, name: str) -> None:
-        """A worker is gone, or leaving."""
         if name in self._known:
             del self._known[name]
             self._index.remove(name)
@@ -90,17 +85,14 @@ class Routers:
             self._everyone = list(self._routers[0].book.members)
 
     def heard(self, heartbeat: Heartbeat) -> None:
-        """A heartbeat came."""
         if self._candidates is None:
             for router in self._routers:
                 router.heard(heartbeat)
 
     def changed(self, name: str, stored: list[bytes], removed: list[bytes]) -> None:
-        """A worker's cache has changed; it is known here after a while."""
         self._late.append((self._clock.now_s + self._news.event_s, name, stored, removed))
 
     def choose(self, router: Router, request: Request, tokens: int, tried: Container[str]) -> Chosen | None:
-        """A worker for a prompt of `tokens`, none of `tried`."""
         self.num_chosen += 1
         if self._candidates is not None:
             return self._ask(router, request, tokens, tried)
@@ -111,7 +103,6 @@ class Routers:
         return router.choose(_ask(request, tokens), lambda _: request.blocks, members)
 
     def _ask(self, router: Router, request: Request, tokens: int, tried: Container[str]) -> Chosen | None:
-        """One of the candidates, by what they answer."""
         assert self._candidates is not None
         members, prefixes = self._everyone, depths(len(request.blocks), self._page_tokens)
         keys = [request.blocks[depth - 1] for depth in prefixes]
@@ -132,7 +123,7 @@ class Routers:
     def _answers(
         self, router: Router, request: Request, tokens: int, asked: Sequence[Member], tried: Container[str]
     ) -> dict[str, int]:
-        """What the workers that are alive answer; they know the prompt's prefixes at its depths alone."""
+        """Answers of live workers about the prompt's prefixes."""
         assert self.beat_of is not None
         prefixes = depths(len(request.blocks), self._page_tokens)
         answers: dict[str, int] = {}
@@ -158,6 +149,5 @@ def _ask(request: Request, tokens: int) -> Ask:
 
 
 def _join(router: Router, worker: Worker) -> None:
-    """The router may choose the worker from now on."""
     member = router.joined(worker.name, worker.name, worker.engine.page_tokens, tells_cache=True)
-    member.total_pages = worker.engine.num_pages  # as the first heartbeat says, which comes with the registration
+    member.total_pages = worker.engine.num_pages  # from the registration's heartbeat

@@ -1,4 +1,4 @@
-"""Many steps of a simulated worker taken at once: who is in them, how long they take, what they have done."""
+"""Many steps of a simulated worker at once."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -9,34 +9,30 @@ from bench.simulate.traffic import Request
 
 
 class Part(Enum):
-    """What of a request a worker does."""
-
     FULL = auto()
     PREFILL = auto()  # the prompt and its first token
-    DECODE = auto()  # what follows, once the KV is there
+    DECODE = auto()  # the rest, after the KV has arrived
 
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """One request at one worker."""
-
     request: Request
     part: Part
-    tokens: int  # to be computed or found before the next one can be drawn
-    left: int  # tokens to draw here; once it decodes, those that were left when it began to
-    turn: tuple[int, int] = (0, 0)  # its place among prompts
-    cached: int = 0  # of `tokens`, found here
-    computed: int = 0  # of `tokens`, found and computed
+    tokens: int  # to be computed or found before the next one is drawn
+    left: int  # tokens left to draw here, as of the start of decoding
+    turn: tuple[int, int] = (0, 0)  # its place in the queue
+    cached: int = 0  # of `tokens`
+    computed: int = 0  # of `tokens`, cached ones included
     began_s: float = 0.0  # computing
-    shared: list[bytes] = field(default_factory=list)  # its blocks
-    private: int = 0  # its pages
+    shared: list[bytes] = field(default_factory=list)  # blocks
+    private: int = 0  # pages
     flow: Any = None  # the owner's
-    gone: bool = False  # its request has left: what is done for it is dropped
+    gone: bool = False  # its request has left: results are dropped
 
 
 @dataclass(slots=True)
 class Run:
-    """Steps from `start_s` on: the first takes `first_s`, each further one `grow_s` more than the one before."""
+    """Steps from `start_s` on; the first takes `first_s`, each further one `grow_s` more."""
 
     start_s: float
     first_s: float
@@ -46,11 +42,9 @@ class Run:
     chunks: list[tuple[Stay, int]]  # tokens of each step
 
     def seconds(self, steps: int) -> float:
-        """Until `steps` of its steps are over."""
         return steps * self.first_s + self.grow_s * (steps * (steps - 1) / 2)
 
     def steps_until(self, now_s: float) -> int:
-        """Steps that are over at `now_s`, counting one that is not yet, at most all."""
         wanted = now_s - self.start_s
         if self.first_s <= 0:
             return self.steps
@@ -64,7 +58,7 @@ class Run:
 
 @dataclass(slots=True)
 class Progress:
-    """What a worker has done since it came: the counters of its metrics page."""
+    """Counters of a worker's metrics page."""
 
     busy_s: float = 0.0
     steps: int = 0
@@ -72,7 +66,6 @@ class Progress:
     generated_tokens: int = 0
 
     def add(self, run: Run, steps: int) -> None:
-        """Count `steps` steps of `run`."""
         self.busy_s += run.seconds(steps)
         self.steps += steps
         self.prompt_tokens += steps * sum(length for _, length in run.chunks)

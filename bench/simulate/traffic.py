@@ -1,4 +1,4 @@
-"""Who asks for what, and when: traces, and synthetic loads that share prefixes. Made as they are needed, not before."""
+"""Requests of traces and synthetic loads, generated on demand."""
 
 import itertools
 import random
@@ -15,32 +15,29 @@ from components.routing.block_hash import HASH_BYTES
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request, and what became of it."""
-
     number: int
     at_s: float
     prompt: int  # tokens
     output: int
     blocks: list[bytes]  # of its full blocks
     session: str = ""
-    first_s: float = -1.0  # its first token; -1: it has none
+    first_s: float = -1.0  # its first token; -1: none yet
 
 
 class Names:
-    """Equal blocks are one object, so that a long trace takes little memory."""
+    """Equal blocks are one object, to save memory."""
 
     def __init__(self) -> None:
         self._names: dict[int, bytes] = {}
 
     def of(self, block: int) -> bytes:
-        """The name of a block whose id others may have as well."""
         return self._names.setdefault(block, block.to_bytes(HASH_BYTES, "little"))
 
 
 def trace(path: Path, count: int | None = None, speed: float = 1.0) -> Iterator[Request]:
-    """Requests of a trace in Mooncake's format. A block is 512 tokens, and one that is not full is nobody's to find.
+    """A trace in Mooncake's format with blocks of 512 tokens; a partial block is never found.
 
-    A session is what has the same second block: the first is the same for nearly all, and the trace names no sessions.
+    The second block identifies a session, since the first is nearly always the same.
     Raises: ValueError, OSError.
     """
     names = Names()
@@ -54,21 +51,21 @@ def trace(path: Path, count: int | None = None, speed: float = 1.0) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of synthetic requests, in tokens: means, but for the prefix and the block."""
+    """Means in tokens, except prefix and block, which are fixed."""
 
     prefix: int = 2048
     question: int = 512
     answer: int = 128
-    sigma: float = 0.8  # of questions and answers, whose lengths are log-normal
+    sigma: float = 0.8  # of log-normal questions and answers
     block: int = BLOCK
 
 
 def shared_prefixes(
     seed: int, count: int, rate: float, groups: int, skew: float, lengths: Lengths = Lengths()
 ) -> Iterator[Request]:
-    """Poisson arrivals at `rate` a second, each a question of its own behind one of `groups` system prompts.
+    """Poisson arrivals at `rate` a second, each a new question after one of `groups` system prompts.
 
-    System prompt k is asked in proportion to 1 / k**skew: 0 is uniform, and with 1 and more a few are most of the load.
+    System prompt k has weight 1 / k**skew.
     """
     draw = random.Random(seed)
     names = Names()
@@ -87,20 +84,18 @@ def shared_prefixes(
 def conversations(
     seed: int, count: int, rate: float, turns: float, think_s: float, lengths: Lengths = Lengths()
 ) -> Iterator[Request]:
-    """Conversations that all begin with one system prompt; each turn repeats everything before it, answers too.
+    """Conversations with one system prompt; each turn repeats everything before it.
 
     Args:
-        seed: of the draws.
         count: requests in all.
-        rate: requests a second, on average, once it has settled: conversations begin at `rate / turns`.
-        turns: of a conversation on average; the number is geometric.
-        think_s: mean time from one turn's arrival to the next one's.
-        lengths: of the system prompt, and of each turn.
+        rate: mean requests a second once it has settled; conversations begin at `rate / turns`.
+        turns: mean of a geometric distribution.
+        think_s: mean time between two turns' arrivals.
     """
     draw = random.Random(seed)
     shared = [block.to_bytes(HASH_BYTES, "little") for block in range(lengths.prefix // lengths.block)]
     begins = poisson_times_s(draw, rate / turns)
-    turn_s: list[tuple[float, int, int]] = []  # of each next turn: when, whose, tokens before it
+    turn_s: list[tuple[float, int, int]] = []  # next turns: time, conversation, tokens before it
     begin_s, begun = next(begins), 0
     known: dict[int, list[bytes]] = {}  # blocks of a conversation
     for number in range(count):
@@ -120,19 +115,18 @@ def conversations(
 
 
 def swinging(requests: Iterable[Request], swing: float, period_s: float) -> Iterator[Request]:
-    """The same requests at other times: the rate is `1 + swing · sin(2π t / period_s)` times what it was. `swing` < 1."""
+    """The same requests with their rate multiplied by `1 + swing · sin(2π t / period_s)`; `swing` < 1."""
     per_s, at_s, last_s = 2 * pi / period_s, 0.0, 0.0
     for request in requests:
-        for _ in range(50):  # Newton: the integral of the rate, up to its new time, is its old time
+        for _ in range(50):  # Newton's method on the integral of the rate
             off = at_s + swing / per_s * (1 - cos(per_s * at_s)) - request.at_s
             at_s -= off / (1 + swing * sin(per_s * at_s))
             if abs(off) < 1e-9:
                 break
-        request.at_s = last_s = at_s = max(last_s, at_s)  # equal times may be found a rounding apart
+        request.at_s = last_s = at_s = max(last_s, at_s)  # equal times may differ by a rounding
         yield request
 
 
 def _own_blocks(number: int, count: int) -> list[bytes]:
-    """Names that no other request makes."""
     base = (number + 1) << 64
     return [(base + i).to_bytes(HASH_BYTES, "little") for i in range(max(0, count))]

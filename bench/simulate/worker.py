@@ -1,9 +1,7 @@
-"""One simulated worker: the engine's scheduler and cost model, with many steps taken at once.
+"""A simulated worker: the engine's scheduler and cost model, with many steps at once.
 
-A step computes a token of each running decode, then chunks of prompts, each in its turn, from one budget of
-tokens (`engine/scheduler/scheduler.py`). It takes as long as `MockConfig.duration_s` says. Between two events that change
-what is in a step, each step is longer than the one before by the same amount, because each context and the prompt's
-start have grown alike. So such steps are one `Run`, with its end in closed form, however many tokens are in it.
+Between two events that change a step's composition, each step is longer than the last by the same amount. So such
+steps are one `Run` with its end in closed form.
 """
 
 from collections import deque
@@ -28,7 +26,7 @@ by_turn: Final = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How a worker is set up; `page_tokens` is a block of the trace."""
+    """`page_tokens` is a block of the trace."""
 
     cost: MockConfig = field(default_factory=MockConfig)
     num_pages: int = 512
@@ -38,27 +36,23 @@ class Engine:
 
 
 class Owner(Protocol):
-    """Who is told what became of a stay."""
-
     def reserved(self, worker: "Worker", stay: Stay) -> None:
-        """A DECODE stay has its pages."""
+        pass
 
     def computed(self, worker: "Worker", stay: Stay) -> None:
-        """The prompt is computed and one token drawn."""
+        pass
 
     def finished(self, worker: "Worker", stay: Stay) -> None:
-        """The last token is drawn; its pages are given back."""
+        pass
 
     def stepped(self, steps: int, each_s: float, decodes: int) -> None:
-        """`decodes` requests got a token in each of `steps` steps of `each_s` on average."""
+        pass
 
     def changed(self, worker: "Worker", stored: list[bytes], removed: list[bytes]) -> None:
-        """The prefix cache gained and lost blocks."""
+        pass
 
 
 class Worker:
-    """What one worker has to do, and until when."""
-
     def __init__(self, name: str, engine: Engine, clock: Clock, owner: Owner) -> None:
         self.name = name
         self.engine = engine
@@ -70,15 +64,15 @@ class Worker:
         self.until_s: float | None = None  # when it ended
         self.waiting: deque[Stay] = deque()
         self.prompts: list[Stay] = []
-        self.reserved: dict[Stay, None] = {}  # in the order of their admission
+        self.reserved: dict[Stay, None] = {}  # in order of admission
         self.decodes = 0
         self.steps = 0
-        self.context = 0  # tokens that the decodes attend to in the next step
-        self.queued_tokens = 0  # of prompts, accepted and neither computed nor found; as of the last run
+        self.context = 0  # tokens that decodes attend to in the next step
+        self.queued_tokens = 0  # accepted prompt tokens neither computed nor cached, as of the last run
         self.prompt_tokens_per_s = 0.0
         self.busy_s = 0.0
-        self.prompt_tokens = 0  # of prompts that were computed here
-        self.cached_tokens = 0  # of those, found
+        self.prompt_tokens = 0  # of prompts computed here
+        self.cached_tokens = 0  # of those
         self.done = Progress()
         self._ends: list[tuple[int, int, Stay]] = []
         self._delivered: list[Stay] = []
@@ -92,16 +86,13 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """Places of the batch that are taken."""
         return len(self.prompts) + self.decodes + len(self.reserved)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has anything here."""
         return not self.waiting and not self.running and not self.pool.used
 
     def queued_now(self) -> int:
-        """Prompt tokens accepted and not computed, at this moment."""
         run = self._run
         if run is None or not run.chunks:
             return self.queued_tokens
@@ -109,42 +100,38 @@ class Worker:
         return self.queued_tokens - done * sum(length for _, length in run.chunks)
 
     def progress(self) -> Progress:
-        """What is done by this moment."""
         now = replace(self.done)
         if (run := self._run) is not None:
             now.add(run, max(0, run.steps_until(self._clock.now_s) - 1))
         return now
 
     def found(self, request: Request, tokens: int) -> int:
-        """Of the first `tokens` of a request, those whose KV stands here; the last ones are always computed."""
+        """Cached tokens among the first `tokens`; the last ones are always computed."""
         page = self.engine.page_tokens
         return self.pool.match(request.blocks, usable_pages(tokens, page)) * page
 
     def submit(self, stay: Stay) -> None:
-        """Queue a stay."""
         if stay.part is not Part.DECODE:
             self.queued_tokens += stay.tokens
-        fresh = stay.tokens == stay.request.prompt  # else it has moved here
+        fresh = stay.tokens == stay.request.prompt  # otherwise it has moved here
         stay.turn = turn(self._arrivals, 0, stay.tokens if fresh else 0)
         self._arrivals += 1
         self.waiting.append(stay)
         passes = self._run is not None and any(one.turn > stay.turn for one, _ in self._run.chunks)
-        if self.waiting[0] is stay or passes:  # who is behind another waits for the same pages or places
+        if self.waiting[0] is stay or passes:  # later ones wait for the same pages or places
             self.poke()
 
     def deliver(self, stay: Stay) -> None:
-        """The KV of a reserved stay is here: it decodes from the next step on."""
         self._delivered.append(stay)
         self._interrupt()
 
     def release(self, stay: Stay) -> None:
-        """Nobody needs the pages of a stay any more."""
         self.pool.give_back(stay.shared, stay.private)
         stay.shared, stay.private = [], 0
         self.poke()
 
     def cancel(self, stay: Stay) -> None:
-        """Forget a stay that waits or is reserved; one that computes is dropped when it has."""
+        """A computing stay is dropped when its step ends."""
         stay.gone = True
         if stay in self.waiting:
             self.waiting.remove(stay)
@@ -157,7 +144,7 @@ class Worker:
             self.release(stay)
 
     def stop(self) -> list[Stay]:
-        """It is gone, at once. Returns: what it had, with `left` as it was."""
+        """Returns: its requests, with `left` unchanged."""
         lost = [*self.waiting, *self.prompts, *self.reserved]
         done = self._run.steps_until(self._clock.now_s) - 1 if self._run else 0
         self._account(done)
@@ -169,7 +156,6 @@ class Worker:
         return lost
 
     def poke(self) -> None:
-        """Something may have changed that lets a step begin, or the next one be another."""
         if self._settling:
             return
         if self._run is None:
@@ -178,23 +164,20 @@ class Worker:
             self._interrupt()
 
     def set_slowness(self, slowness: float) -> None:
-        """From the next step on, each takes `slowness` times as long as it would."""
         self.slowness = slowness
         if self._run is not None:
             self._interrupt()
 
     def _may_join(self, run: Run) -> bool:
-        """Whether one who waits would be in the step that follows `run`: there is budget left, or he goes first."""
+        """Whether a waiting request would join the next step: there is budget, or it goes first."""
         spent = run.decodes + sum(length for _, length in run.chunks)
         last = max((stay.turn for stay, _ in run.chunks), default=(-1, -1))
         return spent < self.engine.max_step_tokens or self._is_passed(last)
 
     def _is_passed(self, place: tuple[int, int]) -> bool:
-        """Whether somebody who waits comes before that turn; whoever arrived too late for it cannot."""
         return any(stay.turn < place for stay in takewhile(lambda stay: stay.turn[1] <= place[0], self.waiting))
 
     def _interrupt(self) -> None:
-        """End the run with the step that is under way."""
         run = self._run
         if run is None:
             if not self._settling:
@@ -210,7 +193,6 @@ class Worker:
         self._clock.at(max(self._clock.now_s, run.start_s + run.seconds(run.steps)), self._end, self._version)
 
     def _begin(self) -> None:
-        """Plan the next run, if there is anything to do."""
         if not self.alive:
             return
         for stay in self._delivered:
@@ -227,7 +209,6 @@ class Worker:
         self._schedule(run)
 
     def _chunks(self) -> list[tuple[Stay, int]]:
-        """The prompts of the next step."""
         budget = self.engine.max_step_tokens - self.decodes
         chunks = []
         begun = sorted(self.prompts, key=by_turn, reverse=True)
@@ -240,7 +221,7 @@ class Worker:
         return chunks
 
     def _next(self, begun: list[Stay], budget: int) -> Stay | None:
-        """Whose turn it is, the last of those `begun`; those in line up to one who is before all of them join them."""
+        """The next of those `begun`; queued ones that go before all of them join."""
         while self._admit_reserved() and budget:
             if begun and not self._is_passed(begun[-1].turn):
                 break
@@ -259,7 +240,7 @@ class Worker:
         return stay
 
     def _admit_reserved(self) -> bool:
-        """Let those in front who wait for pages alone have them. Returns: whether another one is in front."""
+        """Give pages to the first ones that need only pages. Returns: whether the queue's head changed."""
         while self.waiting and self.waiting[0].part is Part.DECODE:
             if not self._admit(self.waiting[0]):
                 return False
@@ -274,7 +255,7 @@ class Worker:
         page = self.engine.page_tokens
         blocks = stay.request.blocks
         found = self.found(stay.request, stay.tokens) // page
-        last = stay.tokens + stay.left - (stay.part is not Part.DECODE)  # the KV of the last token is never computed
+        last = stay.tokens + stay.left - (stay.part is not Part.DECODE)  # the last token's KV is never computed
         if not self.pool.take(blocks[:found], private := -(-last // page) - found):
             return False
         stay.shared, stay.private = list(blocks[:found]), private
@@ -292,14 +273,14 @@ class Worker:
             stay, length = chunks[0]
             alone = len(chunks) == 1 and self.decodes + length == self.engine.max_step_tokens
             pending = stay.tokens - stay.computed
-            # the last chunk but one is shorter where it would leave one token
+            # the chunk before the last is shorter if one token would be left
             steps = min(steps, max(1, pending // length - (pending % length == 1))) if alone else 1
             grow_s += length * length * cost.attention_s
         return Run(self._clock.now_s, first_s, grow_s / cost.speedup * slowness, steps, self.decodes, chunks)
 
     def _end(self, version: int) -> None:
         if version != self._version:
-            return  # it was planned anew
+            return  # planned again
         run = self._run
         assert run is not None
         self._account(run.steps)
@@ -316,7 +297,6 @@ class Worker:
         self._begin()
 
     def _account(self, steps: int) -> None:
-        """`steps` steps of the run are over."""
         run = self._run
         if run is None or steps <= 0:
             return
@@ -353,13 +333,12 @@ class Worker:
             self._leave(stay)
 
     def _decode(self, stay: Stay) -> None:
-        """`stay` is in the batch from the next step on, for `left` tokens."""
         if stay.part is Part.DECODE:
             self._publish(stay)
         self._number += 1
         heappush(self._ends, (self.steps + stay.left, self._number, stay))
         self.decodes += 1
-        self.context += stay.tokens + 1  # the token drawn is computed next
+        self.context += stay.tokens + 1  # the drawn token is computed next
 
     def _publish(self, stay: Stay) -> None:
         full = stay.request.blocks[len(stay.shared) : stay.tokens // self.engine.page_tokens]

@@ -62,9 +62,7 @@ class Arrivals:
         return lingers
 
     def look(self) -> None:
-        """Look at announced slots, and from time to time at all: an announcement may be lost, or come to
-        nothing.
-        """
+        """Look at announced slots, and from time to time at all: an announcement may be lost, or come to nothing."""
         now_s = time.monotonic()
         if now_s < self._look_at_all_s:
             for notification in list(self._coming):

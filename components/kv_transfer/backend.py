@@ -62,8 +62,8 @@ class KvTransfer(Protocol):
         """Copy `pieces` into a pool with another page size; otherwise as `write_pages`.
 
         There is at least one. Bytes beside them stay: an earlier write may have filled other rows of the page.
-        There are hundreds of pieces
-        per page, a few kilobytes each, different in each write, so prepared descriptors of whole pages do not help.
+        There are hundreds of pieces per page, a few kilobytes each, different in each write, so prepared
+        descriptors of whole pages do not help.
         """
 
     def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:

@@ -1,8 +1,7 @@
 """Checksums of KV, by prefill over what it sends and by decode over what has landed.
 
 One checksum covers the tokens of a page of the larger size. It sums page after page of the smaller size, each in
-the order of
-memory, so both sides sum the same bytes. A write ends at a page boundary of the smaller size.
+the order of memory, so both sides sum the same bytes. A write ends at a page boundary of the smaller size.
 
 CRC-32 of zlib releases the GIL and detects exchanged, truncated and missing pages (docs/decisions/015-kv-
 checksum.md).

@@ -1,8 +1,7 @@
 """The fake backend: all of a transfer except the bytes, to measure the protocol.
 
 Decode uses pages that were never written, so its tokens are meaningless. Stamp, page count and first token are sent
-by doorbell.
-Each write costs one round trip, so a dead peer fails as it would with another backend.
+by doorbell. Each write costs one round trip, so a dead peer fails as it would with another backend.
 """
 
 import asyncio

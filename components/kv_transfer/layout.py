@@ -13,8 +13,7 @@ class KvLayout(Struct):
     """A page holds `page_size` tokens of every layer, head-major: [kv_heads, layers, 2, page_size, head_dim].
 
     Head-major makes a tensor-parallel rank's share contiguous. With all layers in one page, a page is one
-    descriptor, whose cost
-    to NIXL does not depend on its size.
+    descriptor, whose cost to NIXL does not depend on its size.
     """
 
     model: str  # identity of the weights: another model's page may have the same size

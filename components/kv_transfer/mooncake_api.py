@@ -46,8 +46,7 @@ def prepare_end(engine: Any) -> None:
     dropped.
 
     Its destructor holds the GIL and waits for a thread that leaves `accept` once a second. A shorter timeout on
-    that socket
-    takes effect with the next `accept`.
+    that socket takes effect with the next `accept`.
     """
     port = engine.get_rpc_port()
     for entry in Path("/proc/self/fd").iterdir():

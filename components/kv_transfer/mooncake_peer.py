@@ -1,8 +1,8 @@
 """Writes to one peer with Mooncake, with an engine and a thread of their own.
 
 Mooncake cannot cancel a write, but ending the engine closes its sockets. So a stopped peer that resumes later
-receives nothing
-into pages that were reused. Some calls block for a minute on such a peer, which must not delay writes to others.
+receives nothing into pages that were reused. Some calls block for a minute on such a peer, which must not delay
+writes to others.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """The Mooncake backend: host memory over TCP, without a metadata server.
 
 One engine listens and holds the registered pool; each peer has another one for writing. A write completes when the
-peer has
-acknowledged it, so a later aux slot, and a doorbell rung after that, cannot overtake the pages.
+peer has acknowledged it, so a later aux slot, and a doorbell rung after that, cannot overtake the pages.
 """
 
 import asyncio

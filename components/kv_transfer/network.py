@@ -96,9 +96,7 @@ def listeners(pid: int | None = None) -> Set[Listener]:
 
 
 def _listener(local: str) -> Listener:
-    """From the kernel's notation: 32-bit words in the machine's byte order, a colon and the port, all
-    hexadecimal.
-    """
+    """From the kernel's notation: 32-bit words in the machine's byte order, a colon and the port, all hexadecimal."""
     address, port = local.split(":")
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     return Listener(ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16))

@@ -1,8 +1,7 @@
 """NIXL's agent, imported without torch.
 
 `import nixl` asks torch for its CUDA version, which takes over a second and 200 MB in a worker that may not need
-torch.
-Without CUDA either of its builds works.
+torch. Without CUDA either of its builds works.
 """
 
 import os

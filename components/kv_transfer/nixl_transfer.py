@@ -1,10 +1,8 @@
 """The NIXL backend: one agent, whose thread lends it to the event loop for short writes.
 
 Posting a write copies its bytes in the calling thread (UCX within one machine), and completions must be polled:
-neither
-long writes nor polling belong on the event loop. Without a progress thread NIXL lets any thread use UCX, one at a
-time
-(UCS_THREAD_MODE_SERIALIZED). NIXL's errors, exceptions or states, become TransferFailed.
+neither long writes nor polling belong on the event loop. Without a progress thread NIXL lets any thread use UCX,
+one at a time (UCS_THREAD_MODE_SERIALIZED). NIXL's errors, exceptions or states, become TransferFailed.
 """
 
 import asyncio
@@ -155,8 +153,8 @@ class NixlTransfer:
         self._arrivals.hasten(notification)
 
     def _write(self, make: Callable[[_Peer], Any], agent: str, num_bytes: int, *, short: bool) -> asyncio.Future[int]:
-        """Completes at the write's end. A cancelled caller does not learn of it: callers that need to know
-        shield this call.
+        """Completes at the write's end. A cancelled caller does not learn of it: callers that need to know shield
+        this call.
         """
         done: asyncio.Future[int] = self._loop.create_future()
         post = self._thread.post_short if short else self._thread.post
@@ -270,9 +268,7 @@ class NixlTransfer:
         return bool(self._writes or self._failed)
 
     def _poll(self) -> float | None:
-        """Settle ended writes. Returns the seconds until the next poll; None if nothing is in flight or
-        expected.
-        """
+        """Settle ended writes. Returns the seconds until the next poll; None if nothing is in flight or expected."""
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
         if self._arrivals.begin_look():

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Runs long work and polling. The event loop runs short work itself while the thread is idle, because a
-    hand-over costs more than a short post.
+    """Runs long work and polling. The event loop runs short work itself while the thread is idle, because a hand-
+    over costs more than a short post.
     """
 
     def __init__(self, name: str, poll: Callable[[], float | None]) -> None:

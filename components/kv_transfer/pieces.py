@@ -1,8 +1,8 @@
 """The copies between two pools that cut the same tokens into pages of different sizes. No I/O.
 
 A page is [kv_heads, layers, 2, page_size, head_dim]. Contiguous in both page sizes is a stripe: consecutive tokens'
-rows of one
-head, one layer, keys or values. Heads are outermost, so a tensor-parallel rank's share is a slice of the stripes.
+rows of one head, one layer, keys or values. Heads are outermost, so a tensor-parallel rank's share is a slice of
+the stripes.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,7 @@ def cut(
     """The copies that bring the KV of `tokens` from our pages into theirs.
 
     The layouts are compatible (`check_compatible`). `tokens` are consecutive positions from the first token of both
-    block tables,
-    whose unused entries are not read.
+    block tables, whose unused entries are not read.
     Returns: at most one piece for each stripe and page of the smaller size; fewer if neighbours touch on both
     sides.
     """

@@ -108,8 +108,8 @@ class Bus:
             await publish(self.client, subject, data, reply)
 
     def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
-        """A reply subject for messages to `subject`: NATS reports at once if no process listens, and `callback`
-        is called.
+        """A reply subject for messages to `subject`: NATS reports at once if no process listens, and `callback` is
+        called.
 
         There is one per subject: a new callback replaces the earlier one.
         """
@@ -134,8 +134,7 @@ class Bus:
         """Return when NATS has processed everything sent before, including subscriptions.
 
         nats-py writes a flush's PING ahead of queued commands. So the first answer proves that these were written,
-        the second
-        that they were processed.
+        the second that they were processed.
 
         Raises: nats.errors.Error, OSError.
         """

@@ -1,10 +1,8 @@
 """Clock skew of other processes, and their deadlines by our clock.
 
 A message with a deadline has its time of sending. Arrival minus sending is the skew plus the delay. A peer's
-smallest recent
-difference is the skew plus the shortest delay, and corrects its deadlines. The difference of a single message would
-be wrong: one
-that waited in a frozen process's socket must count as late.
+smallest recent difference is the skew plus the shortest delay, and corrects its deadlines. The difference of a
+single message would be wrong: one that waited in a frozen process's socket must count as late.
 """
 
 import logging

@@ -1,9 +1,8 @@
-"""Bounded fan-out: whether decode instances follow prefill instances or ask them, and how often each instance
-may send.
+"""Bounded fan-out: whether decode instances follow prefill instances or ask them, and how often each instance may
+send.
 
 NATS delivers a message to each follower, so if all decode instances followed all prefill instances, deliveries
-would grow with the
-product of both. In a large fleet decode instances ask a few prefill instances about each prompt
+would grow with the product of both. In a large fleet decode instances ask a few prefill instances about each prompt
 (`components/routing/candidates.py`). Frontends follow all decode instances, which send less often as the fleet
 grows. No I/O.
 """

@@ -62,8 +62,7 @@ class Liveness:
     """The usable instances of one role. A loss is reported once, whatever reveals it first.
 
     A process either follows all heartbeats, or asks some instances for one (`asks`). Then instances that it does
-    not ask count as
-    alive, and one is silent while a question to it is unanswered.
+    not ask count as alive, and one is silent while a question to it is unanswered.
     """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:

@@ -36,8 +36,7 @@ class EventLog:
     """Changes of one worker's cache as numbered batches. No I/O.
 
     Changes wait for `seal`; a block that comes and goes in between is not mentioned. When too many wait, they are
-    dropped with a
-    number, so readers notice the gap. Numbers are never reused.
+    dropped with a number, so readers notice the gap. Numbers are never reused.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING_BLOCKS, max_batch: int = MAX_BATCH_BLOCKS) -> None:

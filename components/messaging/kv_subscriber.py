@@ -1,5 +1,5 @@
-"""A router's mirror of the caches of a role's instances, kept from their events. Instances without events have
-no entries.
+"""A router's mirror of the caches of a role's instances, kept from their events. Instances without events have no
+entries.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Ask instances whose records have left etcd whether they still live.
 
 A record leaves etcd when its instance ends, but also when the instance cannot reach etcd for longer than its lease,
-or when etcd
-loses its data. A healthy worker must not be dropped for that, so each process keeps it while it answers over NATS.
+or when etcd loses its data. A healthy worker must not be dropped for that, so each process keeps it while it
+answers over NATS.
 """
 
 import asyncio

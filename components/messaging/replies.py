@@ -1,9 +1,8 @@
 """Calls over NATS: messages with a reply subject of ours, and one subscription for all answers.
 
 nats-py's `request` asks the kernel for random bytes at each call, which releases Python's lock to the engine's
-thread for up to half
-a millisecond. It also waits with `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes with the
-answer.
+thread for up to half a millisecond. It also waits with `asyncio.wait_for`, which in Python 3.11 loses a
+cancellation that comes with the answer.
 """
 
 import asyncio
@@ -37,8 +36,8 @@ class Replies:
     """The answers to the calls of one connection.
 
     NATS delivers at most once, so a call or its answer may be lost while a server or connection restarts. A call
-    without an answer is
-    sent again with the same reply subject, by which its receiver recognises it and does not run it twice.
+    without an answer is sent again with the same reply subject, by which its receiver recognises it and does not
+    run it twice.
     """
 
     def __init__(self, client: Client) -> None:

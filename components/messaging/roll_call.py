@@ -51,8 +51,8 @@ class RollCall:
         self._turn = asyncio.Lock()
 
     async def answers(self) -> Answers:
-        """Of all registered instances that answer within ANSWER_TIMEOUT_S, at most KEPT_S old. None while NATS
-        is away.
+        """Of all registered instances that answer within ANSWER_TIMEOUT_S, at most KEPT_S old. None while NATS is
+        away.
         """
         async with self._turn:
             if self._clock() - self._answered_s > KEPT_S:

@@ -164,8 +164,7 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
     """An endpoint without a queue group: only one instance listens on its subject.
 
     A NATS cluster delivers to one member of a queue group. After a reconnect the subscription at a frozen old
-    server may still count,
-    and half of the calls would be lost there.
+    server may still count, and half of the calls would be lost there.
     """
 
     async def _start(self) -> None:

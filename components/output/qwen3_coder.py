@@ -15,14 +15,7 @@ VALUE_ENDS: Final = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n"
 
 
 def qwen3_coder(r: Reader) -> Steps[None]:
-    """`<tool_call>
-    <function=f>
-    <parameter=a>
-    1
-    </parameter>
-    </function>
-    </tool_call>`, the outermost optional.
-    """
+    """`<tool_call> <function=f> <parameter=a> 1 </parameter> </function> </tool_call>`, the outermost optional."""
     while begin := (yield from r.until([CALL, FUNCTION], r.say)):
         r.hold()
         if begin == CALL:
@@ -48,9 +41,7 @@ def _tag(r: Reader) -> Steps[str]:
 
 
 def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
-    """All parameters up to the function's end. A cut-off one leaves the JSON object open, so that clients
-    notice.
-    """
+    """All parameters up to the function's end. A cut-off one leaves the JSON object open, so that clients notice."""
     r.argue("{")
     comma = ""
     while (yield from r.until([PARAMETER, FUNCTION_END, CALL_END], _ignore)) == PARAMETER:

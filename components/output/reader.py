@@ -1,8 +1,7 @@
 """A reader for text that is still arriving, on which the formats of tool calls are written.
 
 A format is a generator function over a `Reader`, written as if the whole text were there. It yields where it needs
-more
-text, and is resumed when there is some.
+more text, and is resumed when there is some.
 """
 
 import re

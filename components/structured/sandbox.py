@@ -1,10 +1,8 @@
 """Check constraints one at a time: `python -m components.structured.sandbox <folder>`.
 
 A short grammar may need half a minute, gigabytes or the whole stack, and a thread cannot be stopped. So this is a
-process
-that the kernel ends at its CPU limit, with bounded memory. Messages on its pipes: a length in four bytes, then
-msgpack.
-In: kind and text. Out: kind and text, or the fault.
+process that the kernel ends at its CPU limit, with bounded memory. Messages on its pipes: a length in four bytes,
+then msgpack. In: kind and text. Out: kind and text, or the fault.
 """
 
 import os

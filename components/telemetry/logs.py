@@ -1,8 +1,7 @@
 """Logging: console lines for people, or JSON lines for machines.
 
 A JSON line has `ts`, `level`, `logger`, `event` and the facts. Supervisors rely on two events: `ready`, once, when
-the
-process serves; `progress` with `task`, `done` and `total`.
+the process serves; `progress` with `task`, `done` and `total`.
 """
 
 import json

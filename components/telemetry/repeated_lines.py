@@ -1,8 +1,7 @@
 """A log handler that counts equal lines instead of repeating them.
 
 Lines are equal if logger, level and constant message are. In each window the first few are written. The last of the
-rest is
-written at the window's end, with their number as `repeated`. Written always:
+rest is written at the window's end, with their number as `repeated`. Written always:
 
 - DEBUG lines;
 - a traceback that was not yet written in this window, because two with one message may be two defects;

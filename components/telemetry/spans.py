@@ -43,8 +43,8 @@ class Spans:
         self._rate = rate
 
     def continue_trace(self, headers: Mapping[str, str]) -> Context:
-        """The context of a client's `traceparent`. The client chooses the trace id; the rate decides whether it
-        is kept.
+        """The context of a client's `traceparent`. The client chooses the trace id; the rate decides whether it is
+        kept.
         """
         context = trace_context(headers)
         of_client = trace.get_current_span(context).get_span_context()

@@ -1,5 +1,5 @@
-"""The latest traces in one SQLite file per host, for `python -m services.inspect trace`. Every process appends
-its spans.
+"""The latest traces in one SQLite file per host, for `python -m services.inspect trace`. Every process appends its
+spans.
 """
 
 import json

@@ -36,8 +36,8 @@ class LongPrompts:
         self._numbers = count()  # tie-breaker for equal times
 
     async def run(self, chars: int, work: Callable[[], T]) -> T:
-        """The result of `work` on a prompt of `chars` characters. A caller that is cancelled before its turn
-        costs nothing.
+        """The result of `work` on a prompt of `chars` characters. A caller that is cancelled before its turn costs
+        nothing.
 
         Raises: QueueFull.
         """

@@ -36,9 +36,7 @@ class AttentionUnavailable(WrongSettings):
 
 
 def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path) -> None:
-    """Compile or load what `make_attention` needs: some seconds, once for a machine. Raises:
-    AttentionUnavailable.
-    """
+    """Compile or load what `make_attention` needs: some seconds, once for a machine. Raises: AttentionUnavailable."""
     if device.type != "cpu" or kind not in ("auto", "cpu"):
         return
     try:

@@ -1,9 +1,8 @@
-"""The backend `flashinfer`: its paged wrappers over our pool. Never run with flashinfer itself; tests use a
-stand-in.
+"""The backend `flashinfer`: its paged wrappers over our pool. Never run with flashinfer itself; tests use a stand-
+in.
 
 A layer's keys are a strided view, [num_pages, kv_heads, page_size, head_dim]. The kernels accept any strides that
-keys
-and values share (flashinfer 0.6, layout "HND"). Plans are made on the host, so decodes cannot be recorded in
+keys and values share (flashinfer 0.6, layout "HND"). Plans are made on the host, so decodes cannot be recorded in
 graphs.
 """
 

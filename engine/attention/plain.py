@@ -88,9 +88,7 @@ class PlainAttention:
         return Reach(rows.flatten(), self._bias(first_query, query_len, pages * page_size, window))
 
     def _bias(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> torch.Tensor:
-        """Causal mask [N, query_group * query_len, S]; `first_query` is the key index of a request's first
-        query.
-        """
+        """Causal mask [N, query_group * query_len, S]; `first_query` is the key index of a request's first query."""
         queries = (self._tensor(first_query)[:, None] + self._tensor(range(query_len))).unsqueeze(-1)  # [N, T, 1]
         keys = self._tensor(range(padded_len))
         hidden = keys > queries

@@ -64,8 +64,7 @@ class StepTables:
     """One buffer on the device, filled with one copy from pinned memory a step.
 
     [context_lens | table_starts | pages | prompt tables]: the first three keep their addresses, so a graph recorded
-    once
-    reads the latest step. A row with context 0 is padding.
+    once reads the latest step. A row with context 0 is padding.
     """
 
     def __init__(self, limits: StepLimits, page_size: int, device: torch.device) -> None:

@@ -1,12 +1,10 @@
 """Attention over the page pool as Triton kernels: decodes with split contexts, prompt chunks, and writing KV.
 
 The pool is [num_pages, kv_heads, layers, 2, page_size, head_dim]. Tables are int32: `pages` holds the block tables
-one
-after the other, and request r's starts at `table_starts[r]`. Numbers that change between steps are not specialised
-on,
-so a kernel is compiled once for a model. Scores are in base 2. Head dimensions that are no power of two are padded
-with zeros.
-OPERANDS is the pool's type, and float32 under the interpreter, whose numpy has no bfloat16.
+one after the other, and request r's starts at `table_starts[r]`. Numbers that change between steps are not
+specialised on, so a kernel is compiled once for a model. Scores are in base 2. Head dimensions that are no power of
+two are padded with zeros. OPERANDS is the pool's type, and float32 under the interpreter, whose numpy has no
+bfloat16.
 
 Sources: FlashAttention-2, Dao 2023, arXiv:2307.08691; split contexts, Dao et al. 2023, "Flash-Decoding for long-
 context
@@ -134,8 +132,7 @@ def decode_kernel(
     """One token of one request against a split of its context, for the query heads of one key head.
 
     Grid (rows, kv_heads, splits). Split 0 writes the new key and value to the pool and takes them from `key` and
-    `value`,
-    so no program reads a slot that is being written. A row without context is padding: no KV, output zero.
+    `value`, so no program reads a slot that is being written. A row without context is padding: no KV, output zero.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + row)

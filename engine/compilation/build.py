@@ -85,8 +85,7 @@ def _step_back() -> None:
     """Take only cores that no other process wants.
 
     Linux may schedule by sessions (autogroup), and `nice` counts within a session only. In another worker's session
-    the
-    compiler would make its OpenMP threads wait at each barrier: a token took a second instead of 30 ms.
+    the compiler would make its OpenMP threads wait at each barrier: a token took a second instead of 30 ms.
     """
     os.nice(19)
     with suppress(OSError):  # already a session leader, or a kernel without autogroup

@@ -60,8 +60,8 @@ class Traced(torch.nn.Module):
 class DeviceForward:
     """Eager until torch has compiled the model in a thread; then compiled, with decodes from graphs.
 
-    Graphs are recorded in `start` or never: what is compiled later runs without them.
-    Making it moves the weights of linear layers with the same input together (`share_linears`).
+    Graphs are recorded in `start` or never: what is compiled later runs without them. Making it moves the weights
+    of linear layers with the same input together (`share_linears`).
     """
 
     def __init__(

@@ -1,10 +1,8 @@
 """CUDA graphs of decode steps for some batch sizes.
 
 A graph reads and writes fixed addresses. So tokens and positions are copied into our buffers, `step_tables` keeps
-the
-tables in place, and all graphs write logits into one buffer. A step runs in the smallest graph that holds it;
-further rows are
-padding with a context of 0.
+the tables in place, and all graphs write logits into one buffer. A step runs in the smallest graph that holds it;
+further rows are padding with a context of 0.
 
 Graphs are recorded before the engine serves: a capture that fails during a step would take its requests with it.
 """
@@ -99,9 +97,7 @@ class DecodeGraphs:
         self._keep = torch.arange(largest, device=device)
 
     def record_all(self, deadline: float, progress: Progress) -> None:
-        """Record the largest size first: sizes missing when time is up run in a larger one. Raises:
-        CaptureFailed.
-        """
+        """Record the largest size first: sizes missing when time is up run in a larger one. Raises: CaptureFailed."""
         self._attention.plan(NO_REQUESTS)  # all rows are padding: no KV is written
         for done, size in enumerate(reversed(self._sizes)):
             progress(TASK, done, len(self._sizes))

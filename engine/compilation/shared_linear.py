@@ -70,8 +70,8 @@ def _share(parent: torch.nn.Module, names: tuple[str, ...], layers: list[Any]) -
 
 
 def merge_products(graph: torch.fx.Graph) -> int:
-    """Merge equal calls of `linear` in a traced forward, which inductor does not do. Returns the number of
-    dropped calls.
+    """Merge equal calls of `linear` in a traced forward, which inductor does not do. Returns the number of dropped
+    calls.
     """
     products = {linear, torch.ops.aten.linear.default}  # in a graph of torch.compile, of torch.export
     if hasattr(torch.ops.kvmesh, "linear"):

@@ -73,9 +73,7 @@ def install_adapters(module: Any, directories: Mapping[str, str]) -> Adapters:
 
 
 def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
-    """Linear layers by name, except those that see only some rows of a step: routed experts and the output
-    layer.
-    """
+    """Linear layers by name, except those that see only some rows of a step: routed experts and the output layer."""
     head = module.get_output_embeddings()
     return {
         name: layer

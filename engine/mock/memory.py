@@ -1,10 +1,8 @@
 """The mock's pages: host memory that NIXL moves, with a mark in each block of tokens.
 
 A mark is a checksum over all tokens up to the last one in the block, so any worker with the page can continue it.
-It is
-written in the first and the last stripe of the page, in the row of the block's first token. So a page that arrived
-in part is
-detected, and rows moved into pages of another size keep their marks.
+It is written in the first and the last stripe of the page, in the row of the block's first token. So a page that
+arrived in part is detected, and rows moved into pages of another size keep their marks.
 """
 
 import ctypes

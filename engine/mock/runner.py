@@ -32,8 +32,7 @@ class MockRunner:
     """Draws each token from the marks of all tokens before it and from the seed.
 
     So a token is the same on every worker, after a move and after a preemption, and differs if KV of another prompt
-    or
-    adapter was moved.
+    or adapter was moved.
     """
 
     def __init__(

@@ -92,8 +92,8 @@ def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
 
 
 def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[str], progress: Progress) -> None:
-    """Run `engine.model.convert` in a process of its own, so that its memory is freed and torch stays out of
-    this process.
+    """Run `engine.model.convert` in a process of its own, so that its memory is freed and torch stays out of this
+    process.
 
     The child inherits the lock and names the result. If this process is killed, no other one converts meanwhile.
     """

@@ -1,8 +1,8 @@
 """How an embedding model pools tokens into a vector, read from its directory without torch.
 
 sentence-transformers' directories say so in modules.json. Without that file, a model is an embedding model if its
-weights have no output
-layer (`"architectures": ["MistralModel"]`). Then the vector is the last token's state, normalised, as in vLLM.
+weights have no output layer (`"architectures": ["MistralModel"]`). Then the vector is the last token's state,
+normalised, as in vLLM.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Check a model's attention by running one token through it at load.
 
 Configurations name windows, chunks and caps in many ways. transformers turns them into a mask function for each
-layer.
-Here that function is compared with the arguments that our attention gets.
+layer. Here that function is compared with the arguments that our attention gets.
 """
 
 from collections.abc import Callable

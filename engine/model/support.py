@@ -56,8 +56,7 @@ def max_positions(config: Any) -> int:
     """Longest context in which a request's rotary frequencies do not depend on its batch.
 
     "longrope" in transformers switches to long frequencies when any position of the batch exceeds the original
-    context.
-    A request's own text switches, too, while its cached keys keep the short ones.
+    context. A request's own text switches, too, while its cached keys keep the short ones.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
     each = list(ropes.values()) if all(isinstance(rope, dict) for rope in ropes.values()) else [ropes]

@@ -34,8 +34,8 @@ WHEEL_MODELS: Final = {
 
 
 def wheel_dir(name: str, models_dir: Path, progress: Progress) -> Path:
-    """Directory of the built-in model `name` as safetensors. Raises: ModelUnavailable, if the wheel is missing
-    or its file is unknown.
+    """Directory of the built-in model `name` as safetensors. Raises: ModelUnavailable, if the wheel is missing or
+    its file is unknown.
     """
     wanted = WHEEL_MODELS[name]
     return converted_dir(
