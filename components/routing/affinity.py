@@ -1,4 +1,4 @@
-"""The requests of a session stay with the instance that had the last one, by whatever policy it came there."""
+"""Session affinity: a session's requests stay with the instance that another policy chose first."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -9,7 +9,7 @@ from typing import Final
 from components.routing.choice import Ask, Choice, Member, Policy
 from components.routing.load import Load
 
-IDLE_S: Final = 1800.0  # a session without a request for so long is forgotten
+IDLE_S: Final = 1800.0  # then a session without requests is forgotten
 SESSIONS: Final = 100_000
 SPILL: Final = 2.0
 SPILL_TOKENS: Final = 8192
@@ -17,10 +17,10 @@ _id = attrgetter("instance_id")
 
 
 class SessionAffinity:
-    """Around another policy, which chooses for a session's first request, and again when its instance is gone or too full.
+    """Wraps another policy, which chooses for a session's first request and when its instance is gone or too full.
 
-    Too full: a load above `spill` times the mean and `spill_tokens`. Another instance that comes moves nobody, unlike with
-    hashing; but routers do not know each other's sessions.
+    Too full: a load above `spill` times the mean and `spill_tokens`. Unlike with hashing, a new instance moves no
+    session; but routers do not share sessions.
     """
 
     def __init__(
@@ -39,15 +39,13 @@ class SessionAffinity:
         self._limit = sessions
         self._spill = spill
         self._spill_tokens = spill_tokens
-        # → (instance id, last request), oldest first
+        # → (instance id, time of the last request), oldest first
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Sessions that are remembered."""
         return len(self._sessions)
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         if not ask.session:
             return self._inner.choose(ask, members, cached, now_s)
         self._forget(now_s)

@@ -1,4 +1,4 @@
-"""The one block hash: engine cache, KV events and router call it, so that equal prefixes have equal names everywhere."""
+"""The block hash of the engine's cache, KV events and routers."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -7,16 +7,16 @@ from typing import Final, overload
 from components.wire.tokens import num_tokens, pack_tokens
 
 HASH_BYTES: Final = 16
-PREFIX_TOKENS: Final = 256  # of a prompt, that policies hash which look at its beginning alone
+PREFIX_TOKENS: Final = 256  # prefix of a prompt for policies that hash only its beginning
 
 
 def seed_hash(model: str, lora: str = "", cache_salt: str = "") -> bytes:
-    """The parent of a first block: blocks of another model, adapter or tenant never share a name."""
+    """The parent of first blocks, so that models, adapters and tenants share no hashes."""
     return blake2b(f"{model}\0{lora}\0{cache_salt}".encode(), digest_size=HASH_BYTES).digest()
 
 
 def block_hashes(token_ids: Sequence[int], page_size: int, seed: bytes) -> list[bytes]:
-    """Parent-chained 128-bit hashes of the full pages of `token_ids`: none for a partial last page."""
+    """Chained 128-bit hashes of the full pages of `token_ids`; none for a partial last page."""
     return list(_chain(pack_tokens(token_ids), page_size, seed))
 
 
@@ -29,7 +29,7 @@ def _chain(tokens: bytes, page_size: int, parent: bytes) -> Iterator[bytes]:
 
 
 class BlockHashes(Sequence[bytes]):
-    """The hashes of one prompt's full pages, each made when it is first asked for, and once."""
+    """The hashes of one prompt's full pages, computed on demand, once."""
 
     __slots__ = ("_len", "_made", "_rest")
 
@@ -40,11 +40,10 @@ class BlockHashes(Sequence[bytes]):
         self._len = len(tokens) // (4 * page_size)
 
     def __len__(self) -> int:
-        """Full pages."""
         return self._len
 
     def __iter__(self) -> Iterator[bytes]:
-        """From the first on: whoever looks for a prefix stops at the first that is unknown, and has cost no more."""
+        """In order: a search for a prefix stops at the first unknown hash and has computed no more."""
         made, at = self._made, 0
         while at < self._len:
             if at == len(made):
@@ -59,28 +58,27 @@ class BlockHashes(Sequence[bytes]):
     def __getitem__(self, index: slice) -> list[bytes]: ...
 
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        """As of a list; all of them are made."""
+        """Computes all of them."""
         self._made.extend(self._rest)
         return self._made[index]
 
 
 class PromptBlocks:
-    """The hashes of one prompt's full pages, for each page size that somebody asks for."""
+    """The hashes of one prompt's full pages, for each requested page size."""
 
     def __init__(self, tokens: bytes, seed: bytes) -> None:
-        """`tokens`: int32[T], as on the wire; `seed`: see `seed_hash`."""
+        """`tokens`: int32[T], as on the wire."""
         self.num_tokens = num_tokens(tokens)
         self._tokens = tokens
         self._seed = seed
         self._by_page_size: dict[int, BlockHashes] = {}
 
     def __call__(self, page_size: int) -> BlockHashes:
-        """By pages of so many tokens."""
         blocks = self._by_page_size.get(page_size)
         if blocks is None:
             blocks = self._by_page_size[page_size] = BlockHashes(self._tokens, page_size, self._seed)
         return blocks
 
     def prefix(self) -> bytes:
-        """Of its first tokens, whatever the page size."""
+        """The hash of its first tokens, for any page size."""
         return blake2b(self._tokens[: 4 * PREFIX_TOKENS], digest_size=HASH_BYTES, key=self._seed).digest()

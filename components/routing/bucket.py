@@ -1,4 +1,4 @@
-"""Prompts of like length to the same instance, so that a short one does not wait behind a long one."""
+"""Send prompts of similar length to the same instance, so that short ones do not wait for long ones."""
 
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -10,18 +10,19 @@ from typing import Final
 from components.routing.choice import Ask, Choice, Member
 from components.routing.load import Load, is_unbalanced, lowest
 
-HISTORY: Final = 1024  # prompts whose lengths say what is short and what is long
+HISTORY: Final = 1024  # recent prompts that define short and long
 LEARN_EVERY: Final = 64  # prompts
 BALANCE_ABS_TOKENS: Final = 16384
 BALANCE_REL: Final = 1.5
 
 
 class Bucket:
-    """Instance `floor(n * share)` of n, `share` being the part of all prompt tokens that stands in shorter prompts.
+    """Instance `floor(n * share)` of n, where `share` is the part of all prompt tokens that belongs to shorter
+    prompts.
 
-    So each instance has a range of lengths, and each range as many tokens: the boundaries follow the last prompts. A prompt
-    as long as others is drawn a place within their share. While nothing is known yet or the load is unbalanced, the least
-    loaded takes it.
+    So instances have ranges of length with equally many tokens, which follow recent prompts. Equally long prompts
+    are placed at random within their share. Without history, or with unbalanced load, the least loaded instance is
+    chosen.
     """
 
     def __init__(
@@ -36,12 +37,11 @@ class Bucket:
         self._absolute = balance_abs_tokens
         self._relative = balance_rel
         self._lengths: deque[int] = deque(maxlen=HISTORY)
-        self._learned = 0  # prompts seen since the boundaries were made
+        self._learned = 0  # prompts since the boundaries were computed
         self._sorted: list[int] = []
         self._below: list[int] = [0]  # tokens in the first i of them
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         if not members:
             return None
         if not ask.dry:

@@ -1,4 +1,4 @@
-"""The longest cached prefix while the fleet is balanced, the shortest queue when it is not: the SGLang router's rule."""
+"""The SGLang router's rule: the longest cached prefix while the fleet is balanced, else the shortest queue."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,22 +10,21 @@ from components.routing.load import cost_table, is_unbalanced, lowest
 
 @dataclass(frozen=True, slots=True)
 class CacheAwareThresholds:
-    """As the SGLang router has them, under its names and with its defaults."""
+    """The SGLang router's thresholds, names and defaults."""
 
-    cache_threshold: float = 0.3  # of the prompt: less than this cached is no reason
+    cache_threshold: float = 0.3  # of the prompt; a shorter cached prefix does not count
     balance_abs_threshold: float = 64  # requests
     balance_rel_threshold: float = 1.5
 
 
 class CacheAware:
-    """Switches between two rules; the load is the number of requests."""
+    """The load is the number of requests."""
 
     def __init__(self, rng: Random, thresholds: CacheAwareThresholds = CacheAwareThresholds()) -> None:
         self._rng = rng
         self._thresholds = thresholds
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         if not members:
             return None
         limits, loads = self._thresholds, [float(m.running) for m in members]

@@ -1,13 +1,11 @@
-"""Which instances a router asks about a prompt, in a fleet that is too large to follow.
+"""The instances that a router asks about a prompt, in a fleet too large to follow. No I/O.
 
-Prompts with a common prefix must meet at the same instances, whichever router handles them. So the candidates follow from
-the hashes of the prompt's prefixes: at each of some depths, the instances with the highest rendezvous scores for the hash of
-the block there. Depths grow by half. So two prompts share the candidates of a depth that is at least two thirds of their
-common prefix.
+Prompts with a common prefix must meet at the same instances, whichever router handles them. So at each of some
+depths of the prompt, the candidates are the instances with the highest rendezvous scores for the block hash there.
+Depths grow by half, so two prompts share the candidates of a depth of at least two thirds of their common prefix.
 
-A router asks in rounds: first one instance for each depth, then some with the next scores, as long as the one that it would
-choose has a queue. So a popular prefix has many instances, and a rare one costs few questions.
-No I/O.
+A router asks in rounds: first one instance per depth, then lower ranks while the best answer has a queue. So a
+popular prefix gets many instances, and a rare one costs few questions.
 """
 
 import math
@@ -23,29 +21,27 @@ from components.routing.hashing import Rendezvous
 from components.routing.router import Chosen, Router
 
 FIRST_DEPTH_TOKENS: Final = 512
-GROWTH: Final = 1.5  # of a depth to the next
+GROWTH: Final = 1.5  # from one depth to the next
 MOST_DEPTHS: Final = 12  # 512 * 1.5^11 tokens are 44,000
-SAMPLED: Final = 6  # instances that a later round asks, drawn from all depths
+SAMPLED: Final = 6  # instances of a later round, drawn from all depths
 REMEMBERED: Final = 4096  # keys whose ranking is kept
-LEAST_BURST: Final = 32.0  # questions that an unused allowance holds, at least
-FEWEST: Final = 2  # questions that a round may take, while there are so many
-MOST_OF_IT: Final = 0.1  # of what is left, that a round may take
-BURST_S: Final = 20.0  # and seconds of the rate, if that is more: prompts come in bursts
+LEAST_BURST: Final = 32.0  # minimum of saved questions
+FEWEST: Final = 2  # minimum of a round, if available
+MOST_OF_IT: Final = 0.1  # share of the rest that a round may use
+BURST_S: Final = 20.0  # of the rate, saved for bursts
 
 
 class Round(NamedTuple):
-    """One of the rounds in which a router asks."""
-
-    ranks: int  # it asks instances up to this rank, by their scores for the hash at a depth
-    queued_tokens: int  # it is needed if the instance that would be chosen has at least so many to compute
+    ranks: int  # instances up to this rank for a depth's hash
+    queued_tokens: int  # asked if the best answer has at least this queue
 
 
-# Each instance that joins a popular prefix's candidates computes it once. So many join only where queues are longer than that.
+# Each candidate of a popular prefix computes it once, so more are added only for longer queues.
 ROUNDS: Final = (Round(1, 0), Round(3, 512), Round(8, 512), Round(24, 8192), Round(72, 32_768))
 
 
 def depths(num_blocks: int, page_size: int) -> list[int]:
-    """Blocks of the prefixes whose hashes give candidates, in rising order. A short prompt has one: all its blocks."""
+    """Prefix lengths in blocks whose hashes give candidates, ascending. A short prompt has one: all its blocks."""
     found: list[int] = []
     tokens = float(FIRST_DEPTH_TOKENS)
     while len(found) < MOST_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
@@ -56,21 +52,21 @@ def depths(num_blocks: int, page_size: int) -> list[int]:
 
 
 class Allowance:
-    """Questions that one router may ask: a token bucket, so that all routers together stay within a budget."""
+    """A token bucket of questions for one router, so that all routers stay within a budget."""
 
     def __init__(self) -> None:
         self._left = LEAST_BURST
         self._at_s = -math.inf
 
     def take(self, wanted: int, per_s: float, now_s: float) -> int:
-        """How many of the `wanted` questions may be asked now; they count as asked.
+        """Reserve some of the `wanted` questions.
 
-        The less is left, the fewer: so a busy router asks a few questions about each prompt, rather than none about some.
+        The less is left, the fewer are granted: a busy router asks little about each prompt, rather than nothing
+        about some.
 
         Args:
-            wanted: questions.
             per_s: the rate.
-            now_s: by a clock that does not go back.
+            now_s: monotonic.
         """
         most = max(LEAST_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
@@ -81,20 +77,18 @@ class Allowance:
 
 
 class CandidateChoice:
-    """Finds the candidates of a prompt."""
-
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._rendezvous = Rendezvous()
         self._members: Sequence[Identified] = ()  # of the last prompt
-        self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # of these, by key: the highest score first
+        self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # their ranking by key, highest score first
 
     def rounds(self, keys: Sequence[bytes], members: Sequence[Identified]) -> Iterator[Sequence[int]]:
-        """The candidates of each round, as indices into `members`, without those of the rounds before.
+        """New candidates of each round, as indices into `members`.
 
         Args:
-            keys: hashes of the prompt's prefixes at its `depths`, the longest last. Its candidates come first.
-            members: all instances that may be chosen; another sequence when they have changed.
+            keys: hashes of the prompt's prefixes at its `depths`, the longest last; its candidates come first.
+            members: all usable instances; another sequence if they have changed.
         """
         if members is not self._members:
             self._members = members
@@ -124,7 +118,7 @@ class CandidateChoice:
 
 
 class Inquiry:
-    """One prompt's search for an instance: what those that were asked have answered, and whether that is enough."""
+    """One prompt's questions and answers, and whether they suffice."""
 
     def __init__(self, router: Router, ask: Ask) -> None:
         self._router = router
@@ -137,13 +131,14 @@ class Inquiry:
 
     @property
     def answered(self) -> Sequence[str]:
-        """Ids of the instances that have answered."""
+        """Ids."""
         return sorted(self._answered)
 
     def take(self, asked: int, cached: Mapping[str, int]) -> None:
-        """A round is over: `asked` instances were asked, those in `cached` answered how many of the prompt's tokens they have.
+        """A round is over: `asked` instances were asked, and `cached` has the prompt tokens of those that
+        answered.
 
-        The router has heard their heartbeats.
+        Their heartbeats have been recorded.
         """
         self.num_asked += asked
         self._rounds += 1
@@ -153,12 +148,12 @@ class Inquiry:
                 self._answered[instance_id] = member
 
     def skip(self, instance_ids: Iterable[str]) -> None:
-        """These were not asked, or answer late: if no other answers, one is chosen by what is known of its load."""
+        """Instances without a timely answer: used, by their known load, if no other answers."""
         self._unheard.update(instance_ids)
 
     @property
     def is_enough(self) -> bool:
-        """Whether the queue of the instance that would be chosen now is too short for another round."""
+        """Whether the best instance's queue is too short for another round."""
         chosen = self._chosen(replace(self._ask, dry=True, explain=False))
         member = None if chosen is None else self._answered.get(chosen.instance_id)
         if member is None:
@@ -166,7 +161,7 @@ class Inquiry:
         return self._rounds >= len(ROUNDS) or member.queued_tokens < ROUNDS[self._rounds].queued_tokens
 
     def choose(self) -> Chosen | None:
-        """An instance that answered, by the router's policy; None if there is none."""
+        """One that answered, by the router's policy; None if there is none."""
         return self._chosen(self._ask)
 
     def _chosen(self, ask: Ask) -> Chosen | None:
@@ -177,5 +172,5 @@ class Inquiry:
 
 
 def _no_blocks(_page_size: int) -> Sequence[bytes]:
-    """Instances have said what they have cached, so the router needs no hashes."""
+    """Instances have reported cached tokens, so the router needs no hashes."""
     return ()

@@ -1,4 +1,4 @@
-"""What a routing policy is asked, what it looks at and what it answers. No I/O: the simulator runs what production runs."""
+"""The interface of routing policies. No I/O: the simulator runs the same code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,53 +6,50 @@ from typing import NamedTuple, Protocol
 
 
 class Identified(Protocol):
-    """What has the id of an instance: its record, or its member in the load book."""
+    """A record, or a member of the load book."""
 
     @property
     def instance_id(self) -> str:
-        """As it stands in etcd."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request that wants an instance."""
+    """A request that needs an instance."""
 
-    num_tokens: int  # of the prompt, and after a move of what was generated
-    session: str = ""  # what affinity goes by: requests with the same one belong together
-    prefix: bytes = b""  # hash of the prompt's first tokens, for policies that hash
-    explain: bool = False  # whether the answer is to tell the costs that were compared, if any: that takes time
-    dry: bool = False  # a question without a request: the policy is to remember nothing of it
+    num_tokens: int  # of the prompt, and after a move of the generated text
+    session: str = ""  # key of session affinity
+    prefix: bytes = b""  # hash of the prompt's first tokens
+    explain: bool = False  # whether to report the compared costs, which takes time
+    dry: bool = False  # a question without a request: the policy must not remember it
 
 
 @dataclass(slots=True)
 class Member:
-    """One instance as the load book knows it. It lives as long as the instance, so that a decision makes no objects."""
+    """An instance in the load book. It lives as long as the instance, so a decision allocates nothing."""
 
     instance_id: str
-    queued_tokens: int = 0  # prompt tokens sent to it and not computed, as far as is known
-    running: int = 0  # requests there and on their way to it, each of n branches for itself
-    used_pages: int = 0  # not free and not merely cached
+    queued_tokens: int = 0  # prompt tokens sent to it and not known to be computed
+    running: int = 0  # requests there and on their way, each branch counted
+    used_pages: int = 0  # neither free nor merely cached
     total_pages: int = 0
-    prompt_tokens_per_s: float = 0.0  # computed lately; 0: not known
+    prompt_tokens_per_s: float = 0.0  # recent speed; 0: unknown
     page_size: int = 16  # tokens
 
 
 class Choice(NamedTuple):
-    """The instance chosen, and why: for spans and for `inspect route`."""
+    """The chosen instance and the reason, for spans and `inspect route`."""
 
     member: Member
     why: str
-    costs: Mapping[str, float] | None = (
-        None  # by instance id, in the policy's own unit; None: nobody asked, or it has none
-    )
+    costs: Mapping[str, float] | None = None  # by instance id, in the policy's unit; None: not requested, or no costs
 
 
 class Policy(Protocol):
-    """One way to choose. It may keep state of its own; its caller says what became of a choice through the load book."""
+    """It may keep state; the load book reflects what became of its choices."""
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """One of `members`, which are by instance id; None when there is none.
+        """One of `members`, which are sorted by id; None if there are none.
 
-        `cached` holds, by instance id, how many of the prompt's tokens an instance has in its prefix cache, where that is
-        known and not zero.
+        `cached`: by instance id, cached tokens of the prompt, if known and not zero.
         """

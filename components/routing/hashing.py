@@ -1,9 +1,11 @@
-"""Equal keys go to the same instance, as long as that is not too full: no index, no state to share between routers.
+"""Rendezvous hashing with bounded load: equal keys go to the same instance while it is not too full. No state is
+shared.
 
-Rendezvous hashing stands where others keep a ring: each instance gets a score for the key, the highest wins. An instance that
-leaves moves its own keys alone, one that comes takes an equal share from everyone, and nothing is kept or rebuilt.
-Sources: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates"; the bound on load from Mirrokni et al.
-2018, "Consistent hashing with bounded loads", arXiv:1608.01350.
+Each instance has a score for a key, and the highest wins. A leaving instance moves only its own keys, and a new one
+takes an equal share from all.
+Sources: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates"; Mirrokni et al. 2018,
+"Consistent hashing with
+bounded loads", arXiv:1608.01350.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +16,8 @@ from typing import Final, Literal
 from components.routing.choice import Ask, Choice, Identified, Member
 from components.routing.load import Load, lowest
 
-LOAD_FACTOR: Final = 1.25  # nobody takes a key while it carries more than this multiple of the mean, and the slack
-SLACK_TOKENS: Final = 8192  # where hardly anybody has work, one request is far above the mean
+LOAD_FACTOR: Final = 1.25  # an instance takes no keys above this multiple of the mean and the slack
+SLACK_TOKENS: Final = 8192  # with little load, one request is far above the mean
 _MASK: Final = (1 << 64) - 1
 _MIX: Final = 0x9E3779B97F4A7C15  # odd, 2^64 / golden ratio: multiplying spreads the bits upwards
 _MIX_AGAIN: Final = 0xD6E8FEB86659FD93
@@ -28,7 +30,7 @@ class Rendezvous:
         self._names: dict[str, int] = {}
 
     def scores(self, key: bytes, members: Sequence[Identified]) -> list[int]:
-        """64 bits for each of `members`; the same for the same key and id in every process."""
+        """64 bits for each of `members`, equal in every process."""
         hashed = _hash(key)
         names = self._of(members)
         mixed = [((name ^ hashed) * _MIX) & _MASK for name in names]
@@ -39,7 +41,7 @@ class Rendezvous:
         try:
             return [known[m.instance_id] for m in members]
         except KeyError:
-            if len(known) > 2 * len(members):  # instances that are gone
+            if len(known) > 2 * len(members):  # drop instances that are gone
                 known.clear()
             for m in members:
                 known[m.instance_id] = _hash(m.instance_id.encode())
@@ -64,10 +66,11 @@ def prefix_only(ask: Ask) -> bytes:
 
 
 class BoundedHashing:
-    """The highest score for the request's key, if it carries at most `load_factor` times the mean and `slack_tokens`.
+    """The highest score for the request's key, if its load is at most `load_factor` times the mean and
+    `slack_tokens`.
 
-    Where it carries more, one that does not takes the request: the next by score, so that a key's requests still meet, or
-    the least loaded. A request without a key goes to the least loaded.
+    Otherwise the next by score, so that a key's requests still meet, or the least loaded. A request without a key
+    goes to the least loaded.
     """
 
     def __init__(
@@ -91,7 +94,6 @@ class BoundedHashing:
         self._rendezvous = Rendezvous()
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         if not members:
             return None
         loads = [self._load(m, 0) for m in members]

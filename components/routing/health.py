@@ -22,9 +22,10 @@ class _Warming:
 class Health:
     """Breakers and warming of one role's instances. Draws come from `rng` alone.
 
-    An instance that came, or came back, takes part in a choice only while it has credit. Each request that goes anywhere
-    gives it a part of an equal share, 1/n, and that part grows from a tenth to the whole in `warm_s`. So it gets at most
-    that, whatever a policy would like to give to one with nothing to do. Where everybody is new, nobody waits.
+    An instance that came, or came back, takes part in a choice only while it has credit. Each request that goes
+    anywhere gives it a part of an equal share, 1/n, and that part grows from a tenth to the whole in `warm_s`. So
+    it gets at most that, whatever a policy would like to give to one with nothing to do. Where everybody is new,
+    nobody waits.
     """
 
     def __init__(self, rng: Random, settings: BreakerSettings = USUAL, warm_s: float = WARM_S) -> None:

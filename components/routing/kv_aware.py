@@ -48,7 +48,8 @@ class KvWeights:
 class _Given:
     """Tokens that each instance was given to compute, the older the less.
 
-    Nothing decays: what is added grows instead, and is to be compared only. Source: forward decay, Cormode et al. 2009.
+    Nothing decays: what is added grows instead, and is to be compared only. Source: forward decay, Cormode et al.
+    2009.
     """
 
     def __init__(self, half_life_s: float) -> None:
@@ -74,18 +75,20 @@ class _Given:
 
 
 class KvAware:
-    """Smallest expected work, in tokens: `(queued / 2 + request * running + c * (prompt - cached)) * usual speed / its speed`.
+    """Smallest expected work, in tokens: `(queued / 2 + request * running + c * (prompt - cached)) * usual speed /
+    its speed`.
 
-    c = 1 + mean queue / `crowd_tokens`, where anything is cached: the more wait everywhere, the more a cache is worth beside a
-    shorter queue. Else a fleet near its limit would compute more and more again, and fall below it.
+    c = 1 + mean queue / `crowd_tokens`, where anything is cached: the more wait everywhere, the more a cache is
+    worth beside a shorter queue. Else a fleet near its limit would compute more and more again, and fall below it.
 
-    Several routers know nothing of each other's requests, and what they do know is late. So a difference that means nothing
-    decides nothing: neither of speeds within `usual_speeds`, nor of costs within `near`. Of those that are equal in that
-    sense, each router takes the one it has given least lately: where little is going on, conversations that begin are dealt
-    out evenly, and routers do not run to the same instance.
+    Several routers know nothing of each other's requests, and what they do know is late. So a difference that means
+    nothing decides nothing: neither of speeds within `usual_speeds`, nor of costs within `near`. Of those that are
+    equal in that sense, each router takes the one it has given least lately: where little is going on,
+    conversations that begin are dealt out evenly, and routers do not run to the same instance.
 
-    Nobody who carries more than `spill` times the mean of requests or of queued tokens, and a slack, is asked, however
-    much is cached there: fewer than half can be above twice a mean, so for two means somebody is always left.
+    Nobody who carries more than `spill` times the mean of requests or of queued tokens, and a slack, is asked,
+    however much is cached there: fewer than half can be above twice a mean, so for two means somebody is always
+    left.
     """
 
     def __init__(self, rng: Random, weights: KvWeights = KvWeights()) -> None:

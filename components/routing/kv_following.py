@@ -29,8 +29,9 @@ class BlockIndex(Protocol):
 class Follower:
     """One instance in one epoch, as its batches arrive: in order, twice, or not at all.
 
-    While a dump is needed, batches are held; what the index says of the instance then is what it was before, until the dump
-    begins. A dump says everything up to its number, so the batches that were held are taken up from the next one on.
+    While a dump is needed, batches are held; what the index says of the instance then is what it was before, until
+    the dump begins. A dump says everything up to its number, so the batches that were held are taken up from the
+    next one on.
     """
 
     def __init__(self, instance_id: str, epoch: str, index: BlockIndex) -> None:

@@ -1,8 +1,9 @@
-"""What every instance carries: what it said last, and what we have sent it since, so that a burst does not land on one.
+"""Load of every instance: its last report plus what was sent to it since, so that a burst does not hit one
+instance.
 
-Exact without clocks: a worker numbers the requests it accepts, and says with each heartbeat how many those were. A request of
-ours is added until a heartbeat tells of its number. Time only bounds what a worker that lies, or a caller that forgets, could
-leave behind.
+Exact without clocks: a worker numbers the requests that it accepts, and a heartbeat has the latest number. Our
+requests are added until a heartbeat covers their number. Time limits only bound the damage of lying workers and
+forgetful callers.
 """
 
 from bisect import bisect_left, insort
@@ -14,12 +15,10 @@ from typing import Final
 from components.routing.choice import Member
 from components.wire.heartbeat import Heartbeat
 
-FORGET_AFTER_S: Final = (
-    12.0  # longer than a call may take, and than heartbeats stay away before an instance counts as lost
-)
-OURS_FOR_S: Final = 600.0  # a request whose end nobody told us of
+FORGET_AFTER_S: Final = 12.0  # longer than a call, and than the silence of a lost instance
+OURS_FOR_S: Final = 600.0  # a request whose end was never reported
 OVERTAKEN_FOR_S: Final = (
-    2.0  # so long an older heartbeat may arrive after a newer one; later, the worker has lied before
+    2.0  # an older heartbeat may arrive late by this much; after that a lower number means that the worker lied before
 )
 
 _id = attrgetter("instance_id")
@@ -27,29 +26,29 @@ _id = attrgetter("instance_id")
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request of ours. Hand it back with `accepted` when its instance answers, and with `over` in any case at its end."""
+    """A request of ours. Pass it to `accepted` when its instance answers, and always to `over`."""
 
-    tokens: int  # of its prompt, to compute there
+    tokens: int  # prompt tokens to compute there
     pages: int  # that it will hold there
     sent_s: float
     where: "_Instance"
-    branches: int = 1  # that it runs as, there
-    number: int | None = None  # what the instance calls it; None: it has not answered
-    computed: bool = False  # its prompt is
+    branches: int = 1
+    number: int | None = None  # the instance's number for it; None: no answer yet
+    computed: bool = False  # whether its prompt is
 
 
 @dataclass(slots=True, eq=False)
 class _Instance:
     epoch: str
     member: Member
-    order: tuple[int, int] = (-1, -1)  # of the heartbeat believed last: (accepted, step), neither of which goes back
+    order: tuple[int, int] = (-1, -1)  # (accepted, step) of the last believed heartbeat; neither goes back
     heard_s: float = 0.0
-    queued_tokens: int = 0  # by that heartbeat
+    queued_tokens: int = 0  # from that heartbeat
     running: int = 0
     used_pages: int = 0
-    # Of our requests there that are not over.
-    ours: int = 0  # branches: no fewer can be there, whatever it says
-    ours_tokens: int = 0  # of prompts that are not computed
+    # our requests there
+    ours: int = 0  # branches: a lower bound of what it runs
+    ours_tokens: int = 0  # prompt tokens not computed
     ours_pages: int = 0
     untold: dict[Sent, None] = field(default_factory=dict)
     untold_tokens: int = 0
@@ -57,10 +56,10 @@ class _Instance:
     untold_branches: int = 0
 
     def show(self) -> None:
-        """Into the member, where policies look.
+        """Update the member, which policies read.
 
-        Whoever denies requests of ours is believed in nothing that is less than these would make it. Else it knows better: they
-        may share pages, and be computed in part.
+        If a worker reports fewer requests than we sent it, our own count is the lower bound. Otherwise its report
+        is right: requests may share pages, and be partly computed.
         """
         member = self.member
         member.queued_tokens = self.queued_tokens + self.untold_tokens
@@ -73,32 +72,31 @@ class _Instance:
 
 
 class LoadBook:
-    """The members of one role. Who uses it has one thread, and one clock that does not go back."""
+    """The members of one role. One thread, one monotonic clock."""
 
     def __init__(self, forget_after_s: float = FORGET_AFTER_S) -> None:
         self._forget_after_s = forget_after_s
         self._instances: dict[str, _Instance] = {}
         self._members: list[Member] = []
-        self._untold: dict[Sent, None] = {}  # of all instances, oldest first
-        self._ours: dict[Sent, None] = {}  # those that are not over, oldest first
+        self._untold: dict[Sent, None] = {}  # not covered by heartbeats, of all instances, oldest first
+        self._ours: dict[Sent, None] = {}  # not over, oldest first
 
     @property
     def members(self) -> Sequence[Member]:
-        """Everyone, by instance id; the same objects as long as they live."""
+        """By instance id; the same objects as long as they live."""
         return self._members
 
     @property
     def num_untold(self) -> int:
-        """Requests of ours that no heartbeat has told of."""
+        """Our requests that no heartbeat covers yet."""
         return len(self._untold)
 
     def find(self, instance_id: str) -> Member | None:
-        """That one."""
         instance = self._instances.get(instance_id)
         return None if instance is None else instance.member
 
     def joined(self, instance_id: str, epoch: str, page_size: int = 16) -> Member:
-        """An instance registered. With another epoch than before, nothing of what was known holds any more."""
+        """An instance registered. A new epoch resets everything."""
         known = self._instances.get(instance_id)
         if known is not None and known.epoch == epoch:
             return known.member
@@ -109,7 +107,7 @@ class LoadBook:
         return member
 
     def left(self, instance_id: str) -> None:
-        """An instance left etcd, and takes everything about it along. One that is merely silent stays: it may come back."""
+        """An instance left etcd. A silent one stays, since it may come back."""
         instance = self._instances.pop(instance_id, None)
         if instance is None:
             return
@@ -121,9 +119,9 @@ class LoadBook:
             del self._ours[sent]
 
     def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> Sent | None:
-        """A request leaves for an instance, with so many prompt tokens to compute there and pages to hold.
+        """A request leaves with so many prompt tokens to compute and pages to hold.
 
-        Returns: what `accepted` and `over` want; None when there is no such instance.
+        Returns: its entry; None if the instance is unknown.
         """
         self.expire(now_s)
         instance = self._instances.get(instance_id)
@@ -141,20 +139,20 @@ class LoadBook:
         return sent
 
     def accepted(self, sent: Sent, number: int) -> None:
-        """Its instance answered. With the number 0 it does not count: then the next heartbeat is taken to tell of it."""
+        """Number 0 does not count: the next heartbeat is taken to cover it."""
         sent.number = number
         if 0 < number <= sent.where.order[0]:
             self._told(sent)
 
     def computed(self, sent: Sent) -> None:
-        """Its prompt is: what it brought says so."""
+        """Its prompt is computed."""
         if sent in self._ours and not sent.computed:
             sent.computed = True
             sent.where.ours_tokens -= sent.tokens
             sent.where.show()
 
     def over(self, sent: Sent) -> None:
-        """Refused, failed, or answered to its end; more than once does no harm."""
+        """Refused, failed or finished; may be called again."""
         if sent in self._ours:
             self.computed(sent)
             del self._ours[sent]
@@ -164,7 +162,7 @@ class LoadBook:
         self._told(sent)
 
     def _told(self, sent: Sent) -> None:
-        """What its instance says includes it from now on."""
+        """The instance's reports cover it from now on."""
         instance = sent.where
         if sent not in instance.untold:
             return
@@ -175,7 +173,7 @@ class LoadBook:
         instance.show()
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> None:
-        """A heartbeat arrived. One of another epoch says nothing, nor does one that a newer one has overtaken."""
+        """Record a heartbeat, unless its epoch is stale or a newer one came first."""
         self.expire(now_s)
         instance = self._instances.get(heartbeat.instance_id)
         if instance is None or instance.epoch != heartbeat.epoch:
@@ -195,7 +193,7 @@ class LoadBook:
         instance.show()
 
     def expire(self, now_s: float) -> None:
-        """Forget what has been on its way for too long; `send` and `heard` do so, too."""
+        """Drop requests that have been in flight for too long."""
         while self._untold:
             oldest = next(iter(self._untold))
             if now_s - oldest.sent_s < self._forget_after_s:

@@ -1,4 +1,4 @@
-"""The policies by the names that settings know them by: `NAME`, or `NAME@OPTION=NUMBER,…` where other numbers are wanted."""
+"""Policies by name: `NAME`, or `NAME@OPTION=NUMBER,…`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -33,8 +33,8 @@ LOADS: Final[dict[Phase, Load]] = {"prefill": prompt_load, "decode": memory_load
 OVERLAP: Final[dict[Phase, float]] = {"prefill": 0.0, "decode": 1.0}  # of least_load
 
 Options = Mapping[str, float]
-MOST: Final = 1e9  # of any option: more means nothing, and products of it might be infinite
-OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {  # of those that have any
+MOST: Final = 1e9  # of any option, to keep products finite
+OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {  # of policies that have any
     "least_load": ("overlap",),
     "kv_aware": tuple(f.name for f in fields(KvWeights)),
     "cache_aware": tuple(f.name for f in fields(CacheAwareThresholds)),
@@ -62,7 +62,7 @@ _MAKERS: Final[dict[PolicyName, Callable[[Phase, Random, Options], Policy]]] = {
 
 
 def parse_policy(text: str) -> tuple[PolicyName, Options]:
-    """`NAME` or `NAME@OPTION=NUMBER,…`. Raises: ValueError, saying which names and options there are."""
+    """Parse `NAME` or `NAME@OPTION=NUMBER,…`. Raises: ValueError, listing the names and options."""
     name, _, rest = text.partition("@")
     known = next((policy for policy in POLICIES if policy == name), None)
     if known is None:
@@ -83,22 +83,22 @@ def parse_policy(text: str) -> tuple[PolicyName, Options]:
 
 
 def check_policy(text: str) -> str:
-    """The same text, when a policy can be made of it. Raises: ValueError."""
+    """The text, if it names a policy. Raises: ValueError."""
     make_policy(text, "prefill", Random())
     return text
 
 
 def make_policy(text: str, phase: Phase, rng: Random) -> Policy:
-    """A policy, with its defaults for that phase where `text` says nothing else; its draws come from `rng` alone.
+    """A policy with the phase's defaults; random numbers come from `rng`.
 
-    Raises: ValueError, as `parse_policy` does, and for numbers that would leave nobody to choose.
+    Raises: ValueError, also for numbers that would exclude every instance.
     """
     name, options = parse_policy(text)
     return _MAKERS[name](phase, rng, options)
 
 
 def looks_at_caches(text: str, phase: Phase) -> bool:
-    """Whether it matters to a policy what instances have cached; else nobody need follow their events."""
+    """Whether the policy uses cached prefixes; otherwise events are not followed."""
     name, options = parse_policy(text)
     if name == "session_affinity":
         return looks_at_caches(DEFAULT[phase], phase)
@@ -106,9 +106,9 @@ def looks_at_caches(text: str, phase: Phase) -> bool:
 
 
 def meeting_key(text: str, phase: Phase, ask: Ask) -> bytes | None:
-    """Where a fleet is too large to follow, the key whose candidates are asked about a request.
+    """In a fleet too large to follow, the key whose candidates are asked.
 
-    None: the hashes of its prompt's prefixes are the keys. Empty: any instance will do, so the key is drawn.
+    None: the hashes of the prompt's prefixes. Empty: any instance will do, so the key is random.
     """
     name, _ = parse_policy(text)
     if name == "session_affinity" and ask.session:

@@ -1,4 +1,4 @@
-"""Policies that need to know nothing, or nothing but the load. Formulas and when to take which: docs/routing.md."""
+"""Policies that use at most the load. docs/routing.md has formulas and advice."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,15 @@ _id = attrgetter("instance_id")
 
 
 class RoundRobin:
-    """Each instance in turn, over the order of instance ids.
+    """In the order of instance ids.
 
-    Keeping the last id instead of a count keeps the turn fair when instances come and go.
+    The last id, unlike a count, keeps turns fair when instances come and go.
     """
 
     def __init__(self) -> None:
         self._last = ""
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         if not members:
             return None
         at = bisect_right(members, self._last, key=_id)
@@ -32,20 +31,17 @@ class RoundRobin:
 
 
 class RandomChoice:
-    """Any instance with equal probability."""
-
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         return Choice(self._rng.choice(members), "drawn") if members else None
 
 
 class PowerOfTwo:
-    """The less loaded of two that are drawn: near the balance of looking at all, for the price of looking at two.
+    """The less loaded of two random instances.
 
-    Several routers that look at the same late news do not all run to the same instance.
+    Routers with the same outdated reports do not all choose the same one.
     Source: Azar et al. 1994; Mitzenmacher 2001, "The power of two choices in randomized load balancing".
     """
 
@@ -54,7 +50,6 @@ class PowerOfTwo:
         self._load = load
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         if len(members) < 2:
             return Choice(members[0], "the only one") if members else None
         one = int(self._rng.random() * len(members))
@@ -67,9 +62,9 @@ class PowerOfTwo:
 
 
 class LeastLoad:
-    """The smallest `load - overlap * cached tokens`; among equals, one that is drawn.
+    """The smallest `load - overlap * cached tokens`; ties are broken at random.
 
-    The load is what the instance would carry with this prompt; `overlap` says what a cached token of it saves there.
+    The load includes this prompt; `overlap` is what one cached token saves.
     """
 
     def __init__(self, rng: Random, load: Load, overlap: float = 0.0) -> None:
@@ -78,7 +73,6 @@ class LeastLoad:
         self._overlap = overlap
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         if not members:
             return None
         load, tokens, overlap = self._load, ask.num_tokens, self._overlap

@@ -1,7 +1,6 @@
-"""One phase's choices in one process: who may be asked, what they carry and have cached, and what became of the last ones.
+"""One phase's choices in one process: health, load, caches, and the outcome of earlier requests.
 
-It joins the parts of this package and does no I/O: the services feed it from etcd, NATS and their requests, the simulator from
-its own. One thread, one clock.
+No I/O: services feed it from etcd, NATS and their requests, the simulator from its own. One thread, one clock.
 """
 
 import json
@@ -22,24 +21,24 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.routes import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → chained hashes of a prompt's full pages
-SHOWN: Final = 8  # candidates that a span tells of
-# What speaks against an instance: loss, silence, a late answer, a defect there, no understanding.
+SHOWN: Final = 8  # candidates in a span
+# counted as failures of an instance: loss, silence, delay, defects, unintelligible answers
 AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """An instance for one request, not sent yet."""
+    """An instance for one request that is not sent yet."""
 
     instance_id: str
-    cached_tokens: int  # of the prompt, that it is believed to have; 0 where there was no choice, and nobody looked
+    cached_tokens: int  # expected cached tokens of the prompt; 0 if there was no choice
     why: str
     num_candidates: int
-    blocks: Sequence[bytes]  # hashes of the prompt by the instance's page size; empty where nobody needed them
-    candidates: Sequence[Candidate] = ()  # where the request was to be explained: the chosen one, then by cost
+    blocks: Sequence[bytes]  # the prompt's hashes by the instance's page size; empty if not needed
+    candidates: Sequence[Candidate] = ()  # if the request was to be explained: the chosen one, then by cost
 
     def facts(self) -> dict[str, str | int]:
-        """For a span: why this one."""
+        """For a span."""
         facts: dict[str, str | int] = {
             "kvmesh.route.why": self.why,
             "kvmesh.route.cached_tokens": self.cached_tokens,
@@ -64,7 +63,7 @@ def _short(candidate: Candidate) -> dict[str, str | float]:
 
 
 def explained(policy: str, token_ids: bytes, chosen: Chosen | str) -> RouteExplained:
-    """The answer to who asks why: `chosen`, or why nobody was; `token_ids`: int32[T] of the prompt."""
+    """The answer of `inspect route`; `token_ids`: int32[T] of the prompt."""
     if isinstance(chosen, str):
         return RouteExplained(policy=policy, token_ids=token_ids, why=chosen)
     return RouteExplained(
@@ -77,7 +76,7 @@ def explained(policy: str, token_ids: bytes, chosen: Chosen | str) -> RouteExpla
 
 
 class Route:
-    """One request on its way to an instance. Whoever sent it says what becomes of it, and at last that it is over."""
+    """One request on its way to an instance. Its sender reports each outcome, and always `over`."""
 
     __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "instance_id")
 
@@ -89,26 +88,26 @@ class Route:
         self.instance_id = instance_id
 
     def accepted(self, number: int) -> None:
-        """The instance took it, as its `number`th request; 0: it does not count."""
+        """The instance's number for it; 0: it does not count."""
         if self._sent is not None:
             self._router.book.accepted(self._sent, number)
 
     def succeeded(self) -> None:
-        """It brought what was asked for, or begins to, which speaks for the instance."""
+        """Its first result arrived, which speaks for the instance."""
         self._succeeded = True
         if self._sent is not None:
             self._router.book.computed(self._sent)
         self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
-        """Count a failure for the instance's breaker, once for all branches, if it is one of `AGAINST`. A refusal is not."""
+        """Count a failure for the breaker, once for all branches, if it is one of `AGAINST`."""
         counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance)
         if counts and not self._failed:
             self._failed = True
             self._router.health.failed(self.instance_id, self._router.now_s)
 
     def over(self) -> None:
-        """One branch is there no longer, whatever became of it; with the last of them the request."""
+        """One branch has ended; with the last one, the request."""
         self._left -= 1
         if self._left:
             return
@@ -119,7 +118,7 @@ class Route:
 
 
 class Router:
-    """See above. `index` holds what instances tell of their caches, and is kept by somebody else."""
+    """`index` has what instances publish of their caches; its owner updates it."""
 
     def __init__(
         self,
@@ -131,32 +130,32 @@ class Router:
         page_size: int = 16,
         or_nobody: bool = False,
     ) -> None:
-        """Without an `index` nobody asks what is cached. `page_size` is that of instances that do not say, in tokens.
+        """Without an `index` caches are ignored. `page_size`: default for instances that report none, in tokens.
 
-        `or_nobody`: whoever asks can do without, so that rather nobody is chosen than somebody who has just failed.
+        `or_nobody`: choose none rather than an instance that has just failed.
         """
         self.book = LoadBook()
         self.health = Health(rng)
         self.policy = policy
         self._clock = clock
         self._index = index
-        self._guess = ApproximateIndex(clock=clock)  # for those that do not tell
+        self._guess = ApproximateIndex(clock=clock)  # for instances without KV events
         self._usual_page_size = page_size
         self._or_nobody = or_nobody
         self._page_sizes: Counter[int] = Counter()
-        self._silent: set[str] = set()  # instances that do not tell what they have cached
-        self._usable: Sequence[Identified] | None = None  # asked for last, while nobody has come or gone
-        self._members: Sequence[Member] = ()  # the same
+        self._silent: set[str] = set()  # instances without KV events
+        self._usable: Sequence[Identified] | None = (
+            None  # the sequence of the last request, while instances are the same
+        )
+        self._members: Sequence[Member] = ()  # of that sequence
 
     @property
     def now_s(self) -> float:
-        """By the clock that it was given."""
         return self._clock()
 
     def joined(
         self, instance_id: str, epoch: str, page_size: int | None = None, *, tells_cache: bool = False
     ) -> Member:
-        """An instance registered, perhaps anew."""
         self.left(instance_id)
         self._usable = None
         size = page_size or self._usual_page_size
@@ -167,20 +166,18 @@ class Router:
         return self.book.joined(instance_id, epoch, size)
 
     def left(self, instance_id: str) -> None:
-        """An instance is gone, and everything about it."""
         member = self.book.find(instance_id)
         if member is None:
             return
         self._usable = None
         self._page_sizes[member.page_size] -= 1
-        self._page_sizes += Counter()  # drops those that nobody has
+        self._page_sizes += Counter()  # drops zero counts
         self._silent.discard(instance_id)
         self._guess.remove(instance_id)
         self.health.left(instance_id)
         self.book.left(instance_id)
 
     def heard(self, heartbeat: Heartbeat) -> None:
-        """A heartbeat arrived."""
         self.book.heard(heartbeat, self.now_s)
 
     def choose(
@@ -190,15 +187,13 @@ class Router:
         usable: Sequence[Identified],
         told: Mapping[str, int] | None = None,
     ) -> Chosen | None:
-        """One of `usable`, which are in the order of their ids; None when there is none.
+        """One of `usable`, which are sorted by id; None if there are none.
 
-        A caller that passes the same sequence again passes the same instances: it is looked through once.
+        The same sequence must mean the same instances: it is scanned once.
 
         Args:
-            ask: the request.
-            blocks: the hashes of its prompt.
-            usable: instances that may be chosen.
-            told: tokens of the prompt that each of them says it has cached; None: look into the index.
+            blocks: the prompt's hashes.
+            told: cached tokens that each instance reported; None: use the index.
         """
         members = self.health.candidates(self._members_of(usable), self.now_s, or_nobody=self._or_nobody)
         cached = told or {}
@@ -214,11 +209,11 @@ class Router:
         return Chosen(member.instance_id, hit, choice.why, len(members), hashes, seen)
 
     def explain(self, ask: Ask, blocks: BlocksOf, usable: Sequence[Identified]) -> Chosen | None:
-        """What `choose` would say now; nothing is remembered of it."""
+        """What `choose` would answer now, without a trace of the question."""
         return self.choose(replace(ask, explain=True, dry=True), blocks, usable)
 
     def send(self, chosen: Chosen, tokens: int, pages: int, branches: int = 1) -> Route:
-        """A request leaves for the instance chosen, with so many prompt tokens to compute there and pages to hold."""
+        """A request leaves with so many prompt tokens to compute and pages to hold."""
         now_s, instance_id = self.now_s, chosen.instance_id
         self.health.sent(instance_id, now_s)
         if chosen.blocks:
@@ -226,7 +221,6 @@ class Router:
         return Route(self, instance_id, self.book.send(instance_id, tokens, pages, now_s, branches), branches)
 
     def pages_for(self, instance_id: str, tokens: int) -> int:
-        """Pages of an instance that hold so many tokens."""
         member = self.book.find(instance_id)
         return -(-tokens // (self._usual_page_size if member is None else member.page_size))
 
@@ -237,7 +231,7 @@ class Router:
         return self._members
 
     def _cached(self, blocks: BlocksOf) -> Mapping[str, int]:
-        """Tokens of the prompt that each instance has: hashes of pages of another size are in no one's cache."""
+        """Cached tokens of the prompt at each instance. Hashes of another page size match nothing."""
         assert self._index is not None
         cached: dict[str, int] = {}
         for size in self._page_sizes:
