@@ -1,4 +1,4 @@
-"""What the observations of the last minute add up to. Differences of counters, so that no sample is counted twice."""
+"""The observations of the last minute as differences of counters."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from components.planning.samples import PLANNED, Histogram, Observation, Planned
 
 @dataclass(slots=True)
 class Work:
-    """What the workers of one role did, all together."""
+    """The sum over one role's workers."""
 
     busy_s: float = 0.0
     steps: int = 0
@@ -17,10 +17,9 @@ class Work:
     generated_tokens: int = 0
     accepted: int = 0
     queued_growth: int = 0  # prompt tokens
-    waiting_s: float = 0.0  # requests that wait, integrated over time
+    waiting_s: float = 0.0  # waiting requests, integrated over time
 
     def add(self, other: "Work") -> None:
-        """Count `other` in."""
         self.busy_s += other.busy_s
         self.steps += other.steps
         self.prompt_tokens += other.prompt_tokens
@@ -32,8 +31,6 @@ class Work:
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of time."""
-
     seconds: float = 0.0
     work: dict[Planned, Work] = field(default_factory=lambda: {role: Work() for role in PLANNED})
     each: dict[Planned, list[Work]] = field(default_factory=lambda: {role: [] for role in PLANNED})  # worker by worker
@@ -42,16 +39,16 @@ class Span:
 
 
 class History:
-    """The last `window_s` seconds. A gap between two observations forgets what was before: nobody saw what happened."""
+    """The last `window_s` seconds. A gap between observations clears it."""
 
     def __init__(self, window_s: float, longest_gap_s: float) -> None:
         self._window_s = window_s
         self._longest_gap_s = longest_gap_s
         self._last: Observation | None = None
-        self._spans: deque[tuple[float, Span]] = deque()  # by when they ended
+        self._spans: deque[tuple[float, Span]] = deque()  # by end time
 
     def see(self, now: Observation) -> Span | None:
-        """One more observation. Returns: what happened since the one before, if that is known."""
+        """Returns: the span since the observation before, if known."""
         last, self._last = self._last, now
         if last is None or not 0 < now.at_s - last.at_s <= self._longest_gap_s:
             self._spans.clear()
@@ -64,7 +61,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """How much of the window is known."""
+        """The known part of the window."""
         return sum(span.seconds for _, span in self._spans)
 
     def total(self) -> Span:

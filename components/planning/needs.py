@@ -1,4 +1,4 @@
-"""From what was seen to how many workers each role needs, and why. What it learns of the workers it keeps."""
+"""The number of workers that each role needs, and why, from observations."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,30 +15,30 @@ from components.planning.demand import (
 from components.planning.history import Span, Work
 from components.planning.samples import Observation, Planned
 
-LEARNING_S: Final = 300.0  # over which variability and delays are averaged
-VARIABILITY: Final = (0.3, 5.0)  # what is believed of it
-TREND_S: Final = 120.0  # that a trend is taken over
-ENOUGH: Final = 20  # requests that a share or a mean is believed from
+LEARNING_S: Final = 300.0  # averaging time of variability and delays
+VARIABILITY: Final = (0.3, 5.0)  # accepted range
+TREND_S: Final = 120.0  # time of a trend
+ENOUGH: Final = 20  # requests needed for a share or mean
 CEILING: Final = 0.95  # of the load per worker at which a target was missed
-PURE: Final = 0.1  # prompt tokens per generated one, up to which a step tells what a decode costs
+PURE: Final = 0.1  # prompt tokens per generated one up to which a step shows the cost of decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What is promised: a share `goal` of first tokens within `ttft_s`, and of gaps between tokens within `itl_s`."""
+    """A share `goal` of first tokens comes within `ttft_s`, and of gaps between tokens within `itl_s`."""
 
     ttft_s: float = 0.5
     itl_s: float = 0.05
     goal: float = 0.9
     kv_usage: float = 0.8  # share of decode's pages that requests may hold
     backlog_s: float = 30.0  # time to clear a queue in
-    headroom: float = 0.15  # load that must still fit before a worker is let go
-    memory_s: float = 1800.0  # how long a missed target is remembered
+    headroom: float = 0.15  # extra load that must fit before a worker is removed
+    memory_s: float = 1800.0  # memory of a missed target
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Workers of one role: `now` for the load as it is, `shrunk` for what must still fit with fewer."""
+    """`now` for the present load, `shrunk` for what must still fit with fewer workers."""
 
     now: int
     shrunk: int
@@ -46,13 +46,13 @@ class Need:
 
 
 class Trend:
-    """Where a load is going, from what it was a while ago. Only upwards: less is believed when it has come."""
+    """The expected rise of a load. Falls are not predicted."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()  # (when, load)
+        self._seen: deque[tuple[float, float]] = deque()  # (time, load)
 
     def rise(self, now_s: float, load: float, ahead_s: float) -> float:
-        """`load` is now; how much more it will be `ahead_s` from now, going on as in the last minutes."""
+        """The expected rise `ahead_s` after `load`, at the rate of the last minutes."""
         self._seen.append((now_s, load))
         while self._seen[0][0] < now_s - TREND_S:
             self._seen.popleft()
@@ -62,7 +62,7 @@ class Trend:
         return max(0.0, (load - before) / (now_s - then_s) * ahead_s)
 
     def forget(self) -> None:
-        """What was between is unknown."""
+        """There was a gap."""
         self._seen.clear()
 
 
@@ -78,10 +78,10 @@ class Needs:
     def __init__(self, targets: Targets) -> None:
         self._targets = targets
         self.curve = StepCurve()
-        self.tokens_per_s = 0.0  # of a prefill worker that computes; 0: none has
+        self.tokens_per_s = 0.0  # of a computing prefill worker; 0: unknown
         self.service_s = 0.0  # of a prompt
         self.variability = 1.0
-        self.other_s = 0.0  # of a first token, beside waiting and computing
+        self.other_s = 0.0  # of a first token, without waiting and computing
         self.offered = 0.0  # prompt work, in workers
         self.answer_tokens = 0.0  # generated for a request
         self._trends: dict[Planned, Trend] = {"prefill": Trend(), "decode": Trend()}
@@ -94,25 +94,25 @@ class Needs:
                 self.curve.saw(work.generated_tokens / work.steps, work.busy_s / work.steps)
 
     def forget(self) -> None:
-        """There was a gap: no trend is known."""
+        """There was a gap: trends are unknown."""
         for trend in self._trends.values():
             trend.forget()
 
     def needs(self, now: Observation, total: Span, *, steady_s: float, ahead_s: float) -> dict[Planned, Need]:
-        """Of each role.
+        """The needs of each role.
 
         Args:
             now: the latest observation.
             total: the window that it ends.
-            steady_s: for how long everybody was heard and no worker came or went.
+            steady_s: time since a worker was missing, came or went.
             ahead_s: from the middle of the window until a worker that is ordered now would serve.
         """
         self._learn(now, total, steady=steady_s >= total.seconds)
-        if steady_s >= 2 * total.seconds:  # what began before a worker came is over, too
+        if steady_s >= 2 * total.seconds:  # work that began before a worker came is over, too
             self._notice_misses(now, total)
         return {"prefill": self._prefill(now, ahead_s), "decode": self._decode(now, total, ahead_s)}
 
-    # --- prefill
+    # Prefill.
 
     def _learn(self, now: Observation, total: Span, *, steady: bool) -> None:
         work, workers = total.work["prefill"], now.serving("prefill")
@@ -124,7 +124,7 @@ class Needs:
         self.service_s = self.offered * total.seconds / work.accepted
         if work.accepted < ENOUGH or not steady:
             return
-        weight = min(1.0, total.seconds / LEARNING_S) / 10  # ten observations and more see the same window
+        weight = min(1.0, total.seconds / LEARNING_S) / 10  # ten or more observations share a window
         waiting = work.waiting_s / total.seconds
         if 0.3 * workers < self.offered < 0.95 * workers:
             random = waits(workers, self.offered) * self.offered / (workers - self.offered)
@@ -138,7 +138,7 @@ class Needs:
             self.other_s += weight * (other_s - self.other_s)
 
     def _offered(self, total: Span) -> float:
-        """Work that came, in workers: what was computed, what the queues grew by, what decode kept to itself."""
+        """Arriving work in workers: computed prompts, growth of the queues, and prompts computed on decode."""
         work = total.work["prefill"]
         if not self.tokens_per_s:
             return 0.0
@@ -146,7 +146,7 @@ class Needs:
         return max(0.0, work.busy_s + beside / self.tokens_per_s) / total.seconds
 
     def _patience_s(self) -> float:
-        """What the target leaves for waiting; where computing alone takes longer than that, as if it took half as long."""
+        """What the target leaves for waiting; half of the target if computing alone takes longer."""
         return max(self._targets.ttft_s - self.service_s - self.other_s, self.service_s / 2)
 
     def _prefill(self, now: Observation, ahead_s: float) -> Need:
@@ -174,7 +174,7 @@ class Needs:
         soon = self.offered + rise
         return Need(workers(soon), workers(soon * (1 + targets.headroom)), why)
 
-    # --- decode
+    # Decode.
 
     def _decode(self, now: Observation, total: Span, ahead_s: float) -> Need:
         work, seconds = total.work["decode"], total.seconds
@@ -193,7 +193,7 @@ class Needs:
         return Need(tightest.now, max(need.shrunk for need in reasons), tightest.why)
 
     def _tokens_offered(self, work: Work, seconds: float) -> float:
-        """Tokens a second that are asked for: while requests wait, fewer are generated than that."""
+        """Requested tokens a second: while requests wait, fewer are generated."""
         made = work.generated_tokens / seconds
         if work.waiting_s / seconds < 1 and work.accepted >= ENOUGH:
             each = work.generated_tokens / work.accepted
@@ -209,7 +209,7 @@ class Needs:
         batch, step_s = work.generated_tokens / work.steps, work.busy_s / work.steps
         why = f"{load:.0f} tokens/s in steps of {step_s * 1000:.1f} ms with {batch:.1f} requests"
         line = self.curve.line()
-        if line is None:  # one size was seen: a step is taken to take as long as its batch is large
+        if line is None:  # only one size was seen: assume time proportional to the batch
             share = step_s * max(1.0, crowded(batch, targets.goal) / batch) / targets.itl_s
             return Need(min(here + 1, ceil(here * share)), max(1, ceil(here * share * (1 + targets.headroom))), why)
         now = decode_workers(load, line, targets.itl_s, targets.goal)
@@ -227,15 +227,17 @@ class Needs:
         fewest, shrunk = ceil(used / each), ceil(used * (1 + self._targets.headroom) / each)
         return Need(max(1, fewest), max(1, shrunk), f"{used} of {pages} pages are held")
 
-    # --- what the formulas did not see
+    # Corrections by measured misses.
 
     def _notice_misses(self, now: Observation, total: Span) -> None:
-        """A target is missed although there were workers enough: they can carry less than the formulas say."""
+        """A target is missed with enough workers: they carry less than the formulas say."""
         targets = self._targets
         decodes, prefills = now.serving("decode"), now.serving("prefill")
         work = total.work["prefill"]
         missed = total.ttft.count >= ENOUGH and total.ttft.share_within(targets.ttft_s) < targets.goal
-        if missed and self._late_by_waiting(work, prefills) > (1 - targets.goal) / 2:  # else no worker would help
+        if (
+            missed and self._late_by_waiting(work, prefills) > (1 - targets.goal) / 2
+        ):  # otherwise more workers would not help
             self._lower("prefill", self.offered / prefills, now.at_s)
         generated = total.work["decode"]
         crowd = generated.generated_tokens / max(1, generated.steps)
@@ -243,7 +245,7 @@ class Needs:
             self._lower("decode", generated.generated_tokens / total.seconds / max(1, decodes), now.at_s)
 
     def _late_by_waiting(self, work: Work, workers: int) -> float:
-        """The share of prompts that are late because they waited, by the waits that were measured."""
+        """The share of prompts that are late because of waiting, by measured waits."""
         waited_s = work.waiting_s / max(1, work.accepted)
         some = waits(workers, self.offered)
         return some * exp(-some * self._patience_s() / waited_s) if waited_s > 0 else 0.0

@@ -1,4 +1,4 @@
-"""When to change how many workers there are: one at a time, only on news of everybody, and never to and fro."""
+"""When to change the number of workers: one at a time, with complete reports, and without oscillation."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from components.planning.needs import Need, Needs, Targets
 from components.planning.samples import PLANNED, Observation, Planned
 
 LONGEST_PATIENCE: Final = 16  # times `down_after_s`
-GAP: Final = 3.0  # times `every_s`: past that, what was between two observations is unknown
+GAP: Final = 3.0  # times `every_s`: a longer gap between observations makes the time between unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How many workers of a role there may be."""
+    """Limits for the workers of a role."""
 
     least: int = 1
     most: int = 1
@@ -24,22 +24,21 @@ class Bounds:
         return f"{self.least}..{self.most}"
 
     def within(self, workers: int) -> int:
-        """The nearest number allowed."""
         return min(self.most, max(self.least, workers))
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast the planner acts; seconds."""
+    """In seconds."""
 
     every_s: float = 5.0  # between two observations
-    window_s: float = 60.0  # that demand is averaged over
-    up_after_s: float = 10.0  # more workers are needed for so long
-    down_after_s: float = 120.0  # fewer were enough for so long
-    start_s: float = 30.0  # from the order of a worker until it serves, before that was seen
-    settle_s: float = 15.0  # between a change that is done and the next that lets a worker go
+    window_s: float = 60.0  # averaging time of demand
+    up_after_s: float = 10.0  # more workers were needed for this long
+    down_after_s: float = 120.0  # fewer were enough for this long
+    start_s: float = 30.0  # from a worker's order to its service, until measured
+    settle_s: float = 15.0  # after a change, before a worker is removed
     start_timeout_s: float = 600.0  # for a worker to come, or to drain
-    retry_s: float = 120.0  # after a change that failed
+    retry_s: float = 120.0  # after a failed change
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +53,23 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What follows from one observation."""
-
     needs: Mapping[Planned, Need]  # within the bounds; empty while too little was seen
     change: Change | None = None
-    hold: str = ""  # why nothing is changed; empty: there is a change, or nothing to do
+    hold: str = ""  # why nothing changes; empty: there is a change, or no need
 
 
 @dataclass(slots=True)
 class _Role:
-    """What is remembered of one role."""
-
     bounds: Bounds
     above_since_s: float | None = None
-    enough: deque[tuple[float, int]] = field(default_factory=deque)  # (when, workers that were enough)
+    enough: deque[tuple[float, int]] = field(default_factory=deque)  # (time, sufficient workers)
     missing_since_s: float | None = None
     went_down_s: float | None = None
-    patience: int = 1  # times `down_after_s`: doubles with every worker that was let go too early
+    patience: int = 1  # times `down_after_s`: doubles when a worker was removed too early
 
 
 class Planner:
-    """Sees observations, answers with a verdict each. Whoever acts on a change says so with `took` or `failed`."""
+    """Answers each observation with a verdict. Its caller reports a change with `took` or `failed`."""
 
     def __init__(self, targets: Targets, bounds: Mapping[Planned, Bounds], pace: Pace = Pace()) -> None:
         self.needs = Needs(targets)
@@ -82,9 +77,9 @@ class Planner:
         self._history = History(pace.window_s, GAP * pace.every_s)
         self._roles = {role: _Role(bounds[role]) for role in PLANNED}
         self._pending: tuple[Change, float] | None = None
-        self._settled_s = float("-inf")  # when the last change was done
+        self._settled_s = float("-inf")  # end of the latest change
         self._not_before_s = float("-inf")
-        self._start_s = pace.start_s  # of a worker, as seen lately
+        self._start_s = pace.start_s  # of a worker, as measured
 
     def took(self, change: Change, now_s: float) -> None:
         """The change was ordered: nothing else happens until it has taken effect."""
@@ -100,12 +95,11 @@ class Planner:
             role.went_down_s = None
 
     def failed(self, now_s: float) -> None:
-        """A change could not be ordered, or did not happen: leave it for a while."""
+        """The change failed: leave it for a while."""
         self._pending = None
         self._not_before_s = now_s + self._pace.retry_s
 
     def see(self, now: Observation) -> Verdict:
-        """What to do now, if anything."""
         span = self._history.see(now)
         if span is None:
             self._forget()
@@ -133,7 +127,7 @@ class Planner:
         }
 
     def _forget(self) -> None:
-        """Something was not seen: no calm is known of any more."""
+        """Reports were incomplete: no calm is known."""
         for state in self._roles.values():
             state.above_since_s = None
             state.enough.clear()
@@ -148,7 +142,7 @@ class Planner:
                 state.above_since_s = None
             elif state.above_since_s is None:
                 state.above_since_s = now.at_s
-            if now.unknown:  # who is not heard may have work: it is no calm, but others' work is work
+            if now.unknown:  # an instance without a report may have work
                 state.enough.clear()
                 continue
             state.enough.append((now.at_s, max(need.now, need.shrunk)))
@@ -175,13 +169,13 @@ class Planner:
         return down, ""
 
     def _is_short(self, role: Planned, now: Observation) -> bool:
-        """Whether somebody may still come, or has not gone yet; one that has not come for long never will."""
+        """Whether an ordered worker has not come or gone yet, within its time limit."""
         since_s = self._roles[role].missing_since_s
         given_up = since_s is not None and now.at_s - since_s >= self._pace.start_timeout_s
         return now.serving(role) != now.wanted[role] and not given_up
 
     def _blocked(self, now: Observation) -> str:
-        """Why nothing at all may be changed now; empty when something may."""
+        """Why nothing may change now; empty if something may."""
         if not now.wanted:
             return "the connector does not say how many workers there are"
         if self._pending is not None and (waiting := self._follow(*self._pending, now)):
@@ -191,7 +185,7 @@ class Planner:
         return self._missing(now)
 
     def _follow(self, change: Change, since_s: float, now: Observation) -> str:
-        """What the change under way waits for; empty when it is over."""
+        """What the current change waits for; empty when it is over."""
         waited_s = now.at_s - since_s
         serving, wanted = now.serving(change.role), now.wanted[change.role]
         if change.after > change.before:
@@ -213,7 +207,7 @@ class Planner:
         return f"waiting for {change.role} to be {change.after}, for {waited_s:.0f} s now"
 
     def _missing(self, now: Observation) -> str:
-        """Who is wanted and not there, and shall be waited for."""
+        """Wanted workers that are missing and still expected."""
         found = ""
         for role, state in self._roles.items():
             if now.serving(role) >= now.wanted[role]:

@@ -1,4 +1,4 @@
-"""Who may be chosen now: not who has just failed, and little of who has just come."""
+"""Which instances may be chosen: none that has just failed, and new ones with a small share at first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,23 +9,22 @@ from components.routing.breaker import USUAL, Breaker, BreakerSettings, BreakerS
 from components.routing.choice import Member
 
 WARM_S: Final = 10.0
-FIRST_SHARE: Final = 0.1  # of an equal share of the requests, for one that has just come
-MOST_CREDIT: Final = 2.0  # requests that one may have missed and get at once
+FIRST_SHARE: Final = 0.1  # of an equal share of the requests, for a new instance
+MOST_CREDIT: Final = 2.0  # requests that an instance may have missed and get at once
 
 
 @dataclass(slots=True)
 class _Warming:
     since_s: float
-    credit: float = 1.0  # requests it may be chosen for; the first at once
+    credit: float = 1.0  # requests that it may be chosen for; the first at once
 
 
 class Health:
-    """Breakers and warming of one role's instances. Draws come from `rng` alone.
+    """Circuit breakers and warm-up of one role's instances.
 
-    An instance that came, or came back, takes part in a choice only while it has credit. Each request that goes
-    anywhere gives it a part of an equal share, 1/n, and that part grows from a tenth to the whole in `warm_s`. So
-    it gets at most that, whatever a policy would like to give to one with nothing to do. Where everybody is new,
-    nobody waits.
+    A new or returning instance is a candidate only while it has credit. Each request of the role gives it a part of
+    an equal share, 1/n, which grows from a tenth to the whole in `warm_s`. If all instances are new, credit does
+    not count.
     """
 
     def __init__(self, rng: Random, settings: BreakerSettings = USUAL, warm_s: float = WARM_S) -> None:
@@ -33,25 +32,24 @@ class Health:
         self._settings = settings
         self._warm_s = warm_s
         self._known: set[str] = set()
-        self._breakers: dict[str, Breaker] = {}  # of those that failed last
+        self._breakers: dict[str, Breaker] = {}  # of the instances that failed last
         self._warming: dict[str, _Warming] = {}
 
     def joined(self, instance_id: str, now_s: float) -> None:
-        """An instance registered, perhaps anew: nothing of its past holds."""
+        """An instance registered: its past does not count."""
         self.left(instance_id)
         self._known.add(instance_id)
         self._warming[instance_id] = _Warming(now_s)
 
     def left(self, instance_id: str) -> None:
-        """An instance is gone, and everything about it."""
         self._known.discard(instance_id)
         self._warming.pop(instance_id, None)
         self._breakers.pop(instance_id, None)
 
     def candidates(self, members: Sequence[Member], now_s: float, *, or_nobody: bool = False) -> Sequence[Member]:
-        """Those of `members` that may get a request now, in their order.
+        """Those of `members` that may get a request now.
 
-        With every breaker open, all of them: whoever may be broken is better than nobody, unless nobody will do.
+        If every breaker is open, all of them, unless the caller has an alternative (`or_nobody`).
         """
         if self._breakers:
             ready = [m for m in members if self._ready_s(m.instance_id) <= now_s]
@@ -65,12 +63,10 @@ class Health:
         return members
 
     def state(self, instance_id: str) -> BreakerState:
-        """Of the instance's breaker."""
         breaker = self._breakers.get(instance_id)
         return BreakerState.CLOSED if breaker is None else breaker.state
 
     def sent(self, instance_id: str, now_s: float) -> None:
-        """A request goes to that instance."""
         if (breaker := self._breakers.get(instance_id)) is not None:
             breaker.sent(now_s)
         if self._warming:
@@ -79,7 +75,7 @@ class Health:
                 warming.credit = max(warming.credit - 1, 0.0)
 
     def succeeded(self, instance_id: str, now_s: float) -> None:
-        """A request came back well: the count of failures begins anew, and who had been given up is warmed again."""
+        """Reset failures; an instance that was excluded is warmed up again."""
         breaker = self._breakers.get(instance_id)
         if breaker is None:
             return
@@ -89,12 +85,12 @@ class Health:
             del self._breakers[instance_id]
 
     def undecided(self, instance_id: str, now_s: float) -> None:
-        """A request ended there that says nothing of the instance: it was refused, or its client left."""
+        """The request ended without evidence: it was refused, or its client left."""
         if (breaker := self._breakers.get(instance_id)) is not None:
             breaker.undecided(now_s)
 
     def failed(self, instance_id: str, now_s: float) -> None:
-        """A request failed there in a way that speaks against the instance; a refusal does not."""
+        """The request failed by the instance's fault; refusals do not count."""
         if instance_id not in self._known:
             return
         if instance_id not in self._breakers:

@@ -1,4 +1,4 @@
-"""The instance that has the least to compute until this prompt is done: what it has queued, and what it has not cached."""
+"""Choose the instance with the least work until this prompt is computed: its queue plus the uncached tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,29 +10,27 @@ from typing import Final
 from components.routing.choice import Ask, Choice, Member
 from components.routing.load import REQUEST_TOKENS, cost_table, lowest
 
-SPEED_RANGE: Final = (
-    4.0  # a worker counts as at most this many times as fast or slow as the usual one, whatever it says
-)
-REBASE: Final = 64.0  # half-lives until what was given is reckoned from a new beginning, long before floats overflow
+SPEED_RANGE: Final = 4.0  # limit of how much faster or slower than usual a worker may claim to be
+REBASE: Final = 64.0  # half-lives until values are rebased, long before floats overflow
 
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
-    """What makes the cost. The defaults reckon in prompt tokens to compute."""
+    """Weights of the cost, in prompt tokens to compute."""
 
-    cached: float = 1.0  # saved by each cached token of the prompt; less: spread more
-    # For each prompt token queued there: an engine lets shorter prompts pass, so half of them go first.
+    cached: float = 1.0  # per cached token of the prompt; lower: spread more
+    # per queued prompt token: an engine lets shorter prompts overtake, so half of them go first
     queued: float = 0.5
-    # Tokens in the mean queue for which what is not cached counts twice: it delays all who wait behind it.
+    # mean queue in tokens for which uncached tokens count twice: they delay all that wait behind them
     crowd_tokens: float = 16384.0
-    request: float = REQUEST_TOKENS  # for each request there
-    temperature: float = 0.0  # in prompts: how much more cost makes a choice e times less likely; 0: never chosen
-    near: float = 0.05  # in prompts: costs so little above the smallest one are taken for equal
-    even_s: float = 60.0  # half-life of what was given to an instance: of equals, the one with the least is taken
-    usual_speeds: float = 2.0  # speeds within this factor of the usual one are taken for it: a step's time says no more
-    spill: float = 2.0  # an instance with more than this multiple of the mean, and the slack, is passed over
-    spill_requests: float = 4  # the slack, in requests
-    spill_tokens: float = 8192  # the slack, in queued tokens
+    request: float = REQUEST_TOKENS  # per request there
+    temperature: float = 0.0  # in prompts: cost that makes a choice e times less likely; 0: always the best
+    near: float = 0.05  # in prompts: costs this close to the smallest one are equal
+    even_s: float = 60.0  # half-life of work given to an instance; of equals, the one with the least is chosen
+    usual_speeds: float = 2.0  # speeds within this factor of the usual one are equal: a step's time is no more precise
+    spill: float = 2.0  # an instance above this multiple of the mean, and the slack, is excluded
+    spill_requests: float = 4  # slack in requests
+    spill_tokens: float = 8192  # slack in queued tokens
 
     def __post_init__(self) -> None:
         if self.spill < 2:
@@ -46,9 +44,9 @@ class KvWeights:
 
 
 class _Given:
-    """Tokens that each instance was given to compute, the older the less.
+    """Recent tokens given to each instance, with exponential decay.
 
-    Nothing decays: what is added grows instead, and is to be compared only. Source: forward decay, Cormode et al.
+    Instead of decaying old values, new ones grow; they are only compared. Source: forward decay, Cormode et al.
     2009.
     """
 
@@ -58,12 +56,11 @@ class _Given:
         self._tokens: dict[str, float] = {}
 
     def least(self, members: Sequence[Member], near: Sequence[int], rng: Random) -> int:
-        """Of the indices `near`, that of the member who was given the least; of equals, one that is drawn."""
+        """Of the indices `near`, the member that was given the least; ties are broken at random."""
         given = [self._tokens.get(members[at].instance_id, 0.0) for at in near]
         return near[lowest(given, rng)]
 
     def add(self, instance_id: str, tokens: float, now_s: float) -> None:
-        """An instance gets so many."""
         if self._since_s is None:
             self._since_s = now_s
         age = (now_s - self._since_s) / self._half_life_s
@@ -75,20 +72,17 @@ class _Given:
 
 
 class KvAware:
-    """Smallest expected work, in tokens: `(queued / 2 + request * running + c * (prompt - cached)) * usual speed /
-    its speed`.
+    """Smallest `(queued / 2 + request * running + c * (prompt - cached)) * usual speed / its speed`, in tokens.
 
-    c = 1 + mean queue / `crowd_tokens`, where anything is cached: the more wait everywhere, the more a cache is
-    worth beside a shorter queue. Else a fleet near its limit would compute more and more again, and fall below it.
+    c = 1 + mean queue / `crowd_tokens` if anything is cached: the longer all queues, the more a cache is worth, or
+    a fleet near its limit would compute the same prompts again and again.
 
-    Several routers know nothing of each other's requests, and what they do know is late. So a difference that means
-    nothing decides nothing: neither of speeds within `usual_speeds`, nor of costs within `near`. Of those that are
-    equal in that sense, each router takes the one it has given least lately: where little is going on,
-    conversations that begin are dealt out evenly, and routers do not run to the same instance.
+    Routers do not know each other's requests, and reports are late. So speeds within `usual_speeds` and costs
+    within `near` are equal, and each router chooses among equals the one that it has given least. So new
+    conversations spread evenly, and routers do not all choose the same instance.
 
-    Nobody who carries more than `spill` times the mean of requests or of queued tokens, and a slack, is asked,
-    however much is cached there: fewer than half can be above twice a mean, so for two means somebody is always
-    left.
+    An instance above `spill` times the mean of requests or queued tokens, and the slack, is excluded. Fewer than
+    half can exceed twice a mean, so with two means an instance is always left.
     """
 
     def __init__(self, rng: Random, weights: KvWeights = KvWeights()) -> None:
@@ -97,7 +91,6 @@ class KvAware:
         self._given = _Given(weights.even_s)
 
     def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """See `choice.Policy`."""
         if not members:
             return None
         running = [m.running for m in members]
@@ -130,7 +123,7 @@ class KvAware:
         queued: Sequence[int],
         cached: Mapping[str, int],
     ) -> list[float]:
-        """Without a call for each member: a fleet may have a thousand."""
+        """In one pass, without a call per member: a fleet may have a thousand."""
         weights, tokens = self._weights, ask.num_tokens
         each, a_request = weights.queued, weights.request
         crowd = 1 + sum(queued) / len(queued) / weights.crowd_tokens if cached else 1.0
@@ -159,7 +152,7 @@ class KvAware:
         ]
 
     def _pass_over_crowded(self, running: Sequence[int], queued: Sequence[int], costs: list[float]) -> int:
-        """How many are too full; their cost becomes infinite."""
+        """Excluded members get an infinite cost. Returns: their number."""
         weights, count = self._weights, len(costs)
         most_running = weights.spill * sum(running) / count + weights.spill_requests
         most_queued = weights.spill * sum(queued) / count + weights.spill_tokens

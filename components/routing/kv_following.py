@@ -1,37 +1,36 @@
-"""From numbered batches and dumps to the blocks that one instance holds: exactly those, or a dump is needed. No I/O."""
+"""Keep the blocks of one instance exact from its numbered batches and dumps. No I/O."""
 
 from collections.abc import Iterable
 from typing import Final, Protocol
 
 from components.wire.kv_events import KvEventBatch
 
-MAX_HELD: Final = 1024  # batches that wait for a dump: at 20 a second, most of a minute
+MAX_HELD: Final = 1024  # batches held during a dump: at 20 a second, most of a minute
 MAX_HELD_BLOCKS: Final = 1 << 18  # in these, 4 MB of hashes
 
 
 class BlockIndex(Protocol):
-    """What is kept up to date: a `KvIndex`."""
+    """A `KvIndex`."""
 
     @property
     def has_room(self) -> bool:
-        """Whether there is room for much."""
+        pass
 
     def add(self, instance_id: str, blocks: Iterable[bytes]) -> int:
-        """The instance holds these too. Returns: how many of them there was no room for."""
+        """Returns: blocks without room."""
 
     def discard(self, instance_id: str, blocks: Iterable[bytes]) -> None:
-        """The instance no longer holds these."""
+        pass
 
     def remove(self, instance_id: str) -> None:
-        """The instance holds nothing."""
+        pass
 
 
 class Follower:
-    """One instance in one epoch, as its batches arrive: in order, twice, or not at all.
+    """One instance in one epoch. Its batches may come out of order, twice, or not at all.
 
-    While a dump is needed, batches are held; what the index says of the instance then is what it was before, until
-    the dump begins. A dump says everything up to its number, so the batches that were held are taken up from the
-    next one on.
+    While a dump is needed, batches are held, and the index keeps its state until the dump begins. After a dump with
+    its number, held batches continue from the next number.
     """
 
     def __init__(self, instance_id: str, epoch: str, index: BlockIndex) -> None:
@@ -39,15 +38,14 @@ class Follower:
         self.epoch = epoch
         self.needs_dump = True
         self.number: int | None = None  # of the batch up to which the index is right; None: it is not
-        self.gaps = 0  # seen
-        self.missing = 0  # blocks that the index had no room for, at most; a dump brings those that are still held
+        self.gaps = 0  # since start
+        self.missing = 0  # upper bound of blocks without room; a dump brings those that are still cached
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
-        self._held_blocks = 0  # in batches that came, the doubled ones counted twice
-        self._doubted = False  # since the dump was asked for
+        self._held_blocks = 0  # in arrived batches, repeated ones counted twice
+        self._doubted = False  # since the dump was requested
 
     def received(self, batch: KvEventBatch) -> None:
-        """A batch of this instance and epoch."""
         if self.needs_dump or self.number is None:
             self._hold(batch)
         elif batch.number == self.number + 1:
@@ -60,25 +58,24 @@ class Follower:
             self._hold(batch)
 
     def doubt(self) -> None:
-        """Something may have been lost, so it is time to ask, and to ask again if that was done already."""
+        """Something may have been lost: request a dump, or another one."""
         self.needs_dump = self._doubted = True
 
     def dump_asked(self) -> int | None:
-        """The number to ask with: none needs to be sent if it is the worker's."""
+        """The number for the request: no dump is needed if it is the worker's."""
         self._doubted = False
         return None if self.missing else self.number
 
     def dump_begins(self) -> None:
-        """What was known is out of date."""
+        """The index drops what it had."""
         self.number, self.missing = None, 0
         self._index.remove(self.instance_id)
 
     def dump_part(self, blocks: Iterable[bytes]) -> None:
-        """Some of what the instance holds."""
         self.missing += self._index.add(self.instance_id, blocks)
 
     def dump_ends(self, number: int) -> None:
-        """The index is right up to batch `number`; take up what has arrived since. A dump may be needed again then."""
+        """The index is right up to batch `number`; apply held batches. A dump may be needed again then."""
         self.number = number
         self.needs_dump = self._doubted
         held, self._held, self._held_blocks = self._held, {}, 0
@@ -86,13 +83,13 @@ class Follower:
             self.received(held[at])
 
     def forget(self) -> None:
-        """The instance cannot be asked, or is gone: it holds nothing that we know of."""
+        """The instance has gone or does not answer: the index drops it."""
         self.needs_dump = True
         self.dump_begins()
 
     def _hold(self, batch: KvEventBatch) -> None:
         if len(self._held) >= MAX_HELD or self._held_blocks >= MAX_HELD_BLOCKS:
-            self._held.clear()  # the gap shows when the dump is there
+            self._held.clear()  # the gap will show after the dump
             self._held_blocks = 0
         self._held[batch.number] = batch
         self._held_blocks += len(batch.stored) + len(batch.removed)

@@ -1,4 +1,4 @@
-"""What an instance says of itself in etcd, as JSON so that `etcdctl get --prefix` can be read by a person.
+"""Instance records in etcd, as JSON that `etcdctl get --prefix` shows.
 
 Key: `<namespace>/instances/<role>/<instance_id>`, attached to the instance's lease.
 """
@@ -18,9 +18,9 @@ Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
 
 class KvEndpoint(Struct):
-    """Where an instance's KV pages are and how its backend reaches them: all that the other side sets up once per pair."""
+    """Where an instance's KV pages are and how its backend reaches them."""
 
-    backend: str  # as --kv-transfer names it: "nixl/UCX", "mooncake", "fake"; only equal ones speak with each other
+    backend: str  # as in --kv-transfer: "nixl/UCX", "mooncake", "fake"; only equal ones work together
     agent: str  # unique per process; NIXL's agent name
     agent_metadata: str  # the backend's own: base64 of NIXL's blob, or addresses
     base_address: int
@@ -33,25 +33,25 @@ class KvEndpoint(Struct):
 
 
 class InstanceRecord(Struct):
-    """One registered process. A new epoch is a new registration: messages quoting an old one are refused as stale."""
+    """One registered process. Messages with another epoch are refused as stale."""
 
-    instance_id: str  # stable while the process lives
+    instance_id: str  # fixed while the process lives
     epoch: str  # random, new with every registration
     role: Role
     host: str
     pid: int
     started_unix_ms: int
-    subject: str  # NATS subject prefix of this instance: `<namespace>.<role>.<instance_id>`
-    model: str | None = None  # the name clients use
-    adapters: dict[str, str] = field(default_factory=dict)  # of that model, by the name clients use: their identity
+    subject: str  # NATS subject prefix: `<namespace>.<role>.<instance_id>`
+    model: str | None = None  # name in the API
+    adapters: dict[str, str] = field(default_factory=dict)  # of that model: identity by name
     max_context: int | None = None  # tokens, prompt and output together
     kv: KvEndpoint | None = None
     http: str | None = None  # URL of a frontend or of a metrics page
-    metrics: str | None = None  # URL of a frontend's own metrics page: several may share the other one
-    kv_events: bool = False  # whether it tells which blocks it has cached
+    metrics: str | None = None  # URL of a frontend's own metrics page: several frontends may share the other one
+    kv_events: bool = False  # whether it publishes KV events
     embedding: EmbeddingModel | None = None  # None: the model generates
-    protocol: int = UNNAMED  # what it speaks; see `components/wire/protocol.py`
-    oldest_protocol: int = UNNAMED  # what others must speak at least
+    protocol: int = UNNAMED  # see `components/wire/protocol.py`
+    oldest_protocol: int = UNNAMED  # oldest protocol that it works with
 
     @property
     def is_understood(self) -> bool:
@@ -60,12 +60,12 @@ class InstanceRecord(Struct):
 
 
 def dump_record(record: InstanceRecord) -> bytes:
-    """JSON of `record`."""
+    """JSON."""
     return msgspec.json.encode(record)
 
 
 def load_record(data: bytes) -> InstanceRecord:
-    """The record in `data`. Raises: MalformedMessage."""
+    """Raises: MalformedMessage."""
     try:
         return msgspec.json.decode(data, type=InstanceRecord)
     except MALFORMED as exc:

@@ -1,8 +1,8 @@
-"""worker → routers: which blocks its prefix cache gained and lost, numbered, and all it holds for whoever needs that.
+"""worker → routers: changes of its prefix cache in numbered batches, and dumps of all of it.
 
-Batches go out on `<subject>.kv_events`. Numbers count up by one within an epoch, so a missing batch is seen; whoever misses
-one asks on `<subject>.kv_dump` for everything, and goes on from the number that the answer names. A block hash names its whole
-prefix and the page size is the instance record's, so hashes are all that travels: 16 bytes a block.
+Batches go to `<subject>.kv_events`. Numbers count up by one within an epoch, so a router that misses one asks for a
+dump on `<subject>.kv_dump` and continues from the answer's number. A block hash names its whole prefix, so 16 bytes
+a block are enough.
 """
 
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ from components.wire.codec import Struct, message, unpack_plain
 
 BATCH_VERSION: Final = 1
 MAX_BATCH_BLOCKS: Final = 8192  # 128 KiB, and a few milliseconds of a router's time
-DUMP_PART_BLOCKS: Final = 16_384  # 256 KiB: a NATS server takes 1 MB unless it is told to take more
+DUMP_PART_BLOCKS: Final = 16_384  # 256 KiB; NATS's default limit is 1 MB
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """The net change since the batch before it: no block stands in it twice. Both empty: nothing was lost so far."""
+    """The net change since the last batch: each block at most once. Both empty: shows that nothing was lost."""
 
     instance_id: str
     epoch: str
@@ -32,7 +32,7 @@ class KvEventBatch:
 
 
 def pack_batch(batch: KvEventBatch) -> bytes:
-    """A plain msgpack array, checked by hand on the other side: there may be thousands a second."""
+    """A plain msgpack array, checked by hand: there may be thousands a second."""
     fields = (
         BATCH_VERSION,
         batch.instance_id,
@@ -46,7 +46,7 @@ def pack_batch(batch: KvEventBatch) -> bytes:
 
 
 def unpack_batch(data: bytes) -> KvEventBatch:
-    """The batch in `data`. Raises: MalformedMessage."""
+    """Raises: MalformedMessage."""
     value = unpack_plain(data)
     if not (isinstance(value, list) and len(value) == 6 and value[0] == BATCH_VERSION):
         raise MalformedMessage("not a batch of KV events of version 1")
@@ -57,12 +57,11 @@ def unpack_batch(data: bytes) -> KvEventBatch:
 
 
 def pack_hashes(blocks: Iterable[bytes]) -> bytes:
-    """Block hashes, one after the other."""
     return b"".join(blocks)
 
 
 def unpack_hashes(data: object) -> list[bytes]:
-    """The hashes in `data`. Raises: MalformedMessage, when these are not whole hashes."""
+    """Raises: MalformedMessage."""
     if not isinstance(data, bytes) or len(data) % HASH_BYTES:
         raise MalformedMessage("not whole block hashes")
     return [data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES)]
@@ -70,20 +69,20 @@ def unpack_hashes(data: object) -> list[bytes]:
 
 @message("kv-dump-fetch.v1")
 class FetchKvDump(Struct):
-    """router → worker `<subject>.kv_dump`; answered by KvDumpPart, or refused: another epoch, too many dumps at once."""
+    """router → worker `<subject>.kv_dump`; answered by KvDumpPart or Refused (another epoch, too many dumps)."""
 
     epoch: str
     dump_id: str = ""  # of the first answer; "": begin
-    first: int = 0  # block wanted
-    have: int | None = None  # number that the asker stands at: nothing is sent when nothing has happened since
+    first: int = 0  # index of the first block
+    have: int | None = None  # the router's number: no blocks are sent if it is the worker's
 
 
 @message("kv-dump-part.v1")
 class KvDumpPart(Struct):
-    """worker → router: what was cached right after the batch `number`, the same for all parts of a dump."""
+    """worker → router: the cache right after batch `number`, the same in all parts of a dump."""
 
     number: int
     blocks: bytes = b""  # hashes, from `first` on
     num_blocks: int = 0  # of the whole dump
     dump_id: str = ""
-    unchanged: bool = False  # `number` is the one that the asker has
+    unchanged: bool = False  # `number` is the router's

@@ -1,4 +1,4 @@
-"""Log-probabilities on the wire: arrays of numbers, never an object for each of them."""
+"""Log-probabilities on the wire, as arrays."""
 
 import sys
 from array import array
@@ -11,24 +11,22 @@ from components.errors import MalformedMessage
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token's log-probability and the alternatives, natural logarithms, as OpenAI reports them.
+    """A token's log-probability and alternatives, natural logarithms, as in OpenAI's API.
 
-    They are the log-softmax of the model's own logits, before penalties, bias, mask, temperature and cuts.
+    The log-softmax of the model's own logits, before penalties, bias, mask, temperature and cuts.
     """
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most probable tokens, in that order
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most probable tokens, in order
 
 
 def packed_bytes(num_tokens: int, alternatives: int) -> int:
-    """Size of what `pack_logprobs` makes of so many tokens with so many alternatives each."""
     return 4 + num_tokens * (4 + 8 * alternatives)
 
 
 def pack_logprobs(told: Sequence[TokenLogprobs]) -> bytes:
-    """int32 K, float32[T] of the tokens, int32[T, K] ids and float32[T, K] of their K alternatives; little-endian.
-
-    Each of the T tokens has as many alternatives: they are one request's.
+    """int32 K, float32[T] of the tokens, int32[T, K] ids and float32[T, K] of their K alternatives; little-
+    endian.
     """
     count = len(told[0].top) if told else 0
     ids = array("i", [token_id for token in told for token_id, _ in token.top])
@@ -40,13 +38,13 @@ def pack_logprobs(told: Sequence[TokenLogprobs]) -> bytes:
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """The log-probabilities of many tokens, made into objects one by one: those of a long prompt are half a million."""
+    """Log-probabilities converted one by one: a long prompt has half a million."""
 
     __slots__ = ("_chosen", "_count", "_ids", "_values")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, data: bytes, num_tokens: int) -> None:
-        """Of what `pack_logprobs` made. Raises: MalformedMessage, when `data` are not those of as many tokens."""
+        """`data` is from `pack_logprobs`. Raises: MalformedMessage, for another number of tokens."""
         self._count, self._chosen, self._ids, self._values = _columns(data, num_tokens)
 
     def __len__(self) -> int:
@@ -68,7 +66,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
 
 
 def unpack_logprobs(data: bytes, num_tokens: int) -> list[TokenLogprobs]:
-    """The log-probabilities of `num_tokens` tokens. Raises: MalformedMessage, when `data` are not those of as many."""
+    """Raises: MalformedMessage, for another number of tokens."""
     count, chosen, ids, values = _columns(data, num_tokens)
     if not count:
         return [TokenLogprobs(logprob) for logprob in chosen]
@@ -77,7 +75,7 @@ def unpack_logprobs(data: bytes, num_tokens: int) -> list[TokenLogprobs]:
 
 
 def _columns(data: bytes, num_tokens: int) -> "tuple[int, array[float], array[int], array[float]]":
-    """How many alternatives each token has; then what `pack_logprobs` has packed."""
+    """The number of alternatives, and the arrays of `pack_logprobs`."""
     count = int.from_bytes(data[:4], "little", signed=True)
     if count < 0 or len(data) != packed_bytes(num_tokens, count):
         raise MalformedMessage(f"{len(data)} bytes are not log-probabilities of {num_tokens} tokens")

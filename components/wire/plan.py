@@ -1,4 +1,4 @@
-"""planner ↔ whoever asks what it thinks. On `<namespace>.planner.<id>.plan`."""
+"""inspect → planner, on `<namespace>.planner.<id>.plan`: its view of the fleet."""
 
 from typing import Literal
 
@@ -8,13 +8,11 @@ from components.wire.codec import Struct, message
 
 
 class RolePlan(Struct):
-    """One role as the planner sees it."""
-
     least: int
     most: int
-    serving: int  # heard, and taking requests
-    wanted: int | None = None  # what the connector keeps; None: it does not say
-    needed: int | None = None  # within least and most; None: too little was seen yet
+    serving: int  # reporting, and accepting requests
+    wanted: int | None = None  # what the connector keeps; None: unknown
+    needed: int | None = None  # within the bounds; None: too little was seen
     why: str = ""
 
 
@@ -27,10 +25,10 @@ class AskPlan(Struct):
 class PlanTold(Struct):
     """planner → caller."""
 
-    leading: bool  # one planner of a namespace acts; the others wait until it is gone
+    leading: bool  # one planner of a namespace acts; the others wait
     connector: Literal["none", "local", "compose", "kubernetes"]
     prefill: RolePlan
     decode: RolePlan
-    hold: str = ""  # why nothing is changed although something might be
-    unknown: list[str] = field(default_factory=list)  # registered instances that are not heard
-    changes: list[str] = field(default_factory=list)  # the latest, newest last
+    hold: str = ""  # why nothing changes although something might
+    unknown: list[str] = field(default_factory=list)  # registered instances without reports
+    changes: list[str] = field(default_factory=list)  # the latest last

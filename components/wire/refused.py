@@ -1,4 +1,4 @@
-"""An error on its way to another process: any call may be answered by it."""
+"""Errors as answers: any call may be answered by one."""
 
 import math
 
@@ -10,7 +10,7 @@ from components.wire.codec import Struct, message
 
 @message("refused.v1")
 class Refused(Struct):
-    """The answer of a call that failed; `error` is a class name of `components.errors`."""
+    """`error` is a class name of `components.errors`."""
 
     error: str
     message: str
@@ -18,13 +18,12 @@ class Refused(Struct):
 
 
 def refusal(error: MeshError) -> Refused:
-    """What to answer for `error`."""
     fields = {name: _plain(value) for name, value in error.fields.items()}
     return Refused(error=type(error).__name__, message=error.message, fields=fields)
 
 
 def raised(refused: Refused) -> MeshError:
-    """The error that the other side raised. InvariantBroken, or a class this process does not have, becomes PeerBroken."""
+    """The error that the other side raised. InvariantBroken, or an unknown class, becomes PeerBroken."""
     if refused.error not in BY_NAME:
         return PeerBroken(f"{refused.error}: {refused.message}")
     cls = reported(refused.error)
@@ -35,12 +34,12 @@ def raised(refused: Refused) -> MeshError:
 
 
 def _plain(value: object) -> str | int | float | None:
-    """A fact as it can travel: an error must not fail to be told because of what it carries."""
+    """A fact in a form that can always be packed."""
     if value is None or type(value) in (str, float) or (type(value) is int and -(2**63) <= value < 2**63):
         return value  # type: ignore[return-value]
     return str(value)
 
 
 def _seconds(value: str | int | float | None) -> float:
-    """A peer's wait; one that is no number of seconds counts as one second."""
+    """A peer's waiting time; one second if it is no number."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 1.0

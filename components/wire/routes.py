@@ -1,4 +1,4 @@
-"""inspect ↔ frontend and decode: what a request would be routed to now, and why. Nothing is sent, nothing remembered."""
+"""inspect ↔ frontend and decode: where a request would be routed now, and why. Nothing is sent or remembered."""
 
 from msgspec import field
 
@@ -7,12 +7,12 @@ from components.wire.codec import Struct, message
 
 @message("route-explain.v1")
 class ExplainRoute(Struct):
-    """On `<frontend subject>.explain_route` with a text, or `<decode subject>.explain_route` with token ids.
+    """`<frontend subject>.explain_route` with a text, or `<decode subject>.explain_route` with token ids.
 
     Answered by RouteExplained or Refused.
     """
 
-    text: str = ""  # a user's message where `chat`, else a prompt
+    text: str = ""  # a user's message if `chat`, else a prompt
     chat: bool = True
     token_ids: bytes = b""  # int32[T]
     adapter: str = ""
@@ -21,7 +21,7 @@ class ExplainRoute(Struct):
 
 
 class Candidate(Struct):
-    """One of those that a choice was made among, as the router saw it then."""
+    """A candidate as the router saw it."""
 
     instance_id: str
     cached_tokens: int  # of the prompt
@@ -30,15 +30,13 @@ class Candidate(Struct):
     used_pages: int
     total_pages: int
     breaker: str
-    cost: float | None = None  # in the policy's unit; infinite: too full; None: it reckons none
+    cost: float | None = None  # in the policy's unit; infinite: too full; None: no costs
 
 
 @message("route-explained.v1")
 class RouteExplained(Struct):
-    """The choice, and what it was made of."""
-
     policy: str
     token_ids: bytes  # int32[T]: the prompt
-    why: str  # also why nobody was chosen
-    chosen: str = ""  # instance id; "": nobody, or the one who was asked itself
+    why: str  # also why no instance was chosen
+    chosen: str = ""  # instance id; "": none, or the decode that answers
     candidates: list[Candidate] = field(default_factory=list)  # the chosen one first

@@ -1,4 +1,4 @@
-"""planner → services.local: how many workers it keeps, and one more or one fewer. On `<namespace>.local.<id>.<verb>`."""
+"""planner → services.local, on `<namespace>.local.<id>.<verb>`: change the number of workers by one."""
 
 from typing import Literal
 
@@ -12,9 +12,10 @@ class AskCounts(Struct):
 
 @message("local-scale.v1")
 class ScaleRole(Struct):
-    """`.scale`: keep `after` workers of a role; answered by Counts as they are then, or Refused.
+    """`.scale`: keep `after` workers of a role; answered by the new Counts, or Refused.
 
-    Refused where `before` is not what is kept, so that two who plan from the same news change one worker, not two.
+    Refused if `before` is not the present number, so that two planners with the same reports change one worker, not
+    two.
     """
 
     role: Literal["prefill", "decode"]
@@ -24,7 +25,7 @@ class ScaleRole(Struct):
 
 @message("local-counts.v1")
 class Counts(Struct):
-    """services.local → caller: workers that it keeps running; one that drains is none of them any more."""
+    """services.local → caller: workers that it keeps running, without draining ones."""
 
     prefill: int
     decode: int

@@ -1,4 +1,4 @@
-"""Token ids on the wire: little-endian int32 bytes, never a list (a list costs 5 bytes and one object a token)."""
+"""Token ids on the wire: little-endian int32 bytes; a list would cost 5 bytes and an object a token."""
 
 import sys
 from array import array
@@ -8,7 +8,7 @@ from components.errors import MalformedMessage
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """int32[T] little-endian bytes of `token_ids`."""
+    """int32[T], little-endian."""
     packed = array("i", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -16,7 +16,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """The token ids in `data`. Raises: MalformedMessage, when the length is not a multiple of four."""
+    """Raises: MalformedMessage, if the length is not a multiple of four."""
     num_tokens(data)
     unpacked = array("i")
     unpacked.frombytes(data)
@@ -26,7 +26,7 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def num_tokens(data: bytes) -> int:
-    """How many token ids are in `data`, without unpacking them. Raises: MalformedMessage, as `unpack_tokens`."""
+    """The number of token ids, without unpacking. Raises: MalformedMessage."""
     if len(data) % 4:
         raise MalformedMessage(f"{len(data)} bytes are not whole int32 token ids")
     return len(data) // 4
