@@ -1,5 +1,5 @@
 import os
 
-# Before anything imports grpc, which looks only once. Processes that we start become another program at once, and need none
-# of grpc's handlers at a fork; these would complain on stderr of every one.
+# Before grpc is imported, which reads it once. Our child processes exec at once, and grpc's fork handlers would
+# write warnings.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")

@@ -1,4 +1,4 @@
-"""The instances of the mesh as this process knows them: a mirror of etcd's records, with listeners. No I/O."""
+"""A mirror of etcd's instance records, with listeners. No I/O."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -13,9 +13,9 @@ Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (be
 class InstanceBook:
     """Records by key.
 
-    A record that has left etcd may belong to a living instance: its process lost contact with etcd for longer than a
-    lease, or etcd lost its data. If `doubt` is set, such a record stays in the book, `doubted`, until etcd has it again
-    or somebody who has asked the instance calls `drop`.
+    A record that left etcd may belong to a living instance: its process lost etcd for longer than a lease, or etcd
+    lost its data. If `doubt` is set, such a record stays, `doubted`, until etcd has it again or the caller, having
+    asked the instance, drops it.
     """
 
     def __init__(self) -> None:
@@ -28,19 +28,18 @@ class InstanceBook:
         return len(self._records)
 
     def of_role(self, role: Role, model: str | None = None) -> list[InstanceRecord]:
-        """Instances of a role (that serve `model`), by instance id: the order is the same in every process."""
+        """By instance id, so that the order is the same in every process."""
         found = [r for r in self._records.values() if r.role == role and model in (None, r.model)]
         return sorted(found, key=lambda r: r.instance_id)
 
     def find(self, instance_id: str, epoch: str | None = None) -> InstanceRecord | None:
-        """The record of an instance (in this epoch), if it is here."""
+        """None if the epoch differs."""
         for record in self._records.values():
             if record.instance_id == instance_id and epoch in (None, record.epoch):
                 return record
         return None
 
     def at(self, key: str) -> InstanceRecord | None:
-        """The record under an etcd key."""
         return self._records.get(key)
 
     def subscribe(self, listener: Listener) -> None:
@@ -48,7 +47,6 @@ class InstanceBook:
         self._listeners.append(listener)
 
     def put(self, key: str, record: InstanceRecord) -> None:
-        """Etcd has this record."""
         self.doubted.discard(key)
         before = self._records.get(key)
         if before != record:
@@ -56,7 +54,6 @@ class InstanceBook:
             self._notify(before, record)
 
     def remove(self, key: str) -> None:
-        """Etcd does not have this record any more."""
         if self.doubt is None:
             self.drop(key)
         elif key in self._records and key not in self.doubted:
@@ -64,14 +61,13 @@ class InstanceBook:
             self.doubt(key)
 
     def drop(self, key: str) -> None:
-        """The instance is gone."""
         self.doubted.discard(key)
         before = self._records.pop(key, None)
         if before is not None:
             self._notify(before, None)
 
     def replace_all(self, records: Mapping[str, InstanceRecord]) -> None:
-        """Take over a fresh read of the whole prefix; listeners get the difference."""
+        """Apply a complete read; listeners get the differences."""
         for key in self._records.keys() - records.keys():
             self.remove(key)
         for key, record in records.items():

@@ -1,4 +1,4 @@
-"""A blocking etcd client for threads that it may block: any member of the cluster will do, and every failure becomes ours."""
+"""A blocking etcd client for threads. It uses any member of the cluster and raises BackendUnavailable."""
 
 import random
 import threading
@@ -16,11 +16,10 @@ from components.startup import WrongSettings
 from components.urls import without_password
 
 CALL_TIMEOUT_S: Final = 3.0
-PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove that it has a quorum; the next one is asked then
-HAS_LEADER: Final = (("hasleader", "true"),)  # a member that loses its leader ends the call, instead of going silent
+PROBE_TIMEOUT_S: Final = 1.0  # for a member to prove that it has a quorum; then the next one is tried
+HAS_LEADER: Final = (("hasleader", "true"),)  # a member that loses its leader ends the call
 _CHANNEL: Final = (
-    # An idle watch notices a dead host within 13 s. gRPC waits 60 s for the answer to a ping, and stops pinging an idle
-    # connection, unless the last two options say otherwise.
+    # Detects a dead host in 13 s. By default gRPC waits 60 s for a ping and does not ping idle connections.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -41,7 +40,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(url: str) -> list[Endpoint]:
-    """Parse a comma-separated list of endpoints. Raises: WrongSettings, naming the bad one without its password."""
+    """From a comma-separated list. Raises: WrongSettings, without the password."""
     return [_endpoint(one.strip()) for one in url.split(",")]
 
 
@@ -50,7 +49,7 @@ def _endpoint(url: str) -> Endpoint:
     try:
         parts = urlsplit(url if "//" in url else f"//{url}")
         host, port = parts.hostname, parts.port
-    except ValueError:  # a port that is no number, half an IPv6 address
+    except ValueError:  # an invalid port, half an IPv6 address
         host = port = None
     if not host:
         raise WrongSettings(f"etcd endpoint {shown!r} is not http://host:port (MESH_ETCD_URL)")
@@ -66,7 +65,7 @@ def _endpoint(url: str) -> Endpoint:
 
 @contextmanager
 def etcd_client(url: str) -> Iterator[Any]:
-    """Open a client of a member that has a quorum. What goes wrong inside is raised as BackendUnavailable, too."""
+    """A client of a member with a quorum. Errors within the body become BackendUnavailable, too."""
     with etcd_errors(url):
         client = _open_any(url)
         try:
@@ -77,7 +76,6 @@ def etcd_client(url: str) -> Iterator[Any]:
 
 @contextmanager
 def etcd_errors(url: str) -> Iterator[None]:
-    """Turn etcd3's and gRPC's exceptions into BackendUnavailable with address, cause and what to do."""
     try:
         yield
     except grpc.RpcError as exc:
@@ -98,16 +96,13 @@ def keep_lease(
     renewed: Callable[[float], object] = lambda _: None,
     failed: Callable[[BackendUnavailable, "Backoff"], object] = lambda *_: None,
 ) -> None:
-    """Keep a lease alive until `stop` is set, or until etcd says that the lease is gone.
+    """Refresh a lease until `stop` is set or etcd has dropped it.
 
-    An etcd that cannot be reached ends nothing: leases stand still while etcd has no leader, and are extended by its
-    next one. So the same lease is refreshed again as soon as any member answers.
+    While etcd has no leader, leases do not expire, and its next leader extends them. So the same lease is retried
+    until any member answers.
 
     Args:
-        url: of etcd.
-        lease_id: which lease.
-        ttl_s: its time to live, seconds; it is refreshed after a third of that.
-        stop: ends this.
+        ttl_s: refreshed after a third of it.
         renewed: called after each refresh, with the monotonic time at which the lease expires.
         failed: called after each failure.
     """
@@ -130,25 +125,23 @@ def keep_lease(
 
 
 def unreachable(url: str, cause: str) -> str:
-    """What to say when etcd does not answer."""
     return f"etcd at {without_password(url)} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_ETCD_URL"
 
 
 def refused(url: str, cause: str) -> str:
-    """What to say when etcd wants another user or password."""
     where = without_password(url)
     return f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port"
 
 
 def _refresh(client: Any, lease_id: int) -> int:
-    """Refresh a lease. Returns: its time to live in seconds; 0 if it is gone."""
+    """Returns: the time to live in seconds; 0 if the lease is gone."""
     requests = iter([etcdrpc.LeaseKeepAliveRequest(ID=lease_id)])
     answers = client.leasestub.LeaseKeepAlive(requests, PROBE_TIMEOUT_S, metadata=HAS_LEADER)
     return int(next(iter(answers)).TTL)
 
 
 def _open_any(url: str) -> Any:
-    """Try the members in random order: thousands of processes must not all lean on the first one."""
+    """In random order, so that thousands of processes do not all use the first one."""
     members = endpoints(url)
     random.shuffle(members)
     last: Exception | None = None
@@ -158,7 +151,7 @@ def _open_any(url: str) -> Any:
         try:
             if member.user is not None:
                 _log_in(client, member, timeout_s)
-            # A linearizable read: a member without a quorum would still answer `status`.
+            # a linearizable read: `status` would be answered without a quorum
             client.kvstub.Range(etcdrpc.RangeRequest(key=b"\0", count_only=True), timeout_s)
         except grpc.RpcError as exc:
             client.close()
@@ -170,9 +163,9 @@ def _open_any(url: str) -> Any:
 
 
 def _log_in(client: Any, member: Endpoint, timeout_s: float) -> None:
-    """Have each later call of `client` carry a token. A token that etcd has forgotten ends the client's next call.
+    """Add a token to all calls. If etcd has forgotten the token, the client's next call fails.
 
-    etcd3's own way, call credentials, is refused by gRPC on a connection without TLS.
+    gRPC refuses etcd3's call credentials on a connection without TLS.
     """
     asked = etcdrpc.AuthenticateRequest(name=member.user, password=member.password)
     token = etcdrpc.AuthStub(client.channel).Authenticate(asked, timeout_s).token
@@ -182,17 +175,16 @@ def _log_in(client: Any, member: Endpoint, timeout_s: float) -> None:
 
 
 class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
-    """Adds the token of one login to the metadata of each call."""
+    """Adds a token to the metadata of each call."""
 
     def __init__(self, token: str) -> None:
         self._metadata = (("token", token),)
 
     def intercept_unary_unary(self, call: Any, details: Any, request: Any) -> Any:
-        """Of unary calls."""
         return call(self._with_token(details), request)
 
     def intercept_stream_stream(self, call: Any, details: Any, requests: Any) -> Any:
-        """Of watches and of leases that are kept."""
+        """For watches and lease keep-alives."""
         return call(self._with_token(details), requests)
 
     def _with_token(self, details: Any) -> Any:
@@ -200,7 +192,7 @@ class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientIntercepto
 
 
 def _is_refusal(exc: grpc.RpcError) -> bool:
-    """etcd says INVALID_ARGUMENT for a wrong password and for none."""
+    """INVALID_ARGUMENT is etcd's answer to a wrong or missing password."""
     if not hasattr(exc, "code"):
         return False
     refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -213,7 +205,7 @@ def _cause(exc: grpc.RpcError) -> str:
 
 
 class Backoff:
-    """Waits that double from 0.2 s to 5 s, each shortened by up to a half at random; `reset` after success."""
+    """Waits that double from 0.2 s to 5 s, with jitter; `reset` after success."""
 
     def __init__(self, first_s: float = 0.2, last_s: float = 5.0) -> None:
         self._first_s = first_s
@@ -222,12 +214,11 @@ class Backoff:
         self.failures = 0  # in this outage
 
     def failed(self) -> float:
-        """Seconds to wait before the next try."""
+        """Seconds until the next try."""
         self.failures += 1
         wait_s, self._next_s = self._next_s, min(self._next_s * 2, self._last_s)
         return wait_s * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """Back to the first wait."""
         self._next_s = self._first_s
         self.failures = 0

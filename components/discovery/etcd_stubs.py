@@ -1,8 +1,8 @@
-"""Makes `etcd3` importable beside a current protobuf: import `etcd3` and `etcdrpc` from here, never directly.
+"""Make `etcd3` importable with a current protobuf: import `etcd3` and `etcdrpc` from here only.
 
-etcd3 0.12.0 ships message classes generated in 2019, which today's protobuf refuses; the pure-Python protobuf fallback that
-would accept them makes OTLP export fifteen times slower. The serialized descriptors inside those files are still good, so
-they are read out of the source without importing it, and the message modules are built from them.
+etcd3 0.12.0 ships message classes of 2019 that protobuf refuses; pure-Python protobuf would make OTLP export
+fifteen times slower. The serialized descriptors in those files are still valid, so they are read from the source,
+and the modules are built from them.
 """
 
 import ast
@@ -21,7 +21,7 @@ SERIALIZED: Final = re.compile(r"^  serialized_pb=_b\(('.*')\)$", re.MULTILINE)
 
 
 def _serialized_descriptor(source: str) -> bytes:
-    # Parsing the whole file takes a tenth of a second, at every start of every process.
+    # parsing the whole file would take a tenth of a second at every start
     found = SERIALIZED.search(source)
     if found is None:
         raise ImportError("this etcd3 release has no serialized descriptors; kvmesh needs etcd3 0.12.0")

@@ -1,4 +1,4 @@
-"""One of several processes acts, and the others wait until it is gone: a leased key in etcd, written where there is none."""
+"""Leader election by a leased key in etcd."""
 
 import asyncio
 import json
@@ -15,26 +15,25 @@ from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0  # how often one that waits looks whether the key is gone
+LOOK_S: Final = 1.0  # how often a waiting process looks whether the key is gone
 
 
 class Leadership:
-    """Whether this process leads. By its own clock: it stops believing so before etcd gives the key to another."""
+    """Whether this process leads, by its own clock: it stops before etcd gives the key to another."""
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic
 
     def is_held(self) -> bool:
-        """Whether this process may act now."""
         return time.monotonic() < self._until
 
     def held_until(self, monotonic_s: float) -> None:
-        """The lease was granted or refreshed; 0: it is given up or lost."""
+        """0: the lease is given up or lost."""
         self._until = monotonic_s
 
 
 class _Campaign:
-    """The thread that etcd3's calls block."""
+    """Runs in a thread: etcd3 blocks."""
 
     def __init__(self, url: str, key: str, facts: Mapping[str, str | int], ttl_s: float) -> None:
         self.leadership = Leadership()
@@ -45,7 +44,6 @@ class _Campaign:
         self._ttl_s = math.ceil(ttl_s)
 
     def run(self) -> None:
-        """Until `stop`: lead whenever nobody else does."""
         backoff = Backoff()
         while not self.stop.is_set():
             try:
@@ -64,7 +62,7 @@ class _Campaign:
     def _stand(self, client: Any, backoff: Backoff) -> None:
         while not self.stop.is_set():
             taken = client.get(self._key)[0] is not None
-            backoff.reset()  # it answers what needs a quorum
+            backoff.reset()  # it answers requests that need a quorum
             if taken:
                 self.stop.wait(LOOK_S)
                 continue
@@ -88,7 +86,7 @@ class _Campaign:
                 if not self.stop.is_set():
                     log.warning("no longer leading", extra={"key": self._key})
             if self.stop.is_set():
-                lease.revoke()  # the next one leads at once
+                lease.revoke()  # so that the next leader need not wait
 
 
 def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
@@ -98,13 +96,12 @@ def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
 
 @asynccontextmanager
 async def lead(url: str, key: str, facts: Mapping[str, str | int], ttl_s: float) -> AsyncIterator[Leadership]:
-    """Take part in the choice of a leader while inside; yields at once, leading or not.
+    """Take part in the election; yields at once.
 
     Args:
-        url: of etcd.
-        key: that the leader holds.
-        facts: its value, as JSON, for whoever reads etcd.
-        ttl_s: after which a silent leader is none any more.
+        key: held by the leader.
+        facts: its value as JSON, for people.
+        ttl_s: after which a silent leader is replaced.
     """
     campaign = _Campaign(url, key, facts, ttl_s)
     thread = threading.Thread(target=campaign.run, name="etcd-leader")

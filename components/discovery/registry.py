@@ -1,7 +1,7 @@
-"""This process's place in etcd: its own leased record, and the mirror of everyone else's.
+"""This process's leased record in etcd, and a mirror of all records.
 
-etcd3 blocks, so two threads own it: one keeps the lease, one follows the prefix. Both run until the process ends. An etcd
-that cannot be reached is reported and tried again; it is never a reason to exit, and takes nobody out of the mesh.
+etcd3 blocks, so two threads use it until the process ends: one keeps the lease, one follows the prefix. An outage
+of etcd is logged and retried; it ends no process and removes none from the mesh.
 """
 
 import asyncio
@@ -32,47 +32,44 @@ from components.wire.instances import InstanceRecord, dump_record, load_record
 
 log = logging.getLogger(__name__)
 
-PAGE: Final = 256  # records read at once: a megabyte, where one has 4 kB
+PAGE: Final = 256  # records read at once: a megabyte, at 4 kB each
 SPREAD_S: Final = (
-    0.02  # for each instance: over so long those whose leases are gone come back, since each record goes to all
+    0.02  # per instance: lost registrations return spread over this time, since all processes receive each record
 )
 
 MakeRecord = Callable[[str], InstanceRecord]  # epoch → record
 
 
 class Registration:
-    """One process's identity in the mesh: an id and an epoch, which it keeps as long as it lives.
+    """One process's id and epoch, kept for its life.
 
-    Losing contact with etcd is not losing the registration: the others keep an instance that answers over NATS.
+    Without contact to etcd it stays registered: others keep an instance that answers over NATS.
     """
 
     def __init__(self, instance_id: str, epoch: str | None = None) -> None:
         self.instance_id = instance_id
         self.epoch = epoch or token_hex(4)
-        self.leased_until = 0.0  # monotonic: until then the lease stands for certain; written by the lease's thread
+        self.leased_until = 0.0  # monotonic; set by the lease's thread
         self.leaving = False  # the lease was given up on purpose
 
     def is_leased(self) -> bool:
-        """Whether the record stands in etcd for certain."""
+        """Whether etcd has the record for certain."""
         return time.monotonic() < self.leased_until
 
     def check_epoch(self, epoch: str) -> None:
-        """Raises: StaleInstance, for a message meant for another process."""
+        """Raises: StaleInstance, for a message to another process."""
         if epoch != self.epoch:
             raise StaleInstance(f"instance {self.instance_id} has epoch {self.epoch}, not {epoch}")
 
     def renewed(self, until: float) -> None:
-        """The lease stands until this monotonic time."""
         self.leased_until = until
 
 
 class Registry:
-    """The mesh's directory as one process sees it."""
-
     def __init__(self, url: str, namespace: str, ttl_s: float) -> None:
-        endpoints(url)  # a bad address fails here, not in a thread
+        endpoints(url)  # raises for a bad address here, not in a thread
         self.book = InstanceBook()
-        self.connected = False  # whether the mirror follows etcd now; may be read from any thread
+        self.connected = False  # whether the mirror follows etcd; readable from any thread
         self._url = url
         self._prefix = _prefix(namespace)
         self._ttl_s = math.ceil(ttl_s)
@@ -83,7 +80,7 @@ class Registry:
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
-        """Registered with `make_record(epoch)` while inside; leaving revokes the lease, so that nobody routes here any more."""
+        """Registered with `make_record(epoch)`; leaving revokes the lease, so no new requests arrive."""
         registered = asyncio.Event()
         stop = threading.Event()
         record = make_record(registration.epoch)
@@ -103,7 +100,7 @@ class Registry:
     def _stay_registered(
         self, registration: Registration, record: InstanceRecord, registered: asyncio.Event, stop: threading.Event
     ) -> None:
-        """Keep the record in etcd until `stop`. If etcd drops the lease, the same record comes back under a new one."""
+        """Until `stop`. If etcd drops the lease, the same record returns under a new one."""
         backoff = Backoff()
         while not stop.is_set():
             try:
@@ -126,7 +123,7 @@ class Registry:
                 stop.wait(backoff.failed())
 
     def _register(self, registration: Registration, record: InstanceRecord) -> int:
-        """Write the record under a new lease. Returns: the lease's id."""
+        """Returns: the lease's id."""
         with etcd_client(self._url) as client:
             asked = time.monotonic()  # etcd counts from a moment later
             lease_id = int(client.lease(self._ttl_s).id)
@@ -135,7 +132,7 @@ class Registry:
         return lease_id
 
     def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until: float) -> None:
-        """The lease stands until then. Write the record again if it was deleted under a lease that stands."""
+        """The lease is valid until then. Write the record again if it was deleted."""
         registration.renewed(until)
         key = _key(self._prefix, record.role, record.instance_id)
         if self.connected and (self.book.at(key) is None or key in self.book.doubted):
@@ -144,7 +141,7 @@ class Registry:
                 client.put(key, dump_record(record), lease_id)
 
     def _revoke(self, lease_id: int) -> None:
-        """Leave etcd at once. If etcd cannot be reached, the lease expires by itself."""
+        """Without contact to etcd the lease expires."""
         with suppress(BackendUnavailable), etcd_client(self._url) as client:
             client.revoke_lease(lease_id)
 
@@ -166,9 +163,10 @@ class Registry:
                 self._stop.wait(backoff.failed())
 
     def _follow(self, client: Any, backoff: Backoff) -> None:
-        """Read the prefix, take over the difference, watch from the next revision; returns when etcd cancels the watch.
+        """Read the prefix, apply the differences, and watch from the next revision; returns when etcd cancels the
+        watch.
 
-        A watch whose revision was compacted is cancelled and never resumes: reading again is the only cure.
+        A watch whose revision was compacted never resumes, so the prefix must be read again.
         """
         records, revision = self._read(client)
         backoff.reset()
@@ -180,7 +178,7 @@ class Registry:
         ended = threading.Event()
         self._watch_call = etcdrpc.WatchStub(client.channel).Watch(_requests(create, ended), metadata=HAS_LEADER)
         try:
-            if self._stop.is_set():  # close() may have looked for a call to cancel just before there was one
+            if self._stop.is_set():  # close() may have looked just before there was a call to cancel
                 return
             for response in self._watch_call:
                 if response.canceled or response.compact_revision:
@@ -194,7 +192,7 @@ class Registry:
             self._watch_call.cancel()
 
     def _read(self, client: Any) -> tuple[dict[str, InstanceRecord], int]:
-        """All records of one revision, read in pages, and that revision."""
+        """All records and their revision, read in pages."""
         records: dict[str, InstanceRecord] = {}
         start, revision = self._prefix.encode(), 0
         while True:
@@ -208,7 +206,7 @@ class Registry:
                     records[_text(kv.key)] = record
             if not page.more:
                 return records, revision
-            start = page.kvs[-1].key + b"\0"  # the next key there can be
+            start = page.kvs[-1].key + b"\0"  # the next possible key
 
     @property
     def _range_end(self) -> bytes:
@@ -220,7 +218,7 @@ class Registry:
 
     def _changed(self, key: bytes, value: bytes, kind: int) -> None:
         record = None if kind == 1 else _load(key, value)  # 1: mvccpb.Event.DELETE
-        if record is None:  # a record that cannot be read is not there, as after a fresh read
+        if record is None:  # an unreadable record counts as absent, as after a read
             self.book.remove(_text(key))
         else:
             self.book.put(_text(key), record)
@@ -230,7 +228,6 @@ class Registry:
         log.log(level, "etcd cannot be reached, trying again", extra={"reason": exc.message})
 
     def close(self) -> None:
-        """End the mirror's thread."""
         self._stop.set()
         if self._watch_call is not None:
             self._watch_call.cancel()
@@ -238,7 +235,7 @@ class Registry:
 
 @asynccontextmanager
 async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator[Registry]:
-    """The registry, its mirror filled once; while etcd cannot be reached this waits and says so."""
+    """The registry with a filled mirror; waits, and logs it, while etcd is unreachable."""
     registry = Registry(url, namespace, ttl_s)
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()
@@ -252,7 +249,7 @@ async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator
 
 
 def remove_record(url: str, namespace: str, role: str, instance_id: str) -> None:
-    """Take an instance out of etcd whose process is known to have ended: its lease would keep the record for seconds.
+    """Remove the record of an instance whose process has ended: its lease would last for seconds.
 
     Blocks. Raises: BackendUnavailable.
     """
@@ -269,7 +266,7 @@ def _key(prefix: str, role: str, instance_id: str) -> str:
 
 
 def _requests(create: Any, ended: threading.Event) -> Any:
-    """The request side of one watch: it must stay open as long as the watch, or etcd ends it."""
+    """A watch's request stream, which must stay open as long as the watch."""
     yield etcdrpc.WatchRequest(create_request=create)
     ended.wait()
 

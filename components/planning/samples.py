@@ -1,4 +1,4 @@
-"""What a planner sees at one moment: workers' counters and loads, and how late first tokens and gaps were. No I/O."""
+"""What a planner sees at one moment. No I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,17 +11,17 @@ PLANNED: Final[tuple[Planned, ...]] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One worker: counters since its process started, and what it has now."""
+    """Counters since the worker's process started, and its present load."""
 
     instance_id: str
     busy_s: float  # in engine steps
-    steps: int  # that computed anything
-    prompt_tokens: int  # computed
+    steps: int  # with work
+    prompt_tokens: int
     generated_tokens: int
     accepted: int  # requests
     queued_tokens: int  # of prompts, accepted and not computed
     running: int  # requests in the batch
-    waiting: float  # requests that no step has begun with; a mean since the sample before is better than a moment
+    waiting: float  # requests without a step yet; better a mean since the last sample than a moment
     used_pages: int
     total_pages: int
     draining: bool = False
@@ -29,7 +29,7 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Observations by upper bound, as Prometheus has them: each count includes all smaller ones."""
+    """Observations by upper bound as in Prometheus: each count includes all smaller ones."""
 
     bounds: Sequence[float] = ()  # seconds, ascending; the last one is infinite
     counts: Sequence[float] = ()
@@ -37,17 +37,16 @@ class Histogram:
 
     @property
     def count(self) -> float:
-        """Observations."""
         return self.counts[-1] if self.counts else 0.0
 
     @property
     def mean_s(self) -> float:
-        """0 where there are none."""
+        """0 if there are none."""
         return self.total_s / self.count if self.count else 0.0
 
     def since(self, before: "Histogram") -> "Histogram":
-        """What came after `before`. Nothing where they cannot be one process's: other bounds, or counts that went down."""
-        if not before.bounds:  # nothing had been observed yet
+        """Observations after `before`; none if the two cannot be of one process."""
+        if not before.bounds:  # no observations yet
             return self
         if list(before.bounds) != list(self.bounds) or before.count > self.count:
             return Histogram()
@@ -55,7 +54,7 @@ class Histogram:
         return Histogram(self.bounds, counts, max(0.0, self.total_s - before.total_s))
 
     def plus(self, other: "Histogram") -> "Histogram":
-        """Both together; where the bounds differ, as of frontends of two versions, the one that tells of more."""
+        """The sum; if the bounds differ, as for frontends of two versions, the histogram with more observations."""
         if not self.bounds:
             return other
         if not other.bounds:
@@ -66,7 +65,7 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total_s + other.total_s)
 
     def share_within(self, limit_s: float) -> float:
-        """Share of the observations that are at most `limit_s`; within a bucket they are taken as evenly spread."""
+        """Share of the observations up to `limit_s`, interpolated within a bucket."""
         if not self.count:
             return 1.0
         if limit_s < self.bounds[0]:
@@ -81,7 +80,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class FrontendSample:
-    """One frontend: its histograms since it started."""
+    """Its histograms since it started."""
 
     instance_id: str
     ttft: Histogram = field(default_factory=Histogram)
@@ -90,18 +89,17 @@ class FrontendSample:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """All that is known at `at_s`, on a clock that only goes forward."""
+    """All that is known at `at_s`, a monotonic time."""
 
     at_s: float
     wanted: Mapping[Planned, int]  # workers that the connector keeps, started or not; empty: it did not answer
-    workers: Mapping[Planned, Sequence[WorkerSample]]  # those that were heard just now
+    workers: Mapping[Planned, Sequence[WorkerSample]]  # those that reported
     frontends: Sequence[FrontendSample] = ()
-    unknown: Sequence[str] = ()  # registered instances that are silent or cannot be read, by id
+    unknown: Sequence[str] = ()  # ids of registered instances that are silent or cannot be read
 
     def serving(self, role: Planned) -> int:
-        """Workers of a role that take new requests."""
+        """Workers that accept new requests."""
         return sum(not worker.draining for worker in self.workers.get(role, ()))
 
     def draining(self, role: Planned) -> int:
-        """Workers of a role that are on their way out."""
         return len(self.workers.get(role, ())) - self.serving(role)
