@@ -1,7 +1,6 @@
-"""How a message becomes bytes: a msgpack pair [tag, fields], the fields checked by msgspec as they are read.
+"""Messages as bytes: a msgpack pair [tag, fields], checked by msgspec.
 
-Unknown tags are refused; unknown fields are ignored, so that a newer peer may add a field with a default. There is no
-pickle anywhere, and a short message cannot claim a huge allocation.
+Unknown tags are refused. Unknown fields are ignored, so a newer peer may add a field with a default.
 """
 
 from collections.abc import Callable
@@ -13,21 +12,18 @@ from msgspec.msgpack import Decoder, Encoder
 
 from components.errors import MalformedMessage
 
-MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024  # the max_payload that every deployment we ship gives NATS
+MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024  # NATS's max_payload in every deployment that we ship
 MAX_ITEMS: Final = 1 << 20
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what reading anybody's bytes may raise
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised for arbitrary bytes
 
 
 class UnknownMessage(MalformedMessage):
-    """A message of a kind that this process does not know: its sender speaks another protocol."""
+    """An unknown tag: its sender speaks another protocol."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Struct(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What messages are, and what stands in them: a frozen value whose fields are checked when it is read.
-
-    Made here, it is what mypy has checked. Fields that are as they are by default do not travel.
-    """
+    """The base of messages and their parts: frozen, checked when read. Fields with default values are not sent."""
 
 
 S = TypeVar("S", bound=Struct)
@@ -36,12 +32,12 @@ _encoder: Final = Encoder()
 _pair: Final = Decoder(tuple[str, msgspec.Raw])
 _by_tag: dict[str, type[Struct]] = {}
 _tags: dict[type[Struct], str] = {}
-_heads: dict[type[Struct], bytes] = {}  # of each kind of message, the bytes before its fields
+_heads: dict[type[Struct], bytes] = {}  # each message's bytes before its fields
 _decoders: dict[type[Struct], Decoder[Any]] = {}
 
 
 def message(tag: str) -> Callable[[type[S]], type[S]]:
-    """Let a struct travel by itself, under `tag` ("<conversation>.v<version>")."""
+    """Make a struct a message with `tag` ("<conversation>.v<version>")."""
 
     def register(cls: type[S]) -> type[S]:
         if tag in _by_tag:
@@ -56,15 +52,11 @@ def message(tag: str) -> Callable[[type[S]], type[S]]:
 
 
 def pack(value: Struct) -> bytes:
-    """Bytes of a message made by `@message`."""
     return _heads[type(value)] + _encoder.encode(value)
 
 
 def unpack(data: bytes, *expected: type[S]) -> S:
-    """The message in `data`, which must be one of the `expected` classes.
-
-    Raises: MalformedMessage, naming what is wrong, for anything else.
-    """
+    """The message in `data`, one of the `expected` classes. Raises: MalformedMessage."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(f"{len(data)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     try:
@@ -85,7 +77,7 @@ def unpack(data: bytes, *expected: type[S]) -> S:
 
 
 def unpack_plain(data: bytes) -> Any:
-    """The msgpack value in `data`, under our limits. Raises: MalformedMessage."""
+    """The msgpack value in `data`. Raises: MalformedMessage."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(f"{len(data)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     try:

@@ -1,8 +1,8 @@
-"""frontend ↔ decode: one request in, its tokens back in frames.
+"""frontend ↔ decode: a request, and its tokens in frames.
 
-`GenerateRequest` goes to `<decode subject>.generate` and is answered by `GenerateAccepted` or `Refused` at once. Tokens
-then arrive on the subject in `reply_to`: in frames, each with what is new in all streams of one frontend.
-A request with n branches is n streams from then on, each with its own numbers, its own end and its own cancellation.
+`GenerateRequest` goes to `<decode subject>.generate` and is answered at once. Tokens arrive on the subject in
+`reply_to`, in frames with the new tokens of all streams of one frontend. A request with n branches is n streams
+with their own numbers, ends and cancellations.
 """
 
 import sys
@@ -24,25 +24,25 @@ from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
 FIELDS: Final = 9  # of an item
-MAX_STREAM_ID: Final = 2**63 - 1  # as a column of a frame holds it
-PLAIN: Final = (None, None, 0, 0, None, None)  # what one that brings tokens alone has behind them
+MAX_STREAM_ID: Final = 2**63 - 1  # as a frame's column holds it
+PLAIN: Final = (None, None, 0, 0, None, None)  # the fields after a plain item's tokens
 
 
-@message("generate.v4")  # new with each FRAME_VERSION: who sends it reads the frames that answer it
+@message("generate.v4")  # new with each FRAME_VERSION: its sender reads the frames that answer it
 class GenerateRequest(Dated):
-    """frontend → decode. A stream that moves to another instance is sent again with the tokens it already has."""
+    """frontend → decode. A stream that moves is sent again with its tokens so far."""
 
     request_id: str  # ours and random; the client's own id is a label, never a key
-    epoch: str  # of the decode instance addressed
-    model: str  # the name of the model itself, also with an adapter
-    stream_id: int  # unique within the frontend; of n branches the first one's, the others' follow it
+    epoch: str  # of the addressed instance
+    model: str  # of the base model, also with an adapter
+    stream_id: int  # unique within the frontend; the first branch's, followed by the others'
     reply_to: str  # NATS subject of the frontend's frames
-    token_ids: bytes  # int32[T]: the prompt, and after a move the tokens already generated
+    token_ids: bytes  # int32[T]: the prompt, and after a move the generated tokens
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0  # lower goes first
-    adapter: str = ""  # of the instance's record; "": the model as it is
-    session: str = ""  # requests with the same one belong together
+    adapter: str = ""  # as in the instance's record; "": none
+    session: str = ""  # key of session affinity
 
 
 @message("generate-accepted.v1")
@@ -50,12 +50,12 @@ class GenerateAccepted(Struct):
     """decode → frontend: tokens will follow on `reply_to`."""
 
     request_id: str
-    number: int = 0  # heartbeats with `accepted` from here on count this request; 0: they do not say
+    number: int = 0  # heartbeats with at least this `accepted` cover the request; 0: they do not
 
 
 @message("cancel.v1")
 class CancelStreams(Struct):
-    """frontend → decode, on `<decode subject>.cancel`: nobody reads these streams any more."""
+    """frontend → decode, on `<decode subject>.cancel`."""
 
     reply_to: str
     stream_ids: list[int]
@@ -63,7 +63,7 @@ class CancelStreams(Struct):
 
 @message("cancelled.v1")
 class StreamsCancelled(Struct):
-    """decode → frontend: how many of them were still running."""
+    """decode → frontend: number of streams that were running."""
 
     count: int
 
@@ -73,29 +73,29 @@ class ResendFrames(Struct):
     """frontend → decode, on `<decode subject>.resend`: frames to `reply_to` are missing; answered by FramesResent."""
 
     reply_to: str
-    first: int  # number of the first frame that has not arrived
+    first: int  # number of the first missing frame
 
 
 @message("resent.v1")
 class FramesResent(Struct):
     """decode → frontend: the frames were sent again on `reply_to`."""
 
-    oldest: int  # number of the first frame that is still kept: those before it are lost
-    next: int  # frames up to this number, exclusive, have been sent again
-    made: int  # frames so far; more than `next` where not all fitted into one answer
+    oldest: int  # number of the oldest kept frame: earlier ones are lost
+    next: int  # end of the resent frames, exclusive
+    made: int  # frames so far; more than `next` if not all fit into one answer
 
 
 class StreamItem(NamedTuple):
-    """What one frame says of one stream. A tuple, as a frozen dataclass takes four times as long to make."""
+    """A frame's news of one stream."""
 
     stream_id: int
-    seq: int  # of its first number; see `num_numbers`. A gap is a lost frame
+    seq: int  # its first number; see `num_numbers`. A gap is a lost frame
     token_ids: list[int]
     finish: str | None = None  # "stop" or "length", with the last tokens
-    error: Refused | None = None  # the stream is over, and why
-    num_cached_tokens: int = 0  # meaningful in the item with the first token
-    sent_unix_ns: int = 0  # set with the first token only, for the trace
-    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
+    error: Refused | None = None  # the stream ended with this error
+    num_cached_tokens: int = 0  # set with the first token
+    sent_unix_ns: int = 0  # set with the first token, for the trace
+    logprobs: list[TokenLogprobs] | None = None  # one per token, if requested
     prompt_logprobs: Sequence[TokenLogprobs] | None = (
         None  # from the prompt's second token on; with branch 0's first token
     )
@@ -103,22 +103,22 @@ class StreamItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenFrame:
-    """What is new in all streams of one frontend: of a step, or of several quick ones."""
+    """The news of all streams of one frontend, of one or more steps."""
 
     instance_id: str
     epoch: str
     step: int  # the engine's step counter
     items: list[StreamItem]
-    number: int = 0  # of the frames from this instance to this frontend, counted from 0
+    number: int = 0  # of the frames from this instance to this frontend, from 0
 
 
 def num_numbers(token_ids: Sequence[int]) -> int:
-    """How many of its stream's numbers an item takes, which count from 0: one a token, one without any."""
+    """Stream numbers that an item takes, from 0: one per token, one without tokens."""
     return len(token_ids) or 1
 
 
 class OtherFrameVersion(MalformedMessage):
-    """A token frame that this process cannot read, from the instance `instance_id`, which stands there in every version."""
+    """A token frame of an unknown version; `instance_id` has the same place in every version."""
 
     def __init__(self, version: int, instance_id: str) -> None:
         super().__init__(
@@ -128,11 +128,10 @@ class OtherFrameVersion(MalformedMessage):
 
 
 class FrameDraft:
-    """The items of a frame that is being gathered, as they travel.
+    """The items of a frame in progress, in wire form.
 
-    Tokens with nothing beside them, which nearly all are, go into columns, and those of one stream together into one item:
-    making, packing and checking each of them for itself would be most of what a token costs. The others say how many of
-    these items come before them.
+    Plain tokens, nearly all, go into columns, one item per stream: handling them one by one would be most of a
+    token's cost. Other items have the number of plain items before them.
     """
 
     __slots__ = ("_others", "_seqs", "_streams", "_tokens")
@@ -143,24 +142,22 @@ class FrameDraft:
         self._others: list[tuple[int, tuple[Any, ...]]] = []
 
     def __len__(self) -> int:
-        """Items so far."""
         return len(self._seqs) + len(self._others)
 
     def tokens(self, stream_id: int, seq: int, token_ids: Sequence[int]) -> None:
-        """Add tokens with nothing beside them, at least one."""
+        """At least one."""
         self._streams.append(stream_id)
         self._seqs.append(seq)
         self._tokens.append(token_ids)
 
     def add(self, item: StreamItem) -> None:
-        """Add any item."""
         if item.token_ids and item[3:] == PLAIN:
             self.tokens(item.stream_id, item.seq, item.token_ids)
         else:
             self._others.append((len(self._seqs), _other(item)))
 
     def failed(self, error: MeshError) -> "FrameDraft":
-        """A frame in place of this one, that ends each of its streams with `error`."""
+        """A frame instead of this one that ends its streams with `error`."""
         failed, told = FrameDraft(), refusal(error)
         firsts: dict[int, int] = {}
         for stream_id, seq in [*zip(self._streams, self._seqs, strict=True), *(item[:2] for _, item in self._others)]:
@@ -170,7 +167,7 @@ class FrameDraft:
         return failed
 
     def pack(self, instance_id: str, epoch: str, step: int, number: int) -> bytes:
-        """The frame: a plain msgpack array, checked by hand on the other side instead of by a schema."""
+        """A plain msgpack array, checked by hand."""
         lengths, tokens = array("i", map(len, self._tokens)), array("i")
         for token_ids in self._tokens:
             tokens.extend(token_ids)
@@ -191,7 +188,7 @@ def _other(item: StreamItem) -> tuple[Any, ...]:
         item.num_cached_tokens,
         item.sent_unix_ns,
         None if item.logprobs is None else pack_logprobs(item.logprobs),
-        None if prompt is None else (len(prompt), pack_logprobs(prompt)),  # a prompt's say how many there are
+        None if prompt is None else (len(prompt), pack_logprobs(prompt)),  # with the number of prompt tokens
     )
 
 
@@ -203,7 +200,7 @@ def _little_endian(column: "array[int]") -> bytes:
 
 
 def unpack_frame(data: bytes) -> TokenFrame:
-    """The frame in `data`. Raises: OtherFrameVersion, MalformedMessage."""
+    """Raises: OtherFrameVersion, MalformedMessage."""
     value = unpack_plain(data)
     is_frame = isinstance(value, list) and len(value) > 1 and type(value[0]) is int and isinstance(value[1], str)
     if is_frame and value[0] != FRAME_VERSION:
@@ -239,7 +236,7 @@ def _column(kind: Literal["q", "i"], data: Any) -> "array[int]":
 
 
 def _merged(items: list[StreamItem], others: Any) -> list[StreamItem]:
-    """Plain items and the others, which say how many plain ones come before them."""
+    """Plain and other items in order."""
     if not isinstance(others, list):
         raise MalformedMessage("token frame: items must be an array")
     merged: list[StreamItem] = []
