@@ -1,11 +1,11 @@
-"""The engine. Importing it bounds how long OpenMP's threads spin, because libgomp reads the bound when torch loads it."""
+"""The engine. Importing it bounds OpenMP's spinning, which libgomp reads when torch loads it."""
 
 import os
 from typing import Final
 
-# A thread that spins at a barrier takes its core from the thread it waits for, if other processes use the cores. By default
-# libgomp's threads spin for milliseconds, so a decode step beside one busy process took 200 times as long. This bound is about
-# 70 µs. On a quiet machine the threads of a step wait no longer for each other, so steps there are as fast as by default.
+# A spinning thread takes the core of the thread that it waits for, if other processes use the cores. libgomp spins
+# for milliseconds by default, so a step beside one busy process took 200 times as long. About 70 µs are enough on a
+# quiet machine.
 SPINS: Final = "3000"
 
 if "OMP_WAIT_POLICY" not in os.environ:

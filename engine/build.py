@@ -1,4 +1,4 @@
-"""A model's name to an engine that answers: the parts put together."""
+"""Build an engine for a model."""
 
 import logging
 from dataclasses import dataclass
@@ -31,22 +31,20 @@ from engine.thread_limit import ThreadLimit
 
 log = logging.getLogger(__name__)
 
-CPU_PACK_TOKENS: Final = 128  # so many keep a CPU busy
+CPU_PACK_TOKENS: Final = 128  # enough to keep a CPU busy
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Pages, and attention over them."""
-
     storage: torch.Tensor  # [num_pages, kv_heads, layers, 2, page_size, head_dim]
     attention: AttentionBackend
     max_context: int  # tokens of one request
 
 
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
-    """Load `model` and give it a page pool. To be called on the thread that will step the engine.
+    """Load `model` and give it a page pool, on the thread that will step the engine.
 
-    Raises: ModelUnavailable or UnsupportedModel, naming the model; AttentionUnavailable, naming what is missing.
+    Raises: ModelUnavailable, UnsupportedModel, AttentionUnavailable.
     """
     torch.set_num_threads(config.threads or min(torch.get_num_threads(), cores_for_a_while()))
     loaded = load_model(model, config, state_dir, progress)
@@ -55,14 +53,14 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     if loaded.device.type != "cuda":
         forward = choose_forward(model, loaded, config, state_dir, progress)
         return assemble(loaded, config, forward, cores=_shared_cores(config, forward))
-    torch.cuda.set_device(loaded.device)  # kernels of ours are launched on this thread's device
+    torch.cuda.set_device(loaded.device)  # kernels are launched on this thread's device
     keep_compiled(state_dir)
     pool = make_pool(loaded, config)
     return assemble(loaded, config, choose_device_forward(loaded, config, pool.attention, progress), pool)
 
 
 def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
-    """Pages for `loaded`, and attention over them, tried out. Raises: UnsupportedModel, AttentionUnavailable."""
+    """Pages and tried-out attention for `loaded`. Raises: UnsupportedModel, AttentionUnavailable."""
     layout = loaded.layout
     num_pages = count_pages(config, layout)
     storage = allocate_storage(layout, num_pages, loaded.device)
@@ -75,7 +73,7 @@ def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
 
 
 def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
-    """A compiler gets a core: with none it would be at it for as long as there are requests."""
+    """One core is left for a compiler; without one it would not finish while there are requests."""
     if config.shared_cores is None:
         return None
     cores, threads = cores_for_a_while(), torch.get_num_threads()
@@ -88,7 +86,7 @@ def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
 
 
 def _adapt_threads(cores: SharedCores) -> None:
-    """Have a step follow, from layer to layer, what others leave it; it is the C++ attention that looks."""
+    """The C++ attention adapts a step's threads from layer to layer."""
     cells = cores.cells()
     if cells is not None and torch.ops.kvmesh.follow_threads(*(torch.frombuffer(c, dtype=torch.int64) for c in cells)):
         cores.adapt()
@@ -101,7 +99,7 @@ def assemble(
     pool: Pool | None = None,
     cores: SharedCores | None = None,
 ) -> EngineCore:
-    """An engine over `loaded`; eager and with a pool of its own, unless told how else.
+    """An engine over `loaded`; by default eager, with its own pool.
 
     Raises: UnsupportedModel, AttentionUnavailable.
     """
@@ -109,8 +107,8 @@ def assemble(
     storage = pool.storage
     if cores is not None and isinstance(pool.attention, CpuAttention):
         _adapt_threads(cores)
-    # A quota of 1.5 cores stops two threads for a quarter of the time. A prompt gains from the second thread nevertheless.
-    # A decode step has many barriers, at each of which one thread waits for the other that is stopped.
+    # A quota of 1.5 cores stops two threads for a quarter of the time. A prompt gains from the second thread
+    # anyway; a decode step, with many barriers, does not.
     is_fixed = config.threads is not None and cores is None
     threads = cores.cores if cores is not None else torch.get_num_threads()
     limit = ThreadLimit(threads, threads if is_fixed else usable_cores())

@@ -1,24 +1,21 @@
-"""How much of a prompt one step computes beside decodes, so that their streams do not stall for the whole prompt.
+"""Limit a prompt's chunk beside decodes by measured time, so that their streams do not stall.
 
-The budget of a step is a number of tokens. On a processor that other processes use, too, the same tokens may take ten times as
-long. So on a CPU a chunk beside decodes is also limited by the time that it takes, as measured. Source: chunked prefill,
-Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
+The token budget is not enough on a CPU that other processes use. Source: chunked prefill, Agrawal et al. 2023,
+"SARATHI", arXiv:2308.16369.
 """
 
 from typing import Final
 
-BESIDE_S: Final = 0.1  # that a chunk may delay the decodes of its step
-FEWEST: Final = 32  # tokens of a chunk, for each step costs something of its own
+BESIDE_S: Final = 0.1  # delay of a step's decodes
+FEWEST: Final = 32  # tokens of a chunk: each step has a fixed cost
 UNKNOWN: Final = 64  # tokens of a chunk before the speed is known
 SMOOTHING: Final = 0.3  # weight of the latest step
 
 
 class ChunkLimit:
-    """Learns from each step how fast prompts are computed."""
-
     def __init__(self) -> None:
         self._decode_s = 0.0  # of a step without prompts
-        self._tokens_per_s = 0.0  # of prompts; 0: none has been computed yet
+        self._tokens_per_s = 0.0  # of prompts; 0: unknown
 
     @property
     def tokens(self) -> int:
@@ -26,7 +23,6 @@ class ChunkLimit:
         return max(FEWEST, int(BESIDE_S * self._tokens_per_s)) if self._tokens_per_s else UNKNOWN
 
     def stepped(self, prompt_tokens: int, decode_tokens: int, step_s: float) -> None:
-        """One step has ended."""
         if prompt_tokens >= FEWEST:
             prompt_s = max(step_s - (self._decode_s if decode_tokens else 0.0), step_s / 2, 1e-6)
             self._tokens_per_s = _smoothed(self._tokens_per_s, prompt_tokens / prompt_s)

@@ -1,4 +1,4 @@
-"""The engine's settings: plain fields, so that a service nests them as `MESH_DECODE_ENGINE__PAGE_SIZE`."""
+"""The engine's settings, nested in a service's as `MESH_DECODE_ENGINE__PAGE_SIZE`."""
 
 from dataclasses import field
 from pathlib import Path
@@ -15,7 +15,7 @@ AttentionKind = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class EngineConfig:
-    """How one engine is set up; read once, never written back. Raises: ValueError, naming the field."""
+    """Raises: ValueError, naming the field."""
 
     page_size: Annotated[int, Field(description="tokens in a KV page: 16, 32, 64 or 128")] = 16
     num_pages: Annotated[int | None, Field(description="KV pages; default: as many as kv-memory-gb holds")] = None

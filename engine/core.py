@@ -1,16 +1,15 @@
-"""The engine without the device: requests in, `StepOutput` out. What computes a step is handed to it as a `Runner`.
+"""The engine without the device: requests in, `StepOutput` out. A `Runner` computes the steps.
 
-While the device runs one step the next one is planned and launched behind it, and only then is the first one waited
-for. So a step is planned before the tokens of the one before are known, as if every request went on:
+While the device runs one step, the next is planned and launched. So a step is planned before the tokens of the one
+before are known:
 
-- A decode's last token may still be being drawn; the runner takes it from where it was drawn, on the device.
-- Logits do not depend on what is unknown, and tokens are drawn after the step before has landed. So penalties, masks
-  and whatever else looks at the text need no exception.
-- A request sits a step out when the token in flight is its last for certain, or its branches begin with it.
-- One that ends otherwise meanwhile, or is cancelled, is computed once more for nothing. The draw is dropped, and the
-  request keeps its pages until that step has landed: what the device may still write into is given to nobody.
-- Pages are published, and computed prompts told, when the step that wrote them has landed.
-- Nobody is retracted while a step is in flight: when pages run out, that one lands first.
+- A decode takes its last token on the device if it is still being drawn.
+- Tokens are drawn after the step before has landed, so penalties and masks see the whole text.
+- A request skips a step if the token in flight is known to be its last, or is where its branches fork.
+- A request that ends or is cancelled meanwhile is computed once more. The draw is dropped, and its pages stay until
+  that step has landed, because the device may still write into them.
+- Pages are published, and prompts reported computed, when their step has landed.
+- No request is preempted while a step is in flight: when pages run out, that step lands first.
 """
 
 import logging
@@ -49,11 +48,11 @@ from engine.scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
 
-PACK_TOKENS: Final = 1536  # so many should keep a device busy: more prompts in one step only make the first ones late
+PACK_TOKENS: Final = 1536  # enough to keep a device busy: more prompts in a step only delay the first ones
 
 
 class EngineCore:
-    """The `Engine` of `engine.ports`: every request from submit to its end, and its pages beyond it."""
+    """Implements `engine.ports.Engine`."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class EngineCore:
         pooling: Pooling | None = None,
         pack_tokens: int = PACK_TOKENS,
     ) -> None:
-        """`pooling`: of a model that makes embeddings; `pack_tokens`: where the configuration has none."""
+        """`pooling`: of an embedding model; `pack_tokens`: default of the configuration."""
         self._runner = runner
         self._region = region
         self._adapters = adapters
@@ -83,63 +82,55 @@ class EngineCore:
         )
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
-        self._flight: Flight | None = None  # the step that was launched and has not landed
-        self._behind: Flight | None = None  # the one launched behind it, whose tokens are not drawn yet
+        self._flight: Flight | None = None  # launched, not landed
+        self._behind: Flight | None = None  # launched after it, tokens not drawn yet
         self._failed_steps = FailedSteps()
         self._chunk_limit = ChunkLimit() if runner.takes_cpu else None
         self._arrivals = count()
         self._step = 0
-        self._prompt_tokens = 0  # computed in the steps that landed in this one
+        self._prompt_tokens = 0  # in the steps that landed in this one
 
     @property
     def kv_region(self) -> KvRegion:
-        """Where the pages are."""
         return self._region
 
     @property
     def max_context(self) -> int:
-        """Prompt plus generated tokens that one request may have."""
         return self._limits.max_context
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
         return self._limits.vocab_size
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
         return self._limits.eos_token_ids
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """LoRA adapters that requests may name, and what identifies the weights of each."""
+        """Identities by name."""
         return self._adapters
 
     @property
     def embedding(self) -> EmbeddingModel | None:
-        """What vectors it makes; None: it generates."""
         return None if self._pooling is None else self._pooling.about
 
     def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
-        """See `Engine.prompt_blocks`."""
         return PromptBlocks(token_ids, self._root_hash(cache_salt, adapter))
 
     def peek_prefix(self, blocks: PromptBlocks) -> int:
-        """See `Engine.peek_prefix`."""
         page_size = self._region.layout.page_size
         usable = islice(blocks(page_size), usable_pages(blocks.num_tokens, page_size))
         return len(self._memory.prefix.match(usable)) * page_size
 
     def cached_blocks(self) -> list[bytes]:
-        """See `Engine.cached_blocks`."""
         return self._memory.prefix.blocks()
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises: PromptTooLong, UnknownModel, Rejected.
 
-        A prompt must leave room for one token, if any is to be generated; an answer that outgrows `max_context` ends
-        there, for length.
+        A prompt must leave room for one token if any is to be generated. An answer that reaches `max_context` ends
+        with "length".
         """
         tokens = list(request.token_ids)
         self._limits.check(request, tokens, self._requests)
@@ -163,24 +154,23 @@ class EngineCore:
         self._requests.add(queued)
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
-        """A reserved request's KV has landed: its pages are its own now. Returns its first token.
+        """A reserved request's KV has landed. Returns its first token.
 
-        Nothing, when the request is no longer reserved: it was cancelled, and its pages still wait for `release`. Nor
-        when branch 0 alone was.
+        None if the request is no longer reserved: it was cancelled, and its pages wait for `release`, or branch 0
+        alone was.
 
-        Raises: Rejected, when there is no such token, or the request's mask refuses it; the request is reserved still.
+        Raises: Rejected, if there is no such token or the mask forbids it; the request stays reserved.
         """
         return self._outcomes.deliver(request_id, first_token, logprobs)
 
     def recompute(self, request_id: str) -> None:
-        """A DECODE request's KV will not come: queue it as FULL, in its old place; pages that it has stay exposed."""
+        """A DECODE request's KV will not come: queue it as FULL, at its old place. Its pages stay exposed."""
         self._requests.recompute(request_id)
 
     def cancel(self, request_id: str, branch: int | None = None) -> None:
-        """Stop working on a request, or on one of its branches; exposed pages wait for `release`.
+        """Stop a request or one of its branches; exposed pages wait for `release`.
 
-        The prompt is computed as long as there is a branch that wants it: one that is cancelled before never begins.
-        Unknown ids and branches are ignored: they may be over.
+        The prompt is computed while any branch needs it. Unknown ids and branches are ignored: they may be over.
         """
         if branch is None:
             self._requests.cancel(request_id)
@@ -188,46 +178,46 @@ class EngineCore:
             self._requests.cancel_branch(request_id, branch)
 
     def release(self, request_id: str) -> None:
-        """No transfer touches the exposed pages of this request any more: give them back. Unknown ids are ignored."""
+        """No transfer touches this request's exposed pages any more. Unknown ids are ignored."""
         self._requests.release(request_id)
 
     def wait_s(self) -> float:
-        """After how long to ask again whether the cores for the next step are there; 0: they are, or it needs none."""
+        """Seconds until it should ask again for the next step's cores; 0: they are there, or not needed."""
         if not self._runner.takes_cpu or not self._scheduler.computes():
             return 0
         return self._runner.wait_s(self._scheduler.has_prompts)
 
     def rest(self) -> None:
-        """There is nothing to do for now."""
         self._runner.rest()
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
-        """Record what is computed from here on. Raises: Rejected, without anything to record."""
+        """Raises: Rejected, if there is nothing to record."""
         self._runner.start_profile(facts)
 
     def stop_profile(self) -> Recording:
-        """End the profile that was started."""
         return self._runner.stop_profile()
 
     def has_work(self) -> bool:
-        """Whether a step would do anything; telling of blocks that came or went between steps is something."""
+        """Whether a step would do anything, such as reporting cache events."""
         return self._scheduler.has_work() or self._flight is not None or bool(self._memory.prefix.events)
 
     def computes(self) -> bool:
-        """Whether a step would have the device compute, or wait for it."""
+        """Whether a step would use or wait for the device."""
         return self._flight is not None or self._scheduler.computes()
 
     def step(self) -> StepOutput:
-        """Plan and launch one step, then tell what the one before gave; of this one too, unless steps are pipelined.
+        """Plan and launch one step, then report the one before; without pipelining, report the new one.
 
-        Without work it computes nothing and reports the pool.
+        Without work it only reports the pool.
         """
         (output,) = self._stepping(pauses=False)
         assert isinstance(output, StepOutput)
         return output
 
     def stepping(self) -> Iterator[Pause | StepOutput]:
-        """The same with a pause wherever the device is waited for; who submits then gets pages at once, if it needs no more."""
+        """As `step`, with a pause wherever the device is waited for. Requests submitted in a pause get free pages
+        at once.
+        """
         return self._stepping(pauses=True)
 
     def _stepping(self, *, pauses: bool) -> Iterator[Pause | StepOutput]:
@@ -243,7 +233,7 @@ class EngineCore:
         self._prompt_tokens = 0
         output = StepOutput()
         if self._scheduler.must_retract():
-            if pauses:  # without giving pages away: there are too few
+            if pauses:  # not under a shortage of pages
                 yield from self._pauses(output, reserve=False)
             self._land(output)
         plan = self._scheduler.schedule(self._chunk_limit.tokens if self._chunk_limit is not None else None)
@@ -266,7 +256,7 @@ class EngineCore:
         return output
 
     def _launch(self, chunks: list[Chunk], output: StepOutput) -> Flight | None:
-        """Have `chunks` computed, behind the step in flight; None, when there is nothing in it or it failed."""
+        """Launch `chunks`; None if there are none or the launch failed."""
         if not chunks:
             return None
         try:
@@ -279,7 +269,7 @@ class EngineCore:
         return flight
 
     def _sample(self, flight: Flight | None, output: StepOutput) -> Flight | None:
-        """Have its tokens drawn, now that those before them are known; None, when there is no step or it failed."""
+        """Draw the tokens, now that those before are known; None if there is no step or it failed."""
         if flight is None:
             return None
         try:
@@ -290,7 +280,7 @@ class EngineCore:
         return flight
 
     def _pauses(self, output: StepOutput, *, reserve: bool = True) -> Iterator[Pause]:
-        """Until the step in flight, if there is one, can land."""
+        """Until the step in flight can land."""
         while self._flight is not None and (wait_s := self._flight.launched.wait_s()):
             told, output.reserved = output.reserved, []
             yield Pause(told, wait_s)
@@ -302,7 +292,7 @@ class EngineCore:
         return [Reserved(r.id, list(r.pages), r.num_computed // page_size) for r in requests]
 
     def _land(self, output: StepOutput) -> None:
-        """Wait for the step in flight, if there is one, and tell what it gave."""
+        """Wait for the step in flight and report it."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -316,15 +306,15 @@ class EngineCore:
             request, start = chunk.request, chunk.start
             if start < request.prompt_len:
                 self._prompt_tokens += min(chunk.end, request.prompt_len) - start
-            if request.in_flight is chunk:  # else it is in the next step already
+            if request.in_flight is chunk:  # otherwise it is in the next step already
                 self._requests.landed(chunk)
             if not chunk.dropped:
                 self._outcomes.commit(chunk, token_id, output)
 
     def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
-        """A step that fails takes its own requests with it, those that were not over already."""
+        """A failed step ends its own requests, except those that were over."""
         log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
-        self._land(output)  # what failed may have been the launch of the step after it
+        self._land(output)  # the launch of the next step may have failed
         self._failed_steps.failed((chunk.request for chunk in chunks), error.message)
         for chunk in chunks:
             self._requests.landed(chunk)
@@ -334,7 +324,7 @@ class EngineCore:
             output.failed.append(Failed(request_id, InvariantBroken(error.message, request_id=request_id)))
 
     def _root_hash(self, cache_salt: str, adapter: str) -> bytes:
-        """By what an adapter is, not by its name: that may mean other weights elsewhere."""
+        """By the adapter's identity: its name may mean other weights elsewhere."""
         if adapter and adapter not in self._adapters:
             there = ", ".join(sorted(self._adapters)) or "none"
             raise UnknownModel(f"there is no LoRA adapter {adapter!r}; loaded here: {there}", param="model")

@@ -1,7 +1,6 @@
-"""Values on their way between host and device, neither of which waits for the other.
+"""Copies between host and device without waiting.
 
-A copy from ordinary host memory makes the host wait until the device has done everything that was enqueued before.
-Nothing between the launch of one step and that of the next may do that, or the device would idle meanwhile.
+A copy from pageable memory waits for all enqueued work of the device, which would be idle between two steps then.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-LOOK_S: Final = 3e-4  # the next step is enqueued already: a device that is done has work meanwhile
+LOOK_S: Final = 3e-4  # the next step is enqueued already
 
 
 def to_device(
@@ -19,22 +18,22 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A tensor of `values` on `device`, in the order of its work; on a CPU it may share their memory.
+    """A tensor of `values` on `device`, in stream order; on a CPU it may share their memory.
 
-    torch keeps the pinned memory that it comes from until the device has read it.
+    torch keeps the pinned memory until the device has read it.
     """
-    # by way of numpy, which reads a list in half the time
+    # numpy reads a list in half the time
     host = torch.as_tensor(values if isinstance(values, torch.Tensor) else np.asarray(values), dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy of `values` that may be read once an `Arrival` made after it has been waited for; on a CPU, `values`."""
+    """A copy of `values`, readable after a later `Arrival` was waited for; on a CPU, `values`."""
     return values.to("cpu", non_blocking=True)
 
 
 class Arrival:
-    """The moment when the device has done what was enqueued so far."""
+    """The moment when the device has done what is enqueued so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -43,10 +42,10 @@ class Arrival:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait_s(self) -> float:
-        """After how long to ask again whether `wait` would come back at once; 0: it would."""
+        """Seconds until `wait` is likely to return at once; 0: now."""
         return 0.0 if self._event is None or self._event.query() else LOOK_S  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Come back when it has; what is enqueued later is not waited for."""
+        """Later work is not waited for."""
         if self._event is not None:
             self._event.synchronize()

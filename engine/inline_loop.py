@@ -1,6 +1,6 @@
-"""An engine whose steps are planned between two turns of the event loop, because a device computes them by itself.
+"""An engine stepped between two turns of the event loop, because a device computes the steps.
 
-A thread of its own would have to wait for Python's lock, and the event loop for that thread, at every step.
+A thread and the event loop would wait for each other's Python lock at every step.
 """
 
 import asyncio
@@ -16,23 +16,22 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHORTEST_S: Final = 1e-3  # of uvloop's timers; what is shorter it takes for none, and would turn round and round
+SHORTEST_S: Final = 1e-3  # uvloop treats shorter timers as none and would spin
 
 
 class InlineLoop(EngineLoop):
-    """See `EngineLoop`. Calls run where they are made, also while the device computes.
+    """Calls run at once, also while the device computes.
 
-    A step is begun in one turn of the event loop and ended in a later one, when the device is done with what came before.
+    A step begins in one turn of the event loop and ends in a later one.
     """
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         super().__init__(build)
         self._step: Iterator[Pause | StepOutput] | None = None  # the one that waits for the device
-        self._next: asyncio.Handle | None = None  # the turn to come
-        self._is_soon = False  # and that it comes in the next turn of the event loop
+        self._next: asyncio.Handle | None = None  # the scheduled turn
+        self._is_soon = False  # whether it is the event loop's next turn
 
     def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """See `EngineLoop.post`: it runs at once, always."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self._ended.done():
             future.set_exception(dead(self._ended.result()))
@@ -42,11 +41,10 @@ class InlineLoop(EngineLoop):
         return future
 
     def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """See `EngineLoop.call`."""
         return self.post(call)
 
     async def start(self) -> None:
-        """Build the engine on a thread that ends with that, and have it tell the size of its pool."""
+        """Build the engine on a thread, which ends then."""
         built: asyncio.Future[Engine] = self._loop.create_future()
 
         def build() -> None:
@@ -56,7 +54,7 @@ class InlineLoop(EngineLoop):
                 done = Done(built, error=exc)
             tell(self._loop, done.settle)
 
-        # daemon: a process that is told to exit while a model loads does not wait for it
+        # daemon: an exit during a model's load does not wait for it
         thread = threading.Thread(target=build, name="engine", daemon=True)
         thread.start()
         self._engine = await built
@@ -64,18 +62,17 @@ class InlineLoop(EngineLoop):
         self._receive(self._engine.step())
 
     async def stop(self) -> None:
-        """See `EngineLoop.stop`."""
         self._stopping = True
-        if self._step is None or self._next is None:  # none is under way, or none that will ever go on
+        if self._step is None or self._next is None:  # no step is in progress, or it will never continue
             self._end(None)
         await asyncio.shield(self._ended)
 
     def _turn(self) -> None:
-        """Go on with a step, or begin one."""
+        """Continue or begin a step."""
         self._next = None
         try:
             said = self._went_on()
-        except Exception as exc:  # the process's edge: whatever it was, the service learns of it
+        except Exception as exc:  # the process's edge: the service gets any error
             log.exception("engine died")
             self._end(exc)
             return
@@ -85,7 +82,7 @@ class InlineLoop(EngineLoop):
             self._receive_early(said.reserved)
 
     def _went_on(self) -> Pause | StepOutput | None:
-        """What the step has to say by now, and when the next turn is. None: it is not begun, others have the cores."""
+        """Whether the step progressed, and when the next turn is due. None: other workers have the cores."""
         if self._step is None:
             if wait_s := self.engine.wait_s():
                 self._later(wait_s)

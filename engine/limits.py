@@ -1,4 +1,4 @@
-"""Which requests an engine takes at all."""
+"""Limits of the requests that an engine accepts."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,13 @@ from engine.sampling.check import check_sampling, check_token_ids
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one engine can serve."""
-
     max_context: int  # prompt plus generated tokens
     vocab_size: int
     eos_token_ids: frozenset[int]
-    embeds: bool = False  # the model makes embeddings, and nothing else
+    embeds: bool = False  # an embedding model
 
     def check(self, request: EngineRequest, tokens: Sequence[int], taken: Container[str]) -> None:
-        """Raises: PromptTooLong; Rejected, naming the parameter, also when its id is `taken`."""
+        """Raises: PromptTooLong; Rejected, naming the parameter, also if the id is `taken`."""
         if request.request_id in taken:
             raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
         if not tokens:

@@ -1,4 +1,4 @@
-"""What an engine logs of its steps: one line a second while it is busy, with SGLang's names, and slow steps."""
+"""The engine's log: one line a second under load, with SGLang's names, and slow steps."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ EVERY_S: Final = 1.0
 
 
 class BatchLog:
-    """Adds up steps; give `stepped` to `EngineLoop.on_output`. An engine that idles says nothing."""
+    """Sums up steps; pass `stepped` to `EngineLoop.on_output`."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class BatchLog:
         *,
         more: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`more`: what the service adds to a line. Figures that are 0 are left out."""
+        """`more`: the service's figures. Zeros are left out."""
         self._more = more
         self._page_size = page_size
         self._clock = clock
@@ -34,10 +34,9 @@ class BatchLog:
         self._decode_tokens = 0
 
     def stepped(self, output: StepOutput) -> None:
-        """One step is over."""
         now, stats = self._clock(), output.stats
         self._slow.stepped(stats)
-        if now - self._last > EVERY_S:  # it has idled: what it did before says nothing about now
+        if now - self._last > EVERY_S:  # after an idle time old figures do not count
             self._begin(now - stats.step_s)
         self._last = now
         self._prompt_tokens += stats.prompt_tokens

@@ -1,4 +1,4 @@
-"""An engine beside asyncio: calls go in, and what its steps give comes back as callbacks, all on the event loop's thread."""
+"""The engine beside asyncio: calls go in, step outputs come back as callbacks on the event loop's thread."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -13,18 +13,17 @@ from engine.ports import Engine, Reserved, StepOutput, StepStats
 
 T = TypeVar("T")
 
-BLOCKED_TICK_S: Final = 0.25  # how often a step is counted while requests wait for pages that others hold
+BLOCKED_TICK_S: Final = 0.25  # interval of steps while requests wait for pages
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function for the engine, and the future that gets what it returns or raises."""
+    """A function for the engine, and its future."""
 
     run: Callable[[Engine], Any]
     future: asyncio.Future[Any]
 
     def made(self, engine: Engine) -> "Done":
-        """Run it."""
         try:
             return Done(self.future, result=self.run(engine))
         except Exception as exc:  # noqa: BLE001 - the request's edge: its caller gets it through the future
@@ -33,14 +32,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A call that ran."""
-
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
 
     def settle(self) -> None:
-        """Tell its caller, on the event loop's thread, unless that was cancelled."""
+        """Complete its future, on the event loop's thread, unless it was cancelled."""
         if self.future.done():
             return
         if self.error is not None:
@@ -50,7 +47,7 @@ class Done:
 
 
 class EngineLoop(ABC):
-    """One engine, stepped as long as it has work. Everything public here belongs to the event loop's thread."""
+    """One engine, stepped while it has work. Public methods belong to the event loop's thread."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.stats = StepStats()  # of the latest step
@@ -69,44 +66,44 @@ class EngineLoop(ABC):
 
     @abstractmethod
     def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Run `call(engine)` while the engine waits or between two steps; what it raises, the future raises.
+        """Run `call(engine)` while the engine waits or between two steps; the future gets what it raises.
 
-        Who awaits the future itself resumes before callbacks get the output of a step that came after the call: the
-        first token that `deliver` returns is not overtaken by the second.
+        Whoever awaits the future resumes before callbacks get a later step's output: the first token from `deliver`
+        is not overtaken by the second.
         """
 
     @abstractmethod
     def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """The same for a `call` that touches no device: it runs at once if the engine rests, and its future is done then.
+        """As `post`, for a `call` that touches no device: it runs at once if the engine rests, and its future is
+        done then.
 
-        Whatever was posted before it has run, and whoever waited for that, or for outputs, has been told. Who awaits the
-        future at once resumes before callbacks get the output of the step that follows; a done-callback comes after them.
+        Earlier calls have run and been reported by then. Whoever awaits the future at once resumes before callbacks
+        get the next step's output; done-callbacks run after them.
         """
 
     @abstractmethod
     async def start(self) -> None:
-        """Build the engine, on a thread, and begin. Raises: what building raises."""
+        """Build the engine on a thread and begin. Raises: what building raises."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Let the current step end, then nothing runs any more and calls are refused."""
+        """Let the current step end. Later calls are refused."""
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
-        """Have `callback` called with the output of every step from now on, in order, also where it is empty."""
+        """Call `callback` with every step's output, in order, also empty ones."""
         self._callbacks.append(callback)
 
     async def failed(self) -> BaseException:
-        """Wait until the engine dies of an error, and return it. A dead engine must not look alive."""
+        """Wait until the engine dies of an error, and return it: a dead engine must not look alive."""
         error = await asyncio.shield(self._ended)
         return error or dead(None)
 
     def _receive(self, output: StepOutput) -> None:
-        """One step's output."""
         self.stats = output.stats
         self._hear(output)
 
     def _receive_early(self, reserved: Sequence[Reserved]) -> None:
-        """Requests that got pages while a step was under way; none of its tokens is counted twice."""
+        """Requests that got pages during a step; its tokens are not counted twice."""
         stats = msgspec.structs.replace(self.stats, prompt_tokens=0, decode_tokens=0, step_s=0.0)
         self._hear(StepOutput(reserved=list(reserved), stats=stats))
 
@@ -116,17 +113,16 @@ class EngineLoop(ABC):
 
 
 def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
-    """Call on the event loop's thread; a loop that was closed while the model loaded has nobody to tell."""
+    """Call on the event loop's thread; a closed loop is ignored."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback, *args)
 
 
 def resolve(future: asyncio.Future[Any], value: object) -> None:
-    """Set a result, unless somebody has given up waiting for it."""
+    """Unless the future is done or cancelled."""
     if not future.done():
         future.set_result(value)
 
 
 def dead(error: BaseException | None) -> InvariantBroken:
-    """What a call to an engine that is over raises."""
     return InvariantBroken(f"the engine is not running: {error or 'it was stopped'}")

@@ -1,4 +1,4 @@
-"""Main memory that a process may still take: of the machine, or of its container if that has less."""
+"""Available main memory, of the machine or its container."""
 
 from pathlib import Path
 from typing import Final
@@ -10,13 +10,13 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """What the kernel can give without swapping; None where it does not say."""
+    """Without swapping; None if unknown."""
     amounts = [amount for amount in (_of_machine(proc), *_of_container(cgroups)) if amount is not None]
     return min(amounts, default=None)
 
 
 def check_fits(num_bytes: int, what: str) -> None:
-    """Raises: WrongSettings, when `num_bytes` of main memory are not available. `what` names them and the setting."""
+    """Raises: WrongSettings, if `num_bytes` are not available. `what` names their use and the setting."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise WrongSettings(
@@ -32,7 +32,7 @@ def _of_machine(proc: Path) -> int | None:
 
 
 def _of_container(cgroups: Path) -> list[int]:
-    """What is left of a limit, of version 2 or 1. Files that were read count as used, and are given up when needed."""
+    """The rest of a cgroup's limit, version 1 or 2. Cached files count as available."""
     found = []
     for limit, used, statistics, cache in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

@@ -1,4 +1,4 @@
-"""What a computed chunk, or a first token that another engine drew, means for its request."""
+"""Apply the results of steps and transfers to requests."""
 
 import logging
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from engine.scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
 
-FULL: Final = Phase.FULL  # an enum is slow to ask, and each token does
+FULL: Final = Phase.FULL  # attributes of an enum are slow, and each token needs them
 
 
 class Outcomes:
-    """Adds tokens to requests, begins their branches, ends them, and tells of it."""
+    """Adds tokens to requests, starts their branches and ends them."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Outcomes:
         limits: Limits,
         copy_page: Callable[[int, int], None],
     ) -> None:
-        """`copy_page(source, target)` has a page of KV copied before the next step."""
+        """`copy_page(source, target)` copies a page of KV before the next step."""
         self._requests = requests
         self._scheduler = scheduler
         self._memory = memory
@@ -39,7 +39,7 @@ class Outcomes:
         self._copy_page = copy_page
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None) -> list[TokenOutput]:
-        """The KV of a reserved request has landed, and another engine drew its first token. See `EngineCore.deliver`."""
+        """See `EngineCore.deliver`."""
         request = self._requests.reserved(request_id)
         if request is None:
             return []
@@ -60,7 +60,6 @@ class Outcomes:
         return [TokenOutput(request_id, [first_token], finish, cached, 0, None if logprobs is None else [logprobs])]
 
     def commit(self, chunk: Chunk, token_id: int | None, output: StepOutput) -> None:
-        """A chunk was computed: account for it, and tell."""
         request = chunk.request
         if token_id == NO_TOKEN:
             self._break(request, output)
@@ -87,7 +86,6 @@ class Outcomes:
             self._requests.finish(request)
 
     def _continue(self, request: Request, token_id: int, output: StepOutput) -> None:
-        """The answer's next token."""
         row = request.row
         prompt_logprobs = None
         if len(request.tokens) == request.prompt_len:
@@ -108,12 +106,12 @@ class Outcomes:
             self._requests.finish(request)
 
     def _fork(self, request: Request) -> None:
-        """Begin the other branches of a request, whose prompt's KV stands."""
+        """Start the other branches of a request whose prompt is computed."""
         for source, target in self._requests.fork(request):
             self._copy_page(source, target)
 
     def _append(self, request: Request, token_id: int) -> FinishReason | None:
-        """Add a generated token; why the request ends with it, if it does."""
+        """Returns the finish reason, if the token ends the request."""
         tokens, sampling = request.tokens, request.sampling
         tokens.append(token_id)
         if request.mask is not None:
@@ -127,7 +125,7 @@ class Outcomes:
         return FinishReason.LENGTH if len(tokens) >= request.limit else None
 
     def _break(self, request: Request, output: StepOutput) -> None:
-        """End a request, with all its branches, for which the model computed NaN or infinity."""
+        """The model computed NaN or infinity: end the request with all branches."""
         log.error("logits are not finite", extra={"request": request.id, "tokens": len(request.tokens)})
         for branch in self._requests.branches(request.id):
             self._memory.forget(branch)
@@ -136,7 +134,7 @@ class Outcomes:
         output.failed.append(Failed(request.id, NonFiniteLogits(message, request_id=request.id)))
 
     def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
-        """End a request, with all its branches, whose mask could not be drawn by: its text is not what was asked for."""
+        """The mask failed: end the request with all branches."""
         if (fault := mask.fault) is None:
             return False
         log.warning("off its grammar", extra={"request": request.id, "reason": fault})
@@ -147,7 +145,7 @@ class Outcomes:
 
 
 def _check_allowed(request: Request, first_token: int) -> None:
-    """Raises: Rejected, when it is none that the mask takes: whoever drew it went by another one, if by any."""
+    """Raises: Rejected, if the mask forbids the token."""
     if request.mask is None or request.branch in request.unwanted:
         return
     tried = request.mask.fork()

@@ -1,4 +1,4 @@
-"""A step of a model that makes embeddings: hidden states of texts, pooled chunk by chunk."""
+"""A step of an embedding model: hidden states, pooled chunk by chunk."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,14 +14,14 @@ from engine.scheduler.scheduler import Chunk
 
 
 class Guard(Protocol):
-    """The runner that launched it is one."""
+    """The runner that launched it."""
 
     def failing(self, num_requests: int) -> AbstractContextManager[None]:
-        """Turn what a batch may raise into StepFailed."""
+        """Turn a batch's errors into StepFailed."""
 
 
 class PooledStep:
-    """See `engine.inflight.Launched`: nothing is drawn, and nothing here waits for the device but `result`."""
+    """Implements `engine.inflight.Launched`; only `result` waits for the device."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class PooledStep:
         self._wanted = wanted
         self._hidden: torch.Tensor | None = hidden
         self._pooling = pooling
-        self._vectors: list[tuple[Request, torch.Tensor]] = []  # of texts that end here, on their way to the host
+        self._vectors: list[tuple[Request, torch.Tensor]] = []  # complete vectors on their way to the host
 
     @torch.inference_mode()
     def sample(self) -> None:
-        """Enqueue the pooling. Raises: StepFailed."""
+        """Raises: StepFailed."""
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "a step is sampled once"
         with self._guard.failing(len(self._chunks)):
@@ -57,11 +57,10 @@ class PooledStep:
             self._arrival = Arrival(hidden.device)
 
     def wait_s(self) -> float:
-        """After how long to ask again whether the device is done."""
         return self._arrival.wait_s()
 
     def result(self) -> list[int | None]:
-        """Wait for the vectors, which are left in their requests. Raises: StepFailed."""
+        """Wait for the vectors and store them in their requests. Raises: StepFailed."""
         self._arrival.wait()
         broken: set[Request] = set()
         with self._guard.failing(len(self._chunks)):
@@ -79,7 +78,7 @@ class PooledStep:
         request = chunk.request
         match self._pooling.mode:
             case "mean":
-                # a sum of fp32 in the order of the tokens; where chunks begin changes its last bits alone
+                # fp32 in the order of tokens; chunks change only the last bits
                 request.hidden = rows.sum(0) if request.hidden is None else request.hidden + rows.sum(0)
             case "cls" if chunk.start == 0:
                 request.hidden = rows[0].clone()
