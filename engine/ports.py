@@ -1,8 +1,8 @@
-"""What goes into the engine and what comes out: plain values, no socket, no task. The mock engine speaks the same.
+"""The engine's inputs and outputs: plain values, no socket, no task.
 
 A request is submitted for one of four phases. Its pages are *exposed* while another process may read or write them
-(PREFILL from the first chunk, DECODE from the reservation until `deliver`): exposed pages outlive the request, whatever
-becomes of it, until `release` says that no transfer touches them any more.
+(PREFILL from the first chunk, DECODE from the reservation until `deliver`). Exposed pages outlive the request until
+`release` says that no transfer touches them any more.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +25,14 @@ if TYPE_CHECKING:  # the mock engine starts without numpy
 
 
 class Phase(StrEnum):
-    """Which part of a request an engine is asked to do."""
-
     FULL = auto()  # prompt and generation
     PREFILL = auto()  # prompt and first token; the pages stay for a transfer until `release`
     DECODE = auto()  # reserve pages for the prompt, wait for `deliver`, then generate
-    EMBED = auto()  # the prompt alone, to a vector: of models that make embeddings, and the only one of theirs
+    EMBED = auto()  # the prompt alone, to a vector; the only phase of embedding models
 
 
 class FinishReason(StrEnum):
-    """Why a request stopped, in OpenAI's words."""
+    """In OpenAI's words."""
 
     STOP = auto()
     LENGTH = auto()
@@ -43,9 +41,8 @@ class FinishReason(StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn. The draw at position p depends on (seed, p) alone, never on the batch.
 
-    In this order: the penalties change the model's logits, `logit_bias` is added, tokens that are not allowed are
-    masked, the rest is divided by the temperature, and min_p, top_k and top_p cut what is left, each what the one
-    before it left. `engine.sampling.check` has the bounds.
+    Order: penalties, `logit_bias`, mask, temperature, then min_p, top_k and top_p, each on what the one before
+    left. `engine.sampling.check` has the bounds.
     """
 
     max_tokens: int
@@ -59,69 +56,69 @@ class SamplingParams(msgspec.Struct, frozen=True):
     presence_penalty: float = 0.0  # once for each token generated so far
     frequency_penalty: float = 0.0  # for each time it was generated
     repetition_penalty: float = 1.0  # of tokens in the prompt or generated; divides positive logits
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add), no id twice
-    min_tokens: int = 0  # until then no token is drawn that would end the text
-    logprobs: int | None = None  # alternatives to report with each token; 0: the chosen one alone
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, summand), no id twice
+    min_tokens: int = 0  # before that, no token that ends the text is drawn
+    logprobs: int | None = None  # alternatives to report with each token; 0: the chosen one only
     prompt_logprobs: int | None = None  # the same for the prompt, which is then computed whole, cached or not
     n: int = 1  # branches that share the prompt; each has a seed derived from `seed`, branch 0 `seed` itself
 
 
 class TokenMask(Protocol):
-    """What a request's next token may be: structured output, seen from the engine, which knows no grammar.
+    """The tokens that a branch may generate next (structured output).
 
-    It belongs to one branch of one request and is called on the engine's thread. It must not raise: a request whose
-    text went off its grammar allows the token that ends it, and has a `fault`.
+    Called on the engine's thread. It must not raise: a text that violates its grammar gets the end token only, and
+    has a `fault`.
     """
 
     def fill(self, allowed: "npt.NDArray[np.int32]") -> None:
-        """Write every word of `allowed` [ceil(vocab / 32)]: bit i % 32 of word i // 32 is set when token i may come.
+        """Write every word of `allowed` [ceil(vocab / 32)]: bit i % 32 of word i // 32 is set if token i is
+        allowed.
 
-        At least one must be. An end-of-sequence token is nothing special here: it comes only where its bit is set.
+        At least one must be. End-of-sequence tokens are allowed only if their bits are set.
         """
 
     def accept(self, token_id: int) -> None:
-        """The token that was drawn, or the first one, when another process drew it."""
+        """A token was drawn, here or, for the first one, in another process."""
 
     def fork(self) -> "TokenMask":
-        """One of its own for another branch that has got as far."""
+        """A copy for another branch at the same position."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end can follow what was accepted: then the text is over without one."""
+        """Whether only an end can follow: then the text ends without an end token."""
 
     @property
     def fault(self) -> str | None:
-        """Why the text cannot come to an end that it was to have: the request fails with it."""
+        """Why the text cannot end as required: the request fails with it."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """One request as the engine sees it; `request_id` is unique within the engine."""
+    """`request_id` is unique within the engine."""
 
     request_id: str
     token_ids: Sequence[int]  # the whole prompt, at least one token
     sampling: SamplingParams
     phase: Phase = Phase.FULL
-    cache_salt: str = ""  # prefixes are shared among equal salts only
-    num_generated: int = 0  # of token_ids, the last ones that are the answer's already: a stream that has moved
-    mask: TokenMask | None = None  # has seen those
+    cache_salt: str = ""  # prefixes are shared only between equal salts
+    num_generated: int = 0  # trailing token_ids that belong to the answer: a stream that has moved
+    mask: TokenMask | None = None  # it has accepted those
     priority: int = 0  # as in vLLM: lower goes first
-    adapter: str = ""  # one of `Engine.adapters`; "": the model as it is
-    blocks: PromptBlocks | None = None  # of token_ids, where somebody has asked for them: they need not be made again
+    adapter: str = ""  # one of `Engine.adapters`; "": none
+    blocks: PromptBlocks | None = None  # of token_ids, if computed already
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
-    """Tokens that one step made for one branch of a request; `finish` is set on the branch's last.
+    """One step's tokens for one branch; `finish` is set on its last.
 
-    A struct of msgspec's, because there is one for each request in each step: a named tuple takes three times as long to make,
-    a frozen dataclass ten times.
+    A msgspec struct, since there is one per request and step: a frozen dataclass takes ten times as long to make.
     """
 
     request_id: str
     token_ids: list[int]
     finish: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; meaningful with branch 0's first token
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; valid with branch 0's first token
     branch: int = 0
-    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
+    logprobs: list[TokenLogprobs] | None = None  # one per token, if requested
     prompt_logprobs: list[TokenLogprobs] | None = (
         None  # of the prompt's tokens from the second on; with the first token
     )
@@ -129,7 +126,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A DECODE request has its pages: KV may be written into `pages[num_cached_pages:]`; those before are right already."""
+    """A DECODE request has its pages: KV may be written into `pages[num_cached_pages:]`; earlier ones are cached."""
 
     request_id: str
     pages: list[int]
@@ -138,22 +135,20 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A PREFILL request has progressed: the KV of `num_computed` prompt tokens stands in `pages`."""
+    """A PREFILL request has progressed: `pages` hold the KV of `num_computed` prompt tokens."""
 
     request_id: str
     pages: list[int]  # of the whole prompt, in order
     num_computed: int
     num_cached_tokens: int
     first_token: int | None = None  # set with the last chunk
-    finish: FinishReason | None = None  # set when the first token is also the last
+    finish: FinishReason | None = None  # set if the first token is also the last
     logprobs: TokenLogprobs | None = None  # of the first token
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """An EMBED request is done."""
-
     request_id: str
     vector: bytes  # float32[dimensions], little-endian
     num_cached_tokens: int
@@ -161,25 +156,25 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request cannot go on, nor any of its branches; its unexposed pages are free again."""
+    """A request has failed with all branches; its unexposed pages are free."""
 
     request_id: str
     error: MeshError
 
 
-# A block by its hash, and whether the prefix cache holds it from now on. The block before it may be missing: it was evicted
-# while a request held this one.
+# A block's hash, and whether the prefix cache holds it now. Its parent may be missing: evicted while a request held
+# this one.
 CacheEvent = tuple[bytes, bool]
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    """What one step did, for metrics, heartbeats and the log line; the engine measures, the service records."""
+    """One step's figures for metrics, heartbeats and the log: the engine measures, the service records."""
 
-    step: int = 0  # counts up for ever: a counter that stands still while work waits is a hung engine
+    step: int = 0  # never reset: a constant counter with waiting work is a hung engine
     num_running: int = 0
     num_waiting: int = 0  # queued for pages or budget
     num_reserved: int = 0  # DECODE requests whose KV has not arrived
-    num_held: int = 0  # requests that are over but whose pages are still exposed
+    num_held: int = 0  # requests that are over with exposed pages
     prompt_tokens: int = 0  # computed in this step
     decode_tokens: int = 0  # sampled in this step
     free_pages: int = 0
@@ -190,11 +185,11 @@ class StepStats(msgspec.Struct, frozen=True):
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, since start
     prefix_hits: int = 0  # of those, found
     retractions: int = 0  # since start
-    forward: str = ""  # how the model ran: eager, compiled, graph; a mock's does not
+    forward: str = ""  # how the model ran: eager, compiled, graph; empty for a mock
 
 
 class StepOutput(msgspec.Struct):
-    """Everything one step has to tell, in one value."""
+    """Everything that one step reports."""
 
     tokens: list[TokenOutput] = []
     reserved: list[Reserved] = []
@@ -216,43 +211,42 @@ class KvRegion:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole pool."""
         return self.num_pages * self.layout.page_bytes
 
 
 class Pause(NamedTuple):
     """A step waits for its device."""
 
-    reserved: list[Reserved]  # have got their pages meanwhile; the step's output leaves them out
-    wait_s: float  # after which to go on; earlier is no harm
+    reserved: list[Reserved]  # requests that got pages meanwhile; the step's output leaves them out
+    wait_s: float  # when to continue; earlier is harmless
 
 
 def max_request_pages(engine: "Engine") -> int:
-    """Pages that the longest request fills."""
+    """Pages of the longest request."""
     return min(engine.kv_region.layout.pages_for(engine.max_context), engine.kv_region.num_pages)
 
 
 class Recording(Protocol):
-    """A profile that was recorded."""
+    """A recorded profile."""
 
     def save(self, path: Path) -> None:
         """Append it to `path` as a gzipped Chrome trace. On any thread; raises OSError."""
 
 
 class Engine(Protocol):
-    """The engine's face. All but `prompt_blocks` and `peek_prefix` are called from the one thread that owns it.
+    """The engine's interface. All but `prompt_blocks` and `peek_prefix` are called from the owning thread.
 
-    While no step is under way or in flight others may call it in its place, for what touches no device: all but the profile's
-    calls, `deliver` to a request with branches, whose pages are copied, and a step that `computes`.
+    Between steps, others may call what touches no device: all except the profile's calls, `deliver` to a request
+    with branches (whose pages are copied), and a step that `computes`.
     """
 
     @property
     def kv_region(self) -> KvRegion:
-        """Where the pages are."""
+        pass
 
     @property
     def max_context(self) -> int:
-        """Prompt plus generated tokens that one request may have."""
+        """Prompt plus generated tokens of one request."""
 
     @property
     def vocab_size(self) -> int:
@@ -264,69 +258,68 @@ class Engine(Protocol):
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """LoRA adapters that requests may name, and what identifies the weights of each."""
+        """Identity of each adapter's weights, by name."""
 
     @property
     def embedding(self) -> EmbeddingModel | None:
-        """What vectors it makes; None: it generates."""
+        """None: the model generates."""
 
     def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
-        """What prefix caches call the pages of a prompt, int32[T]. From any thread. Raises: UnknownModel: no such adapter."""
+        """Block hashes of a prompt, int32[T]. From any thread. Raises: UnknownModel: no such adapter."""
 
     def peek_prefix(self, blocks: PromptBlocks) -> int:
-        """Tokens of a prompt that the prefix cache holds right now. A hint, callable from any thread."""
+        """Cached tokens of a prompt right now. A hint, from any thread."""
 
     def cached_blocks(self) -> list[bytes]:
-        """All that the events so far add up to, those not yet told included."""
+        """The sum of all cache events, including unreported ones."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises: PromptTooLong, if it could never fit; Rejected, naming the parameter and its bounds."""
+        """Queue a request. Raises: PromptTooLong; Rejected, naming the parameter and its bounds."""
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
         """A reserved request's KV has landed: it joins the batch. Returns its first token, to be sent at once.
 
-        Raises: Rejected, when that token cannot be its first one: then it is reserved still, to be cancelled or recomputed.
+        Raises: Rejected, if that token is impossible; the request stays reserved.
         """
 
     def recompute(self, request_id: str) -> None:
-        """A DECODE request's KV will not come: compute the prompt here, in other pages than any exposed ones.
+        """A DECODE request's KV will not come: compute the prompt here, in other pages than exposed ones.
 
-        It may be queued for pages still. Unknown ids, and requests that were delivered, are ignored.
+        Unknown and delivered requests are ignored.
         """
 
     def cancel(self, request_id: str, branch: int | None = None) -> None:
-        """Stop working on a request, or on one of its branches; exposed pages wait for `release`.
+        """Stop a request or one of its branches; exposed pages wait for `release`.
 
-        The prompt is computed as long as there is a branch that wants it: one that is cancelled before never begins.
-        Unknown ids and branches are ignored: they may be over.
+        The prompt is computed while any branch needs it. Unknown ids and branches are ignored: they may be over.
         """
 
     def release(self, request_id: str) -> None:
-        """No transfer touches the exposed pages of this request any more: give them back. Unknown ids are ignored."""
+        """No transfer touches this request's exposed pages any more. Unknown ids are ignored."""
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
     def computes(self) -> bool:
-        """Whether a step would have the device compute, or wait for it."""
+        """Whether a step would use or wait for the device."""
 
     def wait_s(self) -> float:
-        """After how long to ask again whether the next step would compute at once; 0: it would. `step` waits otherwise."""
+        """Seconds until a step would compute without waiting for cores; 0: now. `step` waits otherwise."""
 
     def step(self) -> StepOutput:
-        """Run one step: admit, compute one batch, sample. With `pipeline` launch it, and tell what the one before it gave."""
+        """Run one step: admit, compute one batch, sample. With `pipeline`, launch it and report the one before."""
 
     def stepping(self) -> Iterator[Pause | StepOutput]:
-        """The same in pieces: a pause whenever there is nothing to do but wait for a device, and at last the output.
+        """As `step`, in pieces: a pause whenever it can only wait for a device, then the output.
 
-        During a pause everything here may be called but another step. One that is given up is never heard of.
+        During a pause everything here may be called but another step. An abandoned one reports nothing.
         """
 
     def rest(self) -> None:
-        """There is nothing to do for now: others may have what it would compute with."""
+        """There is no work for now: others may use the cores."""
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
-        """Record what is computed from here on; `facts` stand in the trace. Raises: Rejected, without anything to record."""
+        """`facts` are written into the trace. Raises: Rejected, if there is nothing to record."""
 
     def stop_profile(self) -> Recording:
-        """End the profile that was started."""
+        pass

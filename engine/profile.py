@@ -1,4 +1,4 @@
-"""A torch profile of what one thread computes, step by step."""
+"""A torch profile of what one thread computes."""
 
 import gzip
 import shutil
@@ -13,14 +13,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from engine.scheduler.scheduler import Chunk
 
 COPY_BYTES: Final = 1 << 20
-GZIP_LEVEL: Final = 3  # 20 times smaller already; more costs a serving worker its processor
+GZIP_LEVEL: Final = 3  # 20 times smaller already; more would take too much processor time
 
 
 class Profile:
-    """Records from when it is made until `stop`, both on the thread that computes."""
+    """Records until `stop`, on the thread that computes."""
 
     def __init__(self, device: torch.device, facts: Mapping[str, str]) -> None:
-        """Start; `facts` stand beside the events in the trace."""
+        """`facts` are written into the trace."""
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -30,19 +30,17 @@ class Profile:
             self._profile.add_metadata(name, value)
 
     def step(self, chunks: Sequence[Chunk]) -> AbstractContextManager[object]:
-        """Mark what is computed inside as the forward of `chunks`."""
+        """Mark the forward of `chunks`."""
         prompts = [chunk.length for chunk in chunks if chunk.length > 1]
         return record_function(f"forward: {len(chunks) - len(prompts)} decodes, {sum(prompts)} prompt tokens")
 
     def stop(self) -> "Recording":
-        """End; the events are collected here, which takes up to 5 µs each."""
+        """Collecting events takes up to 5 µs each."""
         self._profile.stop()
         return Recording(self._profile)
 
 
 class Recording:
-    """What was recorded."""
-
     def __init__(self, stopped: profile) -> None:
         self._profile = stopped
 
@@ -52,6 +50,6 @@ class Recording:
         try:
             self._profile.export_chrome_trace(str(plain))
             with plain.open("rb") as source, gzip.open(path, "ab", compresslevel=GZIP_LEVEL) as target:
-                shutil.copyfileobj(source, target, COPY_BYTES)  # zlib lets other threads run
+                shutil.copyfileobj(source, target, COPY_BYTES)  # zlib releases the GIL
         finally:
             plain.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Profiling an engine that runs: from the event loop, between two steps of its thread."""
+"""Profile a running engine, between two steps of its thread."""
 
 import asyncio
 import sys
@@ -11,25 +11,25 @@ from typing import Final
 from engine.loop import EngineLoop
 from engine.ports import Engine, Recording, StepOutput
 
-# Collecting and writing events holds the interpreter, for some 5 µs each, and an eager model makes 60,000 a second. A
-# worker that is silent for 2 s is lost to everyone, so a profile is collected a piece at a time.
+# Collecting and writing an event holds the GIL for 5 µs, and an eager model makes 60,000 a second. A worker that is
+# silent for 2 s is lost, so profiles are collected in segments.
 SEGMENT_S: Final = 0.5
-SLOW_IMPORT: Final = "torch._inductor"  # by torch's profiler, at its first start: two seconds without a step
+SLOW_IMPORT: Final = "torch._inductor"  # imported by torch's profiler at its first start: two seconds without a step
 
 
 class EngineProfiler:
-    """Profiles one engine; who calls sees to it that one profile ends before the next begins."""
+    """The caller ends one profile before it begins the next."""
 
     def __init__(self, engine: EngineLoop, facts: Mapping[str, str]) -> None:
-        """`facts` stand in every trace."""
+        """`facts` are written into every trace."""
         self._engine = engine
         self._facts = facts
-        self._steps = 0  # that computed something, since the latest start
+        self._steps = 0  # with work, since the latest start
         self._started_s = 0.0
         engine.on_output(self._stepped)
 
     async def start(self) -> None:
-        """Begin. Raises: Rejected, when this engine has nothing to profile."""
+        """Raises: Rejected, if this engine has nothing to profile."""
         if "torch" in sys.modules:  # not with the mock engine
             await asyncio.to_thread(import_module, SLOW_IMPORT)
         await self._engine.post(self._start)
@@ -37,9 +37,9 @@ class EngineProfiler:
         self._steps = 0
 
     async def finish(self, seconds: float, path: Path) -> tuple[float, int]:
-        """Go on for `seconds`, then stop; a gzipped Chrome trace of each segment is appended to `path`.
+        """Record for `seconds`; each segment is appended to `path` as a gzipped Chrome trace.
 
-        Returns: seconds that were recorded, and steps in them that computed something. Cancelled, it stops at once.
+        Returns: recorded seconds, and steps with work in them. Cancelled, it stops at once.
         """
         end_s = self._started_s + seconds
         running = True

@@ -1,4 +1,4 @@
-"""The page pool: who holds which page, what is reusable, what is free. Ids only; the bytes live in `storage`."""
+"""The page pool: free, cached and held page ids. `storage` has the bytes."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,34 +8,31 @@ from components.errors import PageLeak
 from engine.kv.free_runs import FreeRuns
 from engine.kv.prefix_cache import PrefixCache
 
-SPARE: Final = 1 / 16  # of the pages that nobody holds: so many more may be evicted for the sake of neighbours
+SPARE: Final = 1 / 16  # of the unheld pages: the most that may be evicted only to get neighbours
 
 
 class PagePool:
-    """Every page is in one of three places: *free*, *cached* (unreferenced, but named in the prefix cache), *held*."""
+    """Every page is *free*, *cached* (unreferenced, but in the prefix cache) or *held*."""
 
     def __init__(self, num_pages: int, prefix: PrefixCache) -> None:
         self.num_pages = num_pages
         self._prefix = prefix
         self._free = FreeRuns(num_pages)
-        # In the order in which they were let go: the first is evicted first. A plain dict looks for its first key behind all
-        # those that were deleted before it.
+        # In order of release, the oldest evicted first. An OrderedDict: a dict would skip all deleted keys to find
+        # its first.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._holders = [0] * num_pages
 
     @property
     def num_free(self) -> int:
-        """Pages with nothing of use in them."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody holds and that a prompt may still find."""
         return len(self._cached)
 
     @property
     def num_held(self) -> int:
-        """Pages that at least one request holds."""
         return self.num_pages - self.num_free - self.num_cached
 
     @property
@@ -44,15 +41,14 @@ class PagePool:
         return self.num_free + self.num_cached
 
     def num_cached_among(self, pages: Sequence[int]) -> int:
-        """How many of `pages` would stop being available, were they shared now."""
+        """How many of `pages` would stop being available if they were shared now."""
         return sum(1 for page in pages if page in self._cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Hold `count` pages, at most `num_available`: neighbours of each other and of `after` where there are any.
+        """Hold `count` pages, at most `num_available`, neighbours of each other and of `after` where possible.
 
-        Cached pages are evicted, the oldest first, as far as they are needed, and some more where those that are free lie
-        apart. Without that a pool that is full has hardly two neighbours: what an answer's end leaves free here and there
-        is all that the next prompt is given.
+        Cached pages are evicted, oldest first, as needed, and some more if the free ones are scattered: a full pool
+        has hardly two free neighbours.
         """
         free = self._free
         self._evict(count - len(free))
@@ -65,15 +61,16 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Hold pages found in the prefix cache, beside whoever holds them already."""
+        """Hold pages found in the prefix cache."""
         for page in pages:
             self._cached.pop(page, None)
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Let go of pages held once by the caller. Raises: PageLeak, when one is held by nobody.
+        """Raises: PageLeak, for a page that is not held.
 
-        The last is let go first, so that eviction takes a chain from its end and what stays can still be matched.
+        The last page is released first, so that eviction takes a chain from its end and the rest can still be
+        matched.
         """
         free: list[int] = []
         try:
@@ -110,7 +107,7 @@ class PagePool:
             raise PageLeak(f"cached pages without a name: {unnamed}; free pages with one: {named}")
 
     def _evict(self, count: int) -> None:
-        """Free the oldest cached pages, so many or all."""
+        """Free the oldest cached pages."""
         oldest = [self._cached.popitem(last=False)[0] for _ in range(min(count, len(self._cached)))]
         for page in oldest:
             self._prefix.forget(page)

@@ -1,4 +1,4 @@
-"""Which page holds which block of tokens: chained block hashes name full pages, so equal prefixes share them."""
+"""Which page holds which block: chained block hashes name full pages, so equal prefixes share them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,14 +6,14 @@ from engine.ports import CacheEvent
 
 
 class PrefixCache:
-    """A two-way map between block hashes and pages. It owns no page: `PagePool` says when one must be forgotten.
+    """A two-way map between block hashes and pages. `PagePool` owns the pages and says when one must be forgotten.
 
-    `match` reads one dict, so another thread may call it for a hint; everything else belongs to whoever has the engine.
+    `match` reads one dict, so other threads may call it for a hint; the rest belongs to the engine's thread.
     """
 
     def __init__(self, *, tells: bool = False) -> None:
-        """`tells`: which blocks come and go; somebody must take that."""
-        self.events: list[CacheEvent] = []  # that nobody has taken yet
+        """`tells`: collect events, which the caller must take."""
+        self.events: list[CacheEvent] = []  # not taken yet
         self._tells = tells
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -33,11 +33,11 @@ class PrefixCache:
         return pages
 
     def blocks(self) -> list[bytes]:
-        """All that can be found, in the order in which they came."""
+        """In order of insertion."""
         return list(self._page_of)
 
     def insert(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Name full pages whose KV stands. A block that another page already holds keeps that page."""
+        """Name full pages with KV. A block that another page holds keeps that page."""
         for block, page in zip(hashes, pages, strict=True):
             if block not in self._page_of and page not in self._hash_of:
                 self._page_of[block] = page
@@ -46,13 +46,13 @@ class PrefixCache:
                     self.events.append((block, True))
 
     def forget(self, page: int) -> None:
-        """`page` is about to be written anew."""
+        """`page` is about to be overwritten."""
         block = self._hash_of.pop(page)
         del self._page_of[block]
         if self._tells:
             self.events.append((block, False))
 
     def take_events(self) -> list[CacheEvent]:
-        """What came and went since the last call, in order."""
+        """Since the last call, in order."""
         taken, self.events = self.events, []
         return taken

@@ -1,4 +1,4 @@
-"""The bytes of the pages: one tensor, one contiguous piece a page, so that NIXL needs one descriptor a page."""
+"""The bytes of the pages: one tensor, each page contiguous, so that NIXL needs one descriptor a page."""
 
 from typing import Final
 
@@ -15,15 +15,15 @@ TORCH_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fl
 def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> torch.Tensor:
     """Zeroed pool [num_pages, kv_heads, layers, 2, page_size, head_dim].
 
-    Zeroed, because attention multiplies slots behind a request's end by a weight of 0, and 0 x NaN is NaN.
+    Zeroed, because attention multiplies unused slots by a weight of 0, and 0 x NaN is NaN.
 
-    Raises: WrongSettings, when the device has no memory for it.
+    Raises: WrongSettings, if there is not enough memory.
     """
     shape = (num_pages, layout.kv_heads, layout.layers, 2, layout.page_size, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
     if device.type == "cpu":
         check_fits(num_pages * layout.page_bytes, "settings engine.kv_memory_gb and engine.num_pages: KV pages")
-        # a layer's share of a page is some kilobytes: where the system's pages are small, each is an address to look up
+        # huge pages: a layer's share of a page is some kilobytes, which are many address translations
         return HugeMemory().take(shape, dtype)
     try:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,7 +1,6 @@
-"""What changes logits before a token is chosen: penalties, bias, tokens that may not come.
+"""Penalties, bias and masks on logits.
 
-All rows of a batch go through one gather and one scatter over the tokens concerned; the rest of the vocabulary, and the
-rows that ask for nothing, are not touched.
+One gather and one scatter over the affected tokens of all rows; other tokens and rows are not touched.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +15,11 @@ from engine.sampling.banned import banned_tokens
 from engine.sampling.penalties import Penalties
 from engine.sampling.row import Row
 
-Numbered = Sequence[tuple[int, Row]]  # rows of a batch with their indices in it
+Numbered = Sequence[tuple[int, Row]]  # rows with their indices in the batch
 
 
 class Adjustments:
-    """What the parameters of one batch make of its logits; what does not change from draw to draw stays on the device."""
+    """Adjustments of one batch; constant parameters stay on the device."""
 
     def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -51,7 +50,7 @@ class Adjustments:
             logits.view(-1).index_fill_(0, self._flat(unfinished, lambda row: row.end_ids), -torch.inf)
 
     def _mask(self, logits: torch.Tensor) -> None:
-        """Take away what may not come; in place for a whole batch, since to copy rows takes longer than to mask them."""
+        """In place for a whole batch: copying rows takes longer than masking them."""
         words = allowed_words([row for _, row in self._masked], self._vocab)
         banned = banned_tokens(words, self._vocab, self._device)
         if self._all_masked:
@@ -61,6 +60,6 @@ class Adjustments:
         logits.index_copy_(0, index, logits[index].masked_fill_(banned, -torch.inf))
 
     def _flat(self, rows: Numbered, ids: Callable[[Row], npt.ArrayLike]) -> torch.Tensor:
-        """Indices of `ids` of each row into flattened logits: int64 [their number]."""
+        """Indices of each row's `ids` into flattened logits: int64 [their number]."""
         where = [np.asarray(ids(row), dtype=np.int64) + i * self._vocab for i, row in rows]
         return to_device(np.concatenate(where), self._device)

@@ -1,4 +1,4 @@
-"""Which tokens the masks of a batch leave to draw from."""
+"""The tokens that the masks of a batch allow."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -14,10 +14,10 @@ Words = npt.NDArray[np.uint32]
 
 
 def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
-    """What each of `rows`, all of which have a mask, may draw, at least one token: [len(rows), ceil(vocab / 32)].
+    """Allowed tokens of `rows`, all with a mask, at least one each: [len(rows), ceil(vocab / 32)].
 
-    Until `min_tokens` what would end the text is taken away, and with `ignore_eos` its end is always. Where only an end is
-    allowed the text ends, however short. A mask that allows nothing is taken to allow the end.
+    End tokens are excluded before `min_tokens`, and always with `ignore_eos`, unless only an end is allowed. A mask
+    that allows nothing is taken to allow the end.
     """
     filled = np.empty((len(rows), -(-vocab // WORD_BITS)), dtype=np.int32)
     for signed, row in zip(filled, rows, strict=True):
@@ -25,7 +25,7 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
         row.mask.fill(signed)
     allowed = filled.view(np.uint32)
     if vocab % WORD_BITS:
-        allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # there is no token behind the last one
+        allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # bits beyond the vocabulary
     for i in np.flatnonzero(~allowed.any(axis=1)).tolist():
         _set(allowed[i], rows[i].eos_ids)
     for words, row in zip(allowed, rows, strict=True):
@@ -37,12 +37,12 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
                 words[:] = as_filled
     allowed[~allowed.any(axis=1)] = ~np.uint32(
         0
-    )  # a model without an end: anything is better than a number that is none
+    )  # a model without an end token: any token is better than an invalid id
     return allowed
 
 
 def bits_of(words: Words, vocab: int) -> npt.NDArray[np.bool_]:
-    """One a token: [len(words), vocab]."""
+    """One per token: [len(words), vocab]."""
     as_bytes = words.astype("<u4", copy=False).view(np.uint8)
     return np.unpackbits(as_bytes, axis=1, count=vocab, bitorder="little").view(np.bool_)
 

@@ -1,4 +1,4 @@
-"""The tokens that masks forbid, as a device takes them away."""
+"""Masks as tensors of forbidden tokens."""
 
 from typing import Final
 
@@ -12,9 +12,9 @@ BYTE: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def banned_tokens(allowed: Words, vocab: int, device: torch.device) -> torch.Tensor:
-    """bool [len(allowed), vocab] on `device`, of all tokens whose bit is not set.
+    """bool [len(allowed), vocab] on `device`, of tokens whose bit is not set.
 
-    A device is sent the words, an eighth of the bytes, and unpacks them itself.
+    A device gets the words, an eighth of the bytes, and unpacks them.
     """
     if device.type == "cpu":
         return torch.from_numpy(bits_of(~allowed, vocab))
@@ -22,6 +22,6 @@ def banned_tokens(allowed: Words, vocab: int, device: torch.device) -> torch.Ten
 
 
 def unpacked(packed: torch.Tensor, vocab: int) -> torch.Tensor:
-    """bool [B, vocab] of uint8 [B, ceil(vocab / 8) or more], of which each byte begins with its lowest bit."""
+    """bool [B, vocab] of uint8 [B, ceil(vocab / 8) or more], lowest bit first."""
     bits = to_device(np.array(BYTE, dtype=np.uint8), packed.device)
     return packed.unsqueeze(-1).bitwise_and(bits).ne(0).flatten(1)[:, :vocab]

@@ -1,4 +1,4 @@
-"""Which sampling parameters the engine takes; ranges as OpenAI and vLLM have them, sizes bounded."""
+"""Bounds of sampling parameters, as in OpenAI's API and vLLM."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -12,7 +12,7 @@ MAX_LOGPROBS: Final = 20  # OpenAI's bound on top_logprobs
 MAX_STOP_TOKENS: Final = 128
 MAX_BRANCHES: Final = 128
 INT32_MAX: Final = 2**31 - 1
-RANGES: Final[dict[str, tuple[float, float]]] = {  # both ends included
+RANGES: Final[dict[str, tuple[float, float]]] = {  # inclusive
     "max_tokens": (1, INT32_MAX),
     "min_tokens": (0, INT32_MAX),
     "temperature": (0, 100),
@@ -31,7 +31,7 @@ MAX_BIAS: Final = 100
 def check_sampling(
     params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], num_generated: int = 0
 ) -> None:
-    """Raises: Rejected, naming the parameter at fault and its bounds."""
+    """Raises: Rejected, naming the parameter and its bounds."""
     for name in RANGES:
         _check_range(params, name)
     if not 0 < params.top_p <= 1:
@@ -54,7 +54,7 @@ def check_sampling(
 
 
 def check_branches(params: SamplingParams) -> None:
-    """For who makes something for each branch, before the engine has looked at them. Raises: Rejected."""
+    """Before anything is made per branch. Raises: Rejected."""
     _check_range(params, "n")
 
 
@@ -82,7 +82,7 @@ def _check_bias(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: Rejected, when one of them is none of the model's."""
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):  # half the time of looking at each
+    """Raises: Rejected, for an id outside the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):  # faster than looking at each
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise Rejected(f"{param}: token id {wrong} is not in the vocabulary of {vocab_size}", param=param)

@@ -1,6 +1,6 @@
-"""Log-probabilities to report: of the model's own logits, whatever became of them before the draw.
+"""Log-probabilities of the model's own logits, before any adjustment.
 
-They are computed on the device as part of a step, and read when its results are: nothing here waits in between.
+Computed on the device as part of a step and read with its results: nothing here waits in between.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from engine.device_copy import to_device, to_host
 from engine.sampling.check import MAX_LOGPROBS
 from engine.sampling.row import Row
 
-SLICE: Final = 64  # rows of a prompt whose logits are widened to float32 at once
+SLICE: Final = 64  # prompt rows converted to float32 at once
 
 
 class PendingLogprobs:
-    """Of token i after row i of `logits`, float32 [N, vocab], with the alternatives[i] most probable ones."""
+    """For token i after row i of `logits`, float32 [N, vocab], with the alternatives[i] most probable tokens."""
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
         """Enqueue the work; `token_ids` is int64 [N]."""
@@ -26,12 +26,12 @@ class PendingLogprobs:
         self._alternatives = alternatives
         self._chosen = to_host((logits.gather(1, token_ids.unsqueeze(1)) - norm).squeeze(1))
         if any(alternatives):
-            # always as many: which of equal logits come first must not depend on what others in the batch ask for
+            # always the same number: the order of equal logits must not depend on the batch
             values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
             self._top_values, self._top_ids = to_host(values - norm), to_host(ids)
 
     def read(self) -> list[TokenLogprobs]:
-        """One for each token; an `Arrival` has been waited for."""
+        """After an `Arrival` was waited for."""
         chosen: list[float] = self._chosen.tolist()
         if not any(self._alternatives):
             return [TokenLogprobs(logprob) for logprob in chosen]
@@ -43,10 +43,10 @@ class PendingLogprobs:
 
 
 class DrawnLogprobs:
-    """Of the tokens that are drawn for those rows that ask for it."""
+    """For drawn tokens of the rows that ask for it."""
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Copy what is needed of `logits`, float32 [B, vocab], before they are changed; row i belongs to rows[i]."""
+        """Copy what is needed of `logits`, float32 [B, vocab], before they change; row i belongs to rows[i]."""
         wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         self._rows = [rows[i] for i in wanting]
         if wanting:
@@ -54,31 +54,31 @@ class DrawnLogprobs:
             self._logits = logits[self._index]
 
     def note(self, token_ids: torch.Tensor) -> None:
-        """Enqueue the work for the tokens chosen, int64 [B]."""
+        """Enqueue the work for the chosen tokens, int64 [B]."""
         if self._rows:
             alternatives = [row.params.logprobs or 0 for row in self._rows]
             self._pending = PendingLogprobs(self._logits, token_ids[self._index], alternatives)
 
     def leave(self) -> None:
-        """Leave with each row what there is to say of its token; an `Arrival` has been waited for."""
+        """Store them in the rows, after an `Arrival` was waited for."""
         if self._rows:
             for row, told in zip(self._rows, self._pending.read(), strict=True):
                 row.logprobs = told
 
 
 class PromptLogprobs:
-    """Of the prompt tokens behind those of one chunk, computed for some rows at a time: each row is a whole vocabulary.
+    """For the prompt tokens after those of one chunk, some rows at a time: each row is a whole vocabulary.
 
-    What is noted already, before a retraction, is not noted again. Whatever follows the prompt is not the prompt's.
+    Tokens noted before a preemption are skipped.
     """
 
     def __init__(self, row: Row, logits: torch.Tensor, first: int) -> None:
-        """Enqueue the work; logits[i], of any dtype, was computed at token `first` + i, and all before it is noted."""
+        """Enqueue the work; logits[i], of any dtype, is of token `first` + i; earlier tokens are noted."""
         told, count = row.prompt_logprobs, row.params.prompt_logprobs
         assert told is not None
         assert count is not None
         begin, end = len(told), min(first + len(logits), len(row.tokens) - 1)
-        tokens = row.tokens[begin + 1 : end + 1]  # logits at token p tell of token p + 1
+        tokens = row.tokens[begin + 1 : end + 1]  # logits at token p are for token p + 1
         self._told = told
         self._pending: list[PendingLogprobs] = []
         for at in range(0, len(tokens), SLICE):
@@ -87,7 +87,7 @@ class PromptLogprobs:
             self._pending.append(PendingLogprobs(rows, to_device(some, logits.device), [count] * len(some)))
 
     def leave(self) -> bool:
-        """Leave them with the row; an `Arrival` has been waited for. False: they are not numbers."""
+        """After an `Arrival` was waited for. False: they are not finite."""
         logprobs = [token for pending in self._pending for token in pending.read()]
         self._told += logprobs
         return not any(isnan(token.logprob) for token in logprobs)

@@ -1,6 +1,6 @@
-"""Repetition, presence and frequency penalties: a table of the tokens that the rows of one batch have seen.
+"""Repetition, presence and frequency penalties, with a table of each row's tokens on the device.
 
-The table stays on the device. A draw sends it what the latest tokens have changed, one entry a row.
+A draw sends the changes of the latest tokens, one entry a row.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from engine.device_copy import to_device
 from engine.sampling.row import Row
 from engine.sampling.seen import SeenTokens, seen_by
 
-SPARE: Final = 32  # entries for tokens to come, a row; then the table is made anew
+SPARE: Final = 32  # free entries per row; then the table is made anew
 
 Floats = npt.NDArray[np.float32]
 
 
 class Penalties:
-    """Changes the logits of those rows of a batch that ask for it.
+    """Changes the logits of the rows that ask for it.
 
     Repetition first, then presence and frequency. Sources: repetition, Keskar et al. 2019, arXiv:1909.05858, with
-    negative logits multiplied, since dividing them would reward; the others as OpenAI's API reference defines them, over
-    generated tokens alone.
+    negative logits multiplied, since dividing would reward; the others as in OpenAI's API reference, over generated
+    tokens only.
     """
 
     def __init__(self, rows: Sequence[tuple[int, Row]], vocab: int, device: torch.device) -> None:
         """`rows` with their indices in the batch."""
         self._rows = [row for _, row in rows]
-        self._firsts = [i * vocab for i, _ in rows]  # where each row begins in flattened logits
+        self._firsts = [i * vocab for i, _ in rows]  # start of each row in flattened logits
         self._device = device
         params = [row.params for row in self._rows]
         self._repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
@@ -48,11 +48,11 @@ class Penalties:
         logits.view(-1).scatter_(0, where, penalised.sub_(self._subtracted[: self._size]))
 
     def _make_table(self) -> None:
-        """An entry for each token seen by each row: where its logit is, its repetition penalty, and what is subtracted."""
+        """An entry per seen token and row: place of its logit, repetition penalty, subtrahend."""
         self._seen: list[SeenTokens] = [seen_by(row) for row in self._rows]
         lengths = [len(seen.ids) for seen in self._seen]
         self._size = sum(lengths)
-        # of each row: the entries of the tokens it has seen by now are in a row, those of later ones where there is room
+        # of each row: entries of known tokens are consecutive, later ones are anywhere
         self._known = lengths
         self._begins = [*map(int, np.cumsum([0, *lengths[:-1]]))]
         self._later: list[list[int]] = [[] for _ in self._rows]
@@ -65,7 +65,7 @@ class Penalties:
         self._subtracted = to_device(np.pad(self._subtractions(which, counts), (0, spare)), self._device)
 
     def _update(self) -> None:
-        """Enter the tokens that have come since the last draw."""
+        """Enter the tokens since the last draw."""
         entries: list[int] = []
         which: list[int] = []
         counts: list[float] = []
@@ -87,7 +87,7 @@ class Penalties:
             self._subtracted.index_copy_(0, index, to_device(subtracted, self._device))
 
     def _entry(self, i: int, at: int) -> int:
-        """Which entry the token at `at` of those seen by row i has; a new one, when it is new."""
+        """The entry of row i's token number `at`; a new one for a new token."""
         if at < self._known[i]:
             return self._begins[i] + at
         later = self._later[i]

@@ -1,4 +1,4 @@
-"""One request as the sampler sees it, draw after draw: what stays the same is worked out once."""
+"""A request's sampling state."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -13,8 +13,6 @@ NO_TOKEN: Final = -1  # drawn for a row whose logits are not finite: its request
 
 
 class Row:
-    """The parameters of one request, its tokens, and what its draws leave behind."""
-
     __slots__ = (
         "adjusts",
         "end_ids",
@@ -37,23 +35,23 @@ class Row:
         eos_token_ids: frozenset[int] = frozenset(),
         mask: TokenMask | None = None,
     ) -> None:
-        """Look at `tokens`, a list that others extend: the first `num_prompt_tokens` are the prompt."""
+        """`tokens` is extended by others; the first `num_prompt_tokens` are the prompt."""
         self.params = params
         self.tokens = tokens
         self.mask = mask
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        self.end_ids = sorted(ends)  # with one of these the text would end
+        self.end_ids = sorted(ends)  # these end the text
         self.eos_ids = sorted(eos_token_ids)
         self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
         self.adjusts = bool(self.penalised or params.logit_bias or params.min_tokens or mask is not None)
         self.logprobs: TokenLogprobs | None = None  # of the latest draw
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.start = num_prompt_tokens  # index of the first generated token
-        self.seen: SeenTokens | None = None  # what penalties apply to; the sampler keeps it
+        self.seen: SeenTokens | None = None  # for penalties; the sampler keeps it
 
     @property
     def position(self) -> int:
-        """Index that the next token will have in its sequence."""
+        """Index of the next token in its sequence."""
         return len(self.tokens)
 
     @property

@@ -1,4 +1,4 @@
-"""From logits to token ids, each request by its own parameters inside one batch."""
+"""Logits to token ids, each request with its own parameters."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,19 +12,20 @@ from engine.sampling.logprobs import DrawnLogprobs
 from engine.sampling.row import NO_TOKEN, Row
 from engine.sampling.seeds import stream_starts, uniforms
 
-COLDEST: Final = 1e-100  # logits over this are still numbers in float64
+COLDEST: Final = 1e-100  # logits over this are still finite in float64
 
 
 class Sampler:
-    """Draws for one batch after the other; parameters are sent to the device again only when the batch has changed."""
+    """Draws for one batch after another. Parameters are sent to the device only when the batch changes."""
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
 
     def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> "Draw":
-        """One token id a row of `logits`, contiguous float32 [B, vocab], which are overwritten; row i belongs to rows[i].
+        """One token id a row of `logits`, contiguous float32 [B, vocab], which are overwritten; row i belongs to
+        rows[i].
 
-        It enqueues the work and waits for nothing.
+        Enqueues the work and waits for nothing.
         """
         vocab = logits.shape[1]
         if self._batch is None or not self._batch.is_of(rows, vocab):
@@ -33,7 +34,7 @@ class Sampler:
 
 
 class Batch:
-    """What does not change while the rows of a batch are the same: their parameters, as the device has them."""
+    """Constant parameters of a batch, on the device."""
 
     def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device) -> None:
         self.rows = list(rows)
@@ -59,19 +60,17 @@ class Draw:
     def __init__(self, logits: torch.Tensor, batch: Batch) -> None:
         last = logits.shape[1] - 1
         self._logprobs = DrawnLogprobs(logits, batch.rows)
-        finite = (
-            logits.amax(dim=-1) < torch.inf
-        )  # not so of a row with a NaN; -inf is the logit of a token that never comes
+        finite = logits.amax(dim=-1) < torch.inf  # false for NaN; -inf is a token that never comes
         chosen = _choose(logits, batch)
-        # int64 [B], on the device: ids that exist, since the next step looks them up before the host has seen them
+        # int64 [B], on the device: valid ids, since the next step uses them before the host has seen them
         self.token_ids = chosen.clamp(max=last)
         self._logprobs.note(self.token_ids)
         self._host_ids = to_host(torch.where(finite & (chosen <= last), chosen, NO_TOKEN))
 
     def read(self) -> list[int]:
-        """The ids, NO_TOKEN for rows whose logits are not finite; an `Arrival` has been waited for.
+        """The ids, NO_TOKEN for rows that are not finite, after an `Arrival` was waited for.
 
-        Rows that ask for log-probabilities are left with those of theirs.
+        Requested log-probabilities are stored in the rows.
         """
         self._logprobs.leave()
         token_ids: list[int] = self._host_ids.tolist()
@@ -79,7 +78,7 @@ class Draw:
 
 
 def _choose(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """int64 [B]; as many as there are tokens, an id that does not exist, where there is nothing to draw from."""
+    """int64 [B]; the vocabulary's size if there is nothing to draw from."""
     batch.adjustments.apply(logits)
     if batch.index is None:
         return _draw(logits, batch)
@@ -90,10 +89,10 @@ def _choose(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Inverse-CDF draws from softmax(logits / temperature) as far as it is not cut; float64: 10^5 terms are summed."""
+    """Inverse-CDF draws from softmax(logits / temperature), cut; float64, because 10^5 terms are summed."""
     probs = batch.cuts.cut((logits.double() / batch.temperature).softmax(dim=-1))
     cumulated = probs.cumsum(dim=-1)
     draws = uniforms(batch.streams, [len(row.tokens) for row in batch.drawn])
     target = to_device(draws, logits.device).unsqueeze(1) * cumulated[:, -1:]
-    # right=True finds the first token whose cumulated probability exceeds the target, never one of probability 0
+    # right=True: the first token whose cumulated probability exceeds the target, never one of probability 0
     return torch.searchsorted(cumulated, target, right=True).squeeze(1)
