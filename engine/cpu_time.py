@@ -1,7 +1,6 @@
-"""Processor time as Linux accounts for it: how long threads waited for a core, and what the cgroup's quota allows.
+"""Linux's accounting of processor time: waits for cores, and CPU quotas.
 
-Every function works where the kernel does not tell, for instance on another system: it then returns the value of a machine
-without contention and without a quota.
+If the kernel does not report a value, functions return that of a machine without contention and quota.
 """
 
 import math
@@ -18,9 +17,9 @@ STAT: Final = "/proc/stat"
 
 
 def run_delay_s(without: Collection[int] = ()) -> float:
-    """Seconds that the threads of this process were ready to run and had no core, since each began.
+    """Seconds that this process's threads were ready without a core, since each began.
 
-    `without`: the kernel's ids of threads that are left out. The sum falls when a thread ends.
+    `without`: kernel ids of excluded threads. The sum falls when a thread ends.
     """
     waited_ns = 0
     try:
@@ -30,7 +29,7 @@ def run_delay_s(without: Collection[int] = ()) -> float:
             try:
                 with open(f"{TASKS}/{task}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123
                     waited_ns += int(file.read().split()[1])
-            except (FileNotFoundError, ProcessLookupError):  # this thread ended meanwhile
+            except (FileNotFoundError, ProcessLookupError):  # the thread has ended
                 continue
     except (OSError, IndexError, ValueError):
         return 0.0
@@ -38,9 +37,9 @@ def run_delay_s(without: Collection[int] = ()) -> float:
 
 
 def unused_s() -> float | None:
-    """Seconds of core time that no other process used, summed over the cores of this process's affinity, since the boot.
+    """Core seconds not used by other processes, over the cores of this process's affinity, since boot.
 
-    They were idle, or this process had them. None: the kernel does not report how long cores were idle.
+    Includes this process's own. None: unknown.
     """
     cores = {b"cpu%d" % core for core in os.sched_getaffinity(0)}
     idle = 0
@@ -49,32 +48,32 @@ def unused_s() -> float | None:
             for line in file:
                 name, *ticks = line.split()
                 if not name.startswith(b"cpu"):
-                    break  # the lines of the cores come first
+                    break  # the lines of cores come first
                 if name in cores:
-                    idle += int(ticks[3]) + int(ticks[4])  # idle, and idle while a disk is busy
+                    idle += int(ticks[3]) + int(ticks[4])  # idle and iowait
     except (OSError, IndexError, ValueError):
         return None
     return idle / os.sysconf("SC_CLK_TCK") + time.process_time() if idle else None
 
 
 def other_python_threads() -> set[int]:
-    """Kernel ids of all Python threads of this process, except the caller's; the other threads compute for the caller."""
+    """Kernel ids of this process's Python threads, except the caller's; all other threads compute for the caller."""
     return {thread.native_id for thread in threading.enumerate() if thread.native_id} - {threading.get_native_id()}
 
 
 class CpuQuota:
-    """The CPU quotas of the cgroups that this process is in, of version 1 or 2."""
+    """The CPU quotas of this process's cgroups, version 1 or 2."""
 
     def __init__(self, proc: Path = PROC) -> None:
-        """`proc` is /proc/self; its files tell where the cgroups are."""
+        """`proc`: /proc/self."""
         self._groups = list(_cpu_groups(proc))
 
     def cores(self) -> float:
-        """Cores that the lowest quota is worth; infinity without a quota."""
+        """Of the lowest quota; infinity without one."""
         return min((_cores(group) for group in self._groups), default=float("inf"))
 
     def throttled_s(self) -> float:
-        """Seconds that quotas held threads back, summed over the cores, since the cgroups were made."""
+        """Seconds of throttling, summed over cores, since the cgroups were made."""
         return sum(_throttled_s(group) for group in self._groups)
 
 

@@ -1,4 +1,4 @@
-"""Every request by its id, from submit until its pages are back: who lives, who is over with pages still exposed."""
+"""All requests by id, from submit until their pages are back."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,24 +10,22 @@ from engine.scheduler.scheduler import Chunk, Scheduler
 
 
 class Requests:
-    """The only one that ends a request. Pages of one that ends go back at once, unless somebody may still touch them.
-
-    A transfer may until `release`; the device, as long as a step that computes the request is in flight.
+    """Ends requests. Their pages are given back at once, unless a transfer (until `release`) or the device (until
+    the step lands) may touch them.
     """
 
     def __init__(self, scheduler: Scheduler, memory: RequestMemory) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._live: dict[str, Request] = {}
-        self._held: dict[str, Request] = {}  # over, their pages still exposed
-        self._branches: dict[str, list[Request]] = {}  # live ones, but for branch 0 of each request
+        self._held: dict[str, Request] = {}  # over, pages still exposed
+        self._branches: dict[str, list[Request]] = {}  # live branches, except branch 0
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether the id is taken."""
         return any(request_id in known for known in (self._live, self._held, self._branches))
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, branches and held ones too."""
+        """Including branches and held requests."""
         yield from self._live.values()
         yield from self._held.values()
         for branches in self._branches.values():
@@ -35,28 +33,26 @@ class Requests:
 
     @property
     def num_held(self) -> int:
-        """Requests that are over but whose pages are still exposed."""
         return len(self._held)
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
         self._live[request.id] = request
         self._scheduler.add(request)
 
     def reserved(self, request_id: str) -> Request | None:
-        """The request of this id, when it has its pages and waits for their KV."""
+        """The request, if it has pages and waits for their KV."""
         request = self._live.get(request_id)
         return request if request is not None and request.state is RequestState.RESERVED else None
 
     def branches(self, request_id: str) -> list[Request]:
-        """All live branches of a request."""
+        """Live branches."""
         first = self._live.get(request_id)
         return [*([] if first is None else [first]), *self._branches.get(request_id, ())]
 
     def fork(self, request: Request) -> list[tuple[int, int]]:
-        """The prompt's KV stands and nothing was generated yet: the other branches of the request begin.
+        """The prompt is computed: start the other branches.
 
-        Returns: pages to copy and where to, before the next step.
+        Returns: (source, target) pages to copy before the next step.
         """
         copies: list[tuple[int, int]] = []
         for number in range(1, request.sampling.n):
@@ -68,11 +64,11 @@ class Requests:
         return copies
 
     def recompute(self, request_id: str) -> None:
-        """A DECODE request's KV will not come: queue it as FULL, in its old place; pages that it has stay exposed."""
+        """A DECODE request's KV will not come: queue it as FULL, at its old place. Its pages stay exposed."""
         request = self._live.get(request_id)
         if request is None or request.phase is not Phase.DECODE:
             return
-        if request.state is RequestState.WAITING:  # it has no pages yet, and would be given them for nothing
+        if request.state is RequestState.WAITING:  # it would get pages for nothing
             request.phase = Phase.FULL
             return
         again = replace(
@@ -88,7 +84,7 @@ class Requests:
         self.add(again)
 
     def cancel(self, request_id: str) -> None:
-        """End the request of this id, if there is one, and all its branches."""
+        """With all branches."""
         request = self._live.get(request_id)
         if request is not None:
             self.end(request)
@@ -96,7 +92,7 @@ class Requests:
             self.finish(branch)
 
     def cancel_branch(self, request_id: str, branch: int) -> None:
-        """End one branch; before they begin, note that nobody wants it. Without any branch the request is over."""
+        """End one branch, or mark it as unwanted before it starts. Without any branch the request is over."""
         request = self._live.get(request_id)
         if request is not None and not request.has_begun:
             if 0 <= branch < request.sampling.n:
@@ -110,10 +106,7 @@ class Requests:
                 self.finish(other)
 
     def release(self, request_id: str) -> None:
-        """No transfer touches the exposed pages of this request any more.
-
-        When it comes before the request is over, its pages are given back at the end.
-        """
+        """No transfer touches the exposed pages any more. Before the request's end, its pages are given back then."""
         held = self._held.pop(request_id, None)
         if held is not None:
             held.advance(RequestState.FINISHED)
@@ -122,7 +115,7 @@ class Requests:
             request.released = True
 
     def end(self, request: Request) -> None:
-        """End a live request; pages that a transfer may touch are held."""
+        """Pages that a transfer may touch are held."""
         if not request.exposed or request.released:
             self.finish(request)
             return
@@ -147,13 +140,13 @@ class Requests:
     def landed(self, chunk: Chunk) -> None:
         """The device is done with `chunk`."""
         request = chunk.request
-        if request.in_flight is not chunk:  # it never took off, or its request is in the next step already
+        if request.in_flight is not chunk:  # it was not launched, or its request is in the next step already
             return
         request.in_flight = None
         if request.state is RequestState.FINISHED:
             self._memory.give_back(request)
 
     def _give_back(self, request: Request) -> None:
-        """Take the pages of a request that is over; from one in flight, `landed` will."""
+        """`landed` does it for a request in flight."""
         if request.in_flight is None:
             self._memory.give_back(request)

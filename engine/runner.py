@@ -24,11 +24,11 @@ from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
 from engine.thread_limit import ThreadLimit
 
-DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # instead of a request that has ended
+DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # in place of a request that has ended
 
 
 class TorchRunner:
-    """Runs chunks through a transformers model whose attention reads and writes the page pool."""
+    """Runs chunks through a transformers model whose attention uses the page pool."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class TorchRunner:
         cores: SharedCores | None = None,
         limit: ThreadLimit | None = None,
     ) -> None:
-        """Step a model through `forward`; `attention` keeps its KV in `storage`, [num_pages, ...].
+        """`attention` keeps its KV in `storage`, [num_pages, ...].
 
-        `limit`: of the threads of a step, where the CPU computes it. Other workers lend each other `cores` below that.
-        `pooling`: of a model that makes embeddings, whose `forward` gives hidden states in place of logits.
+        `limit`: threads of a step on a CPU. Workers lend each other `cores` below that. `pooling`: of an embedding
+        model, whose `forward` returns hidden states.
         """
         self._pooling = pooling
         self._cores = cores
@@ -56,25 +56,23 @@ class TorchRunner:
         self._storage = storage
         self._adapters = adapters
         self.sampler = Sampler()
-        self._profile: Profile | None = None  # while one is recorded
-        self._drawn_ids = torch.empty(0)  # int64 [S], on the device: what the latest step draws
-        self._drawn_for: dict[Request, int] = {}  # where in it
+        self._profile: Profile | None = None
+        self._drawn_ids = torch.empty(0)  # int64 [S], on the device: the latest step's draws
+        self._drawn_for: dict[Request, int] = {}  # their indices
 
     @property
     def takes_cpu(self) -> bool:
-        """Unless there is a device."""
         return self._device.type == "cpu"
 
     @property
     def forward_kind(self) -> str:
-        """See `Runner`."""
         return self._forward.kind
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> "TorchStep | PooledStep":
-        """Enqueue the forward of `chunks`, one a request.
+        """Enqueue the forward of `chunks`, one per request.
 
-        Raises: StepFailed, for what went wrong with this batch. A device that is lost raises what torch raises.
+        Raises: StepFailed, for an error of this batch. A lost device raises what torch raises.
         """
         order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length > 1, chunks[i].end))
         ordered = [chunks[i] for i in order]
@@ -89,11 +87,11 @@ class TorchRunner:
             return TorchStep(self, ordered, order, wanted, logits)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page's KV of all layers; on a device, in its order of work."""
+        """In stream order."""
         self._storage[target].copy_(self._storage[source])
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
-        """0: there are cores for a step now, with prompts or of decodes alone; else after how long to ask again."""
+        """0: there are cores for a step now; otherwise seconds until it should ask again."""
         if self._limit is None:
             return 0
         prompts = has_prompts()
@@ -102,42 +100,36 @@ class TorchRunner:
             threads = self._cores.ask(prompts=prompts, most=threads)
             if not threads:
                 return self._cores.look_s
-        torch.set_num_threads(
-            threads
-        )  # also where it seems to be so: a step that followed others has told OpenMP alone, not MKL
+        torch.set_num_threads(threads)  # always, because a step after others has told only OpenMP, not MKL
         self._limit.begin(threads)
         return 0
 
     def done(self) -> None:
-        """The step is over, others may have its cores."""
         if self._cores is not None:
             self._cores.done()
         if self._limit is not None:
             self._limit.end()
 
     def rest(self) -> None:
-        """Others may have our cores for now."""
         if self._cores is not None:
             self._cores.rest()
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
-        """Record what is computed from here on."""
         self._profile = Profile(self._device, facts)
 
     def stop_profile(self) -> Recording:
-        """End the profile that was started."""
         assert self._profile is not None, "no profile was started"
         stopping, self._profile = self._profile, None
         return stopping.stop()
 
     def drawn(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
-        """What the latest step draws for its requests: int64 [number of requests], on the device."""
+        """The latest step's draws: int64 [number of requests], on the device."""
         self._drawn_ids = token_ids
         self._drawn_for = {request: i for i, request in enumerate(requests)}
 
     @contextmanager
     def failing(self, num_requests: int) -> Iterator[None]:
-        """Turn what a batch may raise into StepFailed; nothing of it is left on the device then."""
+        """Turn a batch's errors into StepFailed and free its tensors."""
         try:
             yield
         except torch.AcceleratorError:
@@ -148,11 +140,11 @@ class TorchRunner:
             raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
 
     def _logits(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
-        """[sum(wanted), vocab] as the model has them, of the last wanted[i] tokens of each chunk; or their hidden states."""
+        """[sum(wanted), vocab] for the last wanted[i] tokens of each chunk; or their hidden states."""
         token_ids: list[int] = []
         positions: list[int] = []
         lasts: list[int] = []
-        ahead: list[int] = []  # where tokens are missing that the step before draws
+        ahead: list[int] = []  # positions of tokens that the step before draws
         for chunk, count in zip(chunks, wanted, strict=True):
             token_ids += chunk.request.tokens[chunk.start : chunk.end]
             if chunk.ahead:
@@ -178,7 +170,7 @@ class TorchRunner:
 
 
 class TorchStep:
-    """A step whose forward is enqueued; nothing here waits for the device but `result`."""
+    """An enqueued step; only `result` waits for the device."""
 
     def __init__(
         self,
@@ -188,9 +180,9 @@ class TorchStep:
         wanted: Sequence[int],
         logits: torch.Tensor,
     ) -> None:
-        """Of `chunks`, which are in the order that `StepShape` asks for; order[i] is the place of chunks[i] in results.
+        """`chunks` are in `StepShape`'s order; order[i] is the place of chunks[i] in results.
 
-        `logits` are of the last wanted[i] tokens of each; they are of no use when the next step is launched.
+        `logits` are of the last wanted[i] tokens of each, valid until the next launch.
         """
         self._runner = runner
         self._chunks = chunks
@@ -202,7 +194,7 @@ class TorchStep:
 
     @torch.inference_mode()
     def sample(self) -> None:
-        """Enqueue the draws. Raises: StepFailed."""
+        """Raises: StepFailed."""
         logits, self._logits = self._logits, None
         assert logits is not None, "a step is sampled once"
         sampled = [chunk for chunk in self._chunks if chunk.samples]
@@ -216,7 +208,6 @@ class TorchStep:
             self._arrival = Arrival(logits.device)
 
     def wait_s(self) -> float:
-        """After how long to ask again whether the device is done."""
         return self._arrival.wait_s()
 
     def result(self) -> list[int | None]:
@@ -234,7 +225,7 @@ class TorchStep:
         return token_ids
 
     def _read_prompts(self, logits: torch.Tensor) -> torch.Tensor:
-        """Note what prompts' logits are there for; returns those to sample from, [number of chunks that do, vocab]."""
+        """Note prompt log-probabilities; returns the logits to sample from, [chunks that sample, vocab]."""
         drawn: list[int] = []
         first = 0
         for chunk, count in zip(self._chunks, self._wanted, strict=True):

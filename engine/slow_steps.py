@@ -1,4 +1,4 @@
-"""Warns about a step that took far longer than steps of its kind usually do, with the likely cause."""
+"""Warn about steps that take far longer than usual, with the likely cause."""
 
 import logging
 import resource
@@ -11,42 +11,42 @@ from engine.ports import StepStats
 
 log = logging.getLogger(__name__)
 
-SLOW: Final = 4  # times as long as usual
-SLOW_S: Final = 0.1  # a shorter step is never worth a warning
-KNOWN: Final = 20  # steps of a kind, after which it is known how long they usually take
+SLOW: Final = 4  # factor over the usual time
+SLOW_S: Final = 0.1  # shorter steps are ignored
+KNOWN: Final = 20  # steps of a kind after which their usual time is known
 LEARN: Final = 0.05  # weight of one step in the usual time
-CAUSE: Final = 0.25  # of the step's time: what held threads back for so long is named as the cause
-FAULTS_S: Final = 100  # pages read from disk in a second of a step
+CAUSE: Final = 0.25  # share of the step's time that identifies a cause
+FAULTS_S: Final = 100  # major page faults in a second of a step
 WARN_EVERY_S: Final = 30.0
 READ_EVERY_S: Final = 1.0
 
 
 class Held(NamedTuple):
-    """What has held back the threads of this process so far; the first two are sums over its threads."""
+    """Cumulated delays of this process's threads."""
 
-    cores_s: float = 0.0  # ready to run, without a core
+    cores_s: float = 0.0  # ready without a core
     quota_s: float = 0.0  # the cgroup's CPU quota was used up
-    faults: int = 0  # pages read from disk
+    faults: int = 0  # major page faults
 
 
 class SlowSteps:
-    """Give it every step by `stepped`. On a thread of its own choice, but always the same."""
+    """Pass every step to `stepped`, always on the same thread."""
 
     def __init__(self, held: Callable[[], Held] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`held` reads what has held this process back."""
+        """`held` reads the delays of this process."""
         self._held = held or _reader(CpuQuota())
         self._clock = clock
-        self._usual: dict[tuple[str, int], tuple[int, float]] = {}  # kind: steps seen, their usual seconds
+        self._usual: dict[tuple[str, int], tuple[int, float]] = {}  # kind: (steps, usual seconds)
         self._read = clock()
         self._before = self._held()
         self._warned = float("-inf")
 
     def stepped(self, stats: StepStats) -> None:
-        """Note one step; log a warning if it was slow, and none was logged of late."""
+        """Log a warning for a slow step, unless there was one recently."""
         if not stats.prompt_tokens and not stats.decode_tokens:
             return
         now, step_s = self._clock(), stats.step_s
-        # Of one kind are steps with about as many tokens: within a factor of two.
+        # steps of one kind have about as many tokens, within a factor of two
         tokens = stats.prompt_tokens or stats.decode_tokens
         kind = ("prompt" if stats.prompt_tokens else "decode", tokens.bit_length())
         count, usual_s = self._usual.get(kind, (0, step_s))
@@ -57,8 +57,8 @@ class SlowSteps:
         if slow or now - self._read >= READ_EVERY_S:
             self._before, self._read = self._held(), now
         if count < KNOWN:
-            usual_s = min(usual_s, step_s)  # the first ones touch memory for the first time
-        else:  # a slow step counts a little, so that steps which stay slow become the usual ones
+            usual_s = min(usual_s, step_s)  # the first steps touch new memory
+        else:  # a slow step counts little, so permanently slow steps become usual
             usual_s += LEARN * (min(step_s, 2 * usual_s) - usual_s)
         self._usual[kind] = (count + 1, usual_s)
 
@@ -80,7 +80,6 @@ class SlowSteps:
 
 
 def likely_cause(held: Held, step_s: float) -> str:
-    """Why a step took so long, given what held the process back meanwhile."""
     if held.quota_s > CAUSE * step_s:
         return "the cgroup's CPU quota is used up"
     if held.cores_s > CAUSE * step_s:

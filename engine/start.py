@@ -1,4 +1,4 @@
-"""An engine is built and runs beside asyncio, on a thread of its own or, where a device computes by itself, without one."""
+"""Build an engine and run it beside asyncio."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +18,7 @@ from engine.threaded_loop import ThreadedLoop
 async def start_engine(
     model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent
 ) -> AsyncIterator[EngineLoop]:
-    """Load `model` on a thread, then run it until the context is left.
+    """Load `model` on a thread and run it.
 
     `progress` is called on the event loop's thread. Raises: what loading raises, such as ModelUnavailable.
     """
@@ -36,9 +36,10 @@ async def start_engine(
 
 @asynccontextmanager
 async def run_engine(build: Callable[[], Engine], *, thread: bool = True) -> AsyncIterator[EngineLoop]:
-    """Build an engine on a new thread and run it, there or on the event loop, until the context is left.
+    """Build an engine on a new thread and run it, there or on the event loop.
 
-    Its last `step` is waited for. With `pipeline` one more batch may then be on the device; nobody hears of it.
+    Leaving waits for its last `step`. With `pipeline` another batch may then be on the device; its results are
+    dropped.
     """
     running = ThreadedLoop(build) if thread else InlineLoop(build)
     await running.start()

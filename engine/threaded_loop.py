@@ -1,7 +1,7 @@
-"""An engine on a thread of its own: calls go in through a queue, outputs come back in batches.
+"""An engine on its own thread, with a queue of calls and batches of outputs.
 
-While the thread sleeps because there is nothing to compute, a call that needs no device runs where it is made: to wake a
-thread, and to be woken by it, takes many times as long as to hand out pages.
+While the thread sleeps, calls that need no device run on the caller's thread: waking a thread twice takes many
+times as long as handing out pages.
 """
 
 import asyncio
@@ -22,22 +22,21 @@ T = TypeVar("T")
 
 
 class ThreadedLoop(EngineLoop):
-    """See `EngineLoop`. The thread sleeps in its queue while the engine has no work, and steps as long as it has."""
+    """The thread sleeps in its queue while the engine has no work."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         super().__init__(build)
-        self._calls: Queue[Call | None] = Queue()  # None: look around. No SimpleQueue: see `_come_in`
-        self._own = threading.Lock()  # who holds it may use the engine: its thread, unless that sleeps for want of work
-        self._unsettled = 0  # calls in the queue, or whose results have not come from the thread
-        self._told = self._heard = 0  # outputs of the engine; the first of them is written under the lock
+        self._calls: Queue[Call | None] = Queue()  # None: only wake up. No SimpleQueue: see `_come_in`
+        self._own = threading.Lock()  # its holder may use the engine: the engine's thread, unless that sleeps
+        self._unsettled = 0  # calls whose results have not been delivered
+        self._told = self._heard = 0  # outputs made and delivered; the first is written under the lock
         self._num_waiting = 0  # requests that wait for pages, as of the last step
-        self._broken: Exception | None = None  # what a step raised that the event loop's thread made
+        self._broken: Exception | None = None  # error of a step made on the event loop's thread
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
-        # daemon: a process that is told to exit while a model loads does not wait for it
+        # daemon: an exit during a model's load does not wait for it
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """See `EngineLoop.post`: it runs on the engine's thread."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self._ended.done() or self._broken is not None:
             future.set_exception(dead(self._broken or self._ended.result()))
@@ -47,7 +46,6 @@ class ThreadedLoop(EngineLoop):
         return future
 
     def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """See `EngineLoop.call`."""
         if (engine := self._engine) is None or not self._take():
             return self.post(call)
         try:
@@ -59,16 +57,15 @@ class ThreadedLoop(EngineLoop):
         return future
 
     async def start(self) -> None:
-        """Start the thread; returns when the engine is built."""
+        """Returns when the engine is built."""
         self._thread.start()
         try:
             self._engine = await self._ready
         except asyncio.CancelledError:
-            self._end_thread()  # nobody else will: it ends when it has loaded
+            self._end_thread()  # it ends when it has loaded
             raise
 
     async def stop(self) -> None:
-        """Let the current step end, then the thread."""
         self._end_thread()
         await asyncio.shield(self._ended)
         self._thread.join()
@@ -78,7 +75,7 @@ class ThreadedLoop(EngineLoop):
         self._calls.put(None)
 
     def _take(self) -> bool:
-        """Have the engine for this thread, if it rests and everything that it said was heard; to be given back by `_own`."""
+        """Take the engine if it rests and all outputs were delivered; `_own` gives it back."""
         if self._unsettled or self._stopping or self._ended.done() or not self._own.acquire(blocking=False):
             return False
         if self._told == self._heard and self._broken is None:
@@ -87,7 +84,7 @@ class ThreadedLoop(EngineLoop):
         return False
 
     def _go_on(self, engine: Engine) -> None:
-        """Make the step that follows a call, unless it would compute: that is for the engine's thread."""
+        """Make the step after a call, unless it would compute."""
         try:
             if not engine.computes():
                 output = engine.step()
@@ -101,17 +98,16 @@ class ThreadedLoop(EngineLoop):
         self._calls.put(None)
 
     def _main(self) -> None:
-        """The engine's thread."""
         error: BaseException | None = None
-        self._own.acquire()  # an engine that died is never given back
+        self._own.acquire()  # a dead engine is never given back
         try:
             engine = self._build()
-            self._hand_on(self._receive, engine.step())  # nothing to do yet: the size of the pool
+            self._hand_on(self._receive, engine.step())  # an empty step, for the size of the pool
             tell(self._loop, resolve, self._ready, engine)
             self._run(engine)
-        except WrongSettings as exc:  # the service says so in one line
+        except WrongSettings as exc:  # reported in one line by the service
             error = exc
-        except Exception as exc:  # the process's edge: whatever it was, the service learns of it
+        except Exception as exc:  # the process's edge: the service gets any error
             log.exception("engine died")
             error = exc
         tell(self._loop, self._end, error)
@@ -139,7 +135,7 @@ class ThreadedLoop(EngineLoop):
                     self._hand_on(self._receive, said)
 
     def _pause(self, engine: Engine, pause: Pause) -> None:
-        """A step waits for its device: answer meanwhile."""
+        """Answer calls while the step waits for its device."""
         if pause.reserved:
             self._hand_on(self._receive_early, pause.reserved)
         if self._stopping:
@@ -148,15 +144,15 @@ class ThreadedLoop(EngineLoop):
             self._answer(engine, pause.wait_s)
 
     def _answer(self, engine: Engine, timeout_s: float | None, *, rests: bool = False) -> None:
-        """Run the calls that have come in; they are answered before the next step: a first token should not wait for it."""
+        """Run the queued calls before the next step: a first token must not wait for it."""
         if calls := self._come_in(timeout_s, rests=rests):
             tell(self._loop, self._settle, [call.made(engine) for call in calls])
 
     def _come_in(self, timeout_s: float | None, *, rests: bool = False) -> list[Call]:
-        """Calls, after sleeping for the first one if there is none; None: however long that takes.
+        """Queued calls; sleeps for the first one if there is none; None: without a limit.
 
-        With a timeout, `get` of CPython's SimpleQueue waits for ever when its thread loses the processor at the wrong moment.
-        `rests`: the event loop's thread may have the engine until then.
+        CPython's SimpleQueue.get with a timeout may hang if its thread is preempted at a bad moment. `rests`: the
+        event loop's thread may have the engine meanwhile.
         """
         calls: list[Call] = []
         if rests:
@@ -175,13 +171,13 @@ class ThreadedLoop(EngineLoop):
         return calls
 
     def _settle(self, finished: Sequence[Done]) -> None:
-        """Results of calls, on the event loop's thread."""
+        """On the event loop's thread."""
         self._unsettled -= len(finished)
         for done in finished:
             done.settle()
 
     def _hand_on(self, receive: Callable[[T], None], what: T) -> None:
-        """One turn of the loop later, so that whoever awaits a call that ran before this step resumes first."""
+        """One turn of the loop later, so that callers awaiting earlier calls resume first."""
         self._told += 1
         tell(self._loop, self._loop.call_soon, receive, what)
 
@@ -189,10 +185,10 @@ class ThreadedLoop(EngineLoop):
         try:
             super()._hear(output)
         finally:
-            self._heard += 1  # what a callback calls runs when all have heard
+            self._heard += 1  # a callback's calls run when all callbacks have run
 
     def _end(self, error: BaseException | None) -> None:
-        """The thread is over, on the event loop's thread: nobody waits for it any longer."""
+        """On the event loop's thread: complete what still waits."""
         resolve(self._ended, error)
         if not self._ready.done():
             self._ready.set_exception(error or dead(None))

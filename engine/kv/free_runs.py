@@ -1,36 +1,34 @@
-"""The free pages, kept as runs of neighbours: NIXL pays per run, so a block table should have few."""
+"""Free pages as runs of neighbours: NIXL costs per run, so a block table should have few."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 
 class FreeRuns:
-    """A set of page ids as maximal runs, found by their ends and by their length: nothing looks at every one."""
+    """Maximal runs, found by their ends and by length, without a scan."""
 
     def __init__(self, num_pages: int) -> None:
         self._length: dict[int, int] = {}  # first page -> pages in the run
         self._first: dict[int, int] = {}  # page after the last -> first page
         self._of_length: dict[int, dict[int, None]] = {}  # pages in the run -> first pages
-        self._lengths: list[int] = []  # those that there are, in order
+        self._lengths: list[int] = []  # existing lengths, sorted
         self._num_free = 0
         if num_pages:
             self._put(0, num_pages)
 
     def __len__(self) -> int:
-        """Free pages."""
         return self._num_free
 
     @property
     def longest(self) -> int:
-        """Pages in the longest run."""
         return self._lengths[-1] if self._lengths else 0
 
     def pages(self) -> list[int]:
-        """Every free page, in order."""
+        """Sorted."""
         return [page for first, length in sorted(self._length.items()) for page in range(first, first + length)]
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` pages, at most len(self): those that follow page `after` first, then the fewest runs."""
+        """Take `count` pages, at most len(self): those after page `after` first, then the fewest runs."""
         taken: list[int] = []
         if after is not None and after + 1 in self._length:
             taken += self._cut(after + 1, count)
@@ -40,7 +38,7 @@ class FreeRuns:
         return taken
 
     def give(self, pages: Iterable[int]) -> None:
-        """Make `pages` free, joining them with each other and with their neighbours."""
+        """Free `pages` and merge neighbours."""
         first = end = -1
         for page in sorted(pages):
             if page != end:
@@ -52,7 +50,7 @@ class FreeRuns:
             self._join(first, end)
 
     def _join(self, first: int, end: int) -> None:
-        """Pages from `first` to the one before `end` are free, and one run with those on both sides."""
+        """Free pages first..end-1, merged with runs on both sides."""
         if first in self._first:
             first = self._first[first]
             self._pull(first)
@@ -61,22 +59,21 @@ class FreeRuns:
         self._put(first, end - first)
 
     def _best_run(self, count: int) -> int:
-        """First page of one of the shortest runs that hold `count` pages, else of one of the longest."""
+        """First page of a shortest run that holds `count` pages, else of a longest one."""
         at = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
         alike = self._of_length[self._lengths[at]]
-        first, _ = alike.popitem()  # whoever looks for one of a dict, or set, walks past all that were taken out before
+        first, _ = alike.popitem()  # popitem: finding a dict's first key skips all deleted ones
         alike[first] = None
         return first
 
     def _cut(self, first: int, count: int) -> list[int]:
-        """Take up to `count` pages from the head of the run that starts at `first`."""
+        """Take up to `count` pages from the head of the run at `first`."""
         length = self._pull(first)
         if count < length:
             self._put(first + count, length - count)
         return list(range(first, first + min(count, length)))
 
     def _put(self, first: int, length: int) -> None:
-        """A run begins at `first`."""
         self._length[first] = length
         self._first[first + length] = first
         self._num_free += length
@@ -87,7 +84,7 @@ class FreeRuns:
             insort(self._lengths, length)
 
     def _pull(self, first: int) -> int:
-        """The run at `first` is no more. Returns: its length."""
+        """Returns: its length."""
         length = self._length.pop(first)
         del self._first[first + length]
         self._num_free -= length

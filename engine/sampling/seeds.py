@@ -1,8 +1,8 @@
-"""Where chance comes from: one number for each (seed, position).
+"""Random numbers by (seed, position).
 
-Counter-based, so there is no state that would have to move with a request, and computed in integers on the host, so it
-is the same for every device. Each seed has a stream of SplitMix64, which begins at the seed's own hash; a draw is the
-stream's number at its position. Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+Counter-based, so no state moves with a request, and computed in integers on the host, so they are equal on every
+device. Each seed has a SplitMix64 stream that starts at the seed's hash; a draw is its number at the position.
+Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,18 +21,18 @@ UNUSED_BITS: Final = np.uint64(11)  # of 64: a float64 has 53
 
 
 def stream_starts(seeds: Iterable[int]) -> Words:
-    """Where the stream of each seed begins; every integer is a seed."""
+    """Every integer is a seed."""
     return _mixed(np.array([seed & SEED_MASK for seed in seeds], dtype=np.uint64) + GOLDEN)
 
 
 def uniforms(starts: Words, positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """The draws in [0, 1) that belong to these streams at these positions, whatever the batch, the worker or the history."""
+    """Draws in [0, 1)."""
     counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
     return (_mixed(starts + counters * GOLDEN) >> UNUSED_BITS).astype(np.float64) * np.float64(2.0**-53)
 
 
 def _mixed(words: Words) -> Words:
-    """Each word hashed, one to one; what overflows is dropped."""
+    """A one-to-one hash; overflow is dropped."""
     words = (words ^ (words >> np.uint64(30))) * FIRST
     words = (words ^ (words >> np.uint64(27))) * SECOND
     return words ^ (words >> np.uint64(31))

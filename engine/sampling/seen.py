@@ -1,4 +1,4 @@
-"""Which tokens a text has, and how often: what penalties need."""
+"""The tokens of a text with their counts, for penalties."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,14 +8,14 @@ import numpy.typing as npt
 
 from engine.sampling.row import Row
 
-NONE_SEEN: Final = 64  # first capacity of the tables of seen tokens
+NONE_SEEN: Final = 64  # initial capacity
 
 
 class SeenTokens:
-    """The distinct tokens of a text with their counts, grown as the text grows: a draw pays for what is new."""
+    """Distinct tokens with counts, updated by what is new."""
 
     def __init__(self, prompt: Sequence[int], start: int) -> None:
-        """Tokens of the prompt are seen, but generated 0 times; what is generated stands from `start` on."""
+        """Prompt tokens count as seen 0 times; generated ones begin at `start`."""
         self._counted = start
         distinct = np.unique(np.asarray(prompt, dtype=np.int64))
         self._index = {token: i for i, token in enumerate(distinct.tolist())}
@@ -25,7 +25,7 @@ class SeenTokens:
         self._ids[: len(distinct)] = distinct
 
     def update(self, text: Sequence[int]) -> list[int]:
-        """Count what has come to `text`, prompt and answer, since the last time. Returns: which of `ids` that was."""
+        """Count the new tokens of `text`. Returns: their indices in `ids`."""
         changed = []
         for token in text[self._counted :]:
             i = self._index.setdefault(token, len(self._index))
@@ -40,7 +40,7 @@ class SeenTokens:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct token ids [K]; one that is new comes last."""
+        """Distinct token ids [K], new ones last."""
         return self._ids[: len(self._index)]
 
     @property
@@ -50,7 +50,7 @@ class SeenTokens:
 
 
 def seen_by(row: Row) -> SeenTokens:
-    """What the penalties of `row` apply to, up to date."""
+    """Up to date."""
     if row.seen is None:
         prompt = row.tokens[: row.start] if row.params.repetition_penalty != 1 else ()
         row.seen = SeenTokens(prompt, row.start)

@@ -1,4 +1,4 @@
-"""The pages of requests: what admission must leave free, block tables, and which pages others may find."""
+"""Block tables, admission by free pages, and publication to the prefix cache."""
 
 from collections.abc import Collection
 from typing import Final
@@ -8,11 +8,13 @@ from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.scheduler.request import ENDS_WITH_PROMPT, Request
 
-LEAST_COMPUTED: Final = 2  # tokens at the end of a prompt, for their logits; see `chunk_length` why not one
+LEAST_COMPUTED: Final = (
+    2  # tokens at a prompt's end that are always computed, for their logits; see `chunk_length` for why not one
+)
 
 
 class RequestMemory:
-    """Gives pages to requests and takes them back; the only caller of `PagePool` besides its tests."""
+    """Gives pages to requests and takes them back. The only user of `PagePool`."""
 
     def __init__(self, num_pages: int, page_size: int, reserve_tokens: int, *, kv_events: bool = False) -> None:
         self.prefix = PrefixCache(tells=kv_events)
@@ -21,43 +23,42 @@ class RequestMemory:
         self.prefix_queries = 0  # prompt tokens looked up, since start
         self.prefix_hits = 0  # of those, found
         self._reserve_tokens = reserve_tokens
-        self._most_promised = self._pages_for(reserve_tokens) + 1  # pages that one may need beyond those that it has
+        self._most_promised = self._pages_for(reserve_tokens) + 1  # most pages that a request may need beyond its own
 
     def fits(self, request: Request, others: Collection[Request], before: Collection[Request] = ()) -> bool:
-        """Whether `request` may have its pages now: with its reserve, beside what `others` may still need.
+        """Whether `request` may have its pages: with a reserve, beside what `others` may still need, and after
+        those `before` it.
 
-        Those `before` it have no pages yet, and are to find all of theirs.
-
-        The rule is SGLang's for its decode queue. It never asks for more than the request could use, so a request
-        that fits the empty pool is admitted at the latest when it is alone.
+        SGLang's rule for its decode queue. It never asks for more than the request could use, so a request that
+        fits the empty pool is admitted at the latest when it is alone.
         """
         found = self._match(request)
         wanted = self._pages_with_reserve(request) - len(found)
         left = self.pool.num_available - self.pool.num_cached_among(found) - wanted
         left -= sum(map(self._pages_with_reserve, before))
-        if left >= len(others) * self._most_promised:  # as good as always: no need to ask each of them
+        if left >= len(others) * self._most_promised:  # the common case
             return True
         return left >= sum(self._pages_with_reserve(other) - len(other.pages) for other in others)
 
     def admit(self, request: Request) -> None:
-        """Give `request` a block table for all its tokens; what the prefix cache holds counts as computed."""
+        """Give `request` a block table for all its tokens; cached ones count as computed."""
         found = self._match(request)
         self.pool.share(found)
         missing = self._pages_for(len(request.tokens)) - len(found)
         request.pages = found + self.pool.allocate(missing, after=found[-1] if found else None)
         request.num_published = len(found)
         request.num_computed = len(found) * self.page_size
-        if len(request.tokens) == request.prompt_len:  # else it comes back from a retraction and was counted
+        if len(request.tokens) == request.prompt_len:  # not after a preemption, when they were counted
             request.num_cached_tokens = request.num_computed
             self.prefix_queries += request.prompt_len
             self.prefix_hits += request.num_computed
 
     def fork(self, request: Request, branch: Request) -> list[tuple[int, int]]:
-        """Give `branch` the block table of `request`, whose prompt is computed; `fits` has said that it may.
+        """Give `branch` a block table from `request`, whose prompt is computed; `fits` has allowed it.
 
-        It computes the prompt's last tokens again for logits of its own, as few as a prompt may leave to compute. It shares
-        the full pages before them. The others are its own: nothing is left to copy when it writes for the first time.
-        Returns: pages to copy and where to, before the next step.
+        It computes the last `LEAST_COMPUTED` prompt tokens again for its own logits. It shares the full pages
+        before them; later ones are its own, so nothing is copied on its first write.
+        Returns: (source, target) pages to copy before the next step.
         """
         branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
         shared = request.pages[: branch.num_computed // self.page_size]
@@ -68,7 +69,7 @@ class RequestMemory:
         return list(zip(copied, own, strict=True))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make sure that the last of so many tokens has a slot. False: it needs a page and there is none."""
+        """Make sure that so many tokens have slots. False: a page is missing."""
         if num_tokens <= len(request.pages) * self.page_size:
             return True
         if not self.pool.num_available:
@@ -77,15 +78,15 @@ class RequestMemory:
         return True
 
     def publish(self, request: Request) -> None:
-        """Let others find the full pages whose KV stands."""
+        """Publish full pages with KV."""
         done, full = request.num_published, request.num_computed // self.page_size
-        if full == done:  # most steps of most requests
+        if full == done:  # the common case
             return
         self.prefix.insert(self._hashes(request, full)[done:], request.pages[done:full])
         request.num_published = full
 
     def forget(self, request: Request) -> None:
-        """Let nobody else find the pages of `request`: their KV may be what broke it. Its prompt is computed anew next time."""
+        """Hide the pages of `request`, whose KV may be broken."""
         for page in request.pages:
             if page in self.prefix:
                 self.prefix.forget(page)
@@ -93,9 +94,9 @@ class RequestMemory:
         request.num_published = 0
 
     def give_back(self, request: Request) -> None:
-        """Take all pages of `request`; the published ones stay findable until they are evicted."""
+        """Take back all pages; published ones stay in the cache until eviction."""
         full = request.num_computed // self.page_size
-        # once more: who had named some of these blocks before us may have been evicted since
+        # again, because the holder of an equal block may have been evicted
         self.prefix.insert(self._hashes(request, full), request.pages[:full])
         self.pool.release(request.pages)
         request.pages = []
@@ -105,14 +106,14 @@ class RequestMemory:
     def _match(self, request: Request) -> list[int]:
         if request.reads_prompt:
             return []
-        if request.has_begun:  # back from a retraction: its last token would have been computed alone
+        if request.has_begun:  # after a preemption its last token would be computed alone
             usable = (len(request.tokens) - 1) // self.page_size
         else:
             usable = usable_pages(request.prompt_len, self.page_size)
         return self.prefix.match(self._hashes(request, usable))
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """Block hashes of the first `count` full pages; each is computed once in a request's life."""
+        """Hashes of the first `count` full pages, computed once."""
         known = len(request.hashes)
         if known < count:
             parent = request.hashes[-1] if known else request.root_hash
@@ -121,8 +122,8 @@ class RequestMemory:
         return request.hashes[:count]
 
     def _pages_with_reserve(self, request: Request) -> int:
-        """Pages that `request` has or may need soon: the reserve rule's view of it."""
-        if request.phase in ENDS_WITH_PROMPT:  # samples one token at most, whose KV is never computed here
+        """Pages that `request` has or may need soon."""
+        if request.phase in ENDS_WITH_PROMPT:  # samples at most one token, whose KV is not computed here
             return self._pages_for(request.prompt_len)
         tokens = sum(request.upcoming)
         return self._pages_for(min(request.limit - 1, tokens + self._reserve_tokens))
@@ -132,5 +133,5 @@ class RequestMemory:
 
 
 def usable_pages(prompt_len: int, page_size: int) -> int:
-    """Full pages at the beginning of a prompt that a prefix cache may spare it."""
+    """Full pages at a prompt's beginning that may come from a cache."""
     return max(0, prompt_len - LEAST_COMPUTED) // page_size

@@ -1,4 +1,4 @@
-"""One request as the scheduler keeps it, and the states it may go through."""
+"""A request in the scheduler, and its states."""
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 
 class RequestState(StrEnum):
-    """Life of one request inside the engine."""
-
-    WAITING = auto()  # queued, without pages; a retracted request comes back to it
-    RESERVED = auto()  # DECODE: has its pages, another process writes the KV into them
-    RUNNING = auto()  # in the batch, its prompt or its next token being computed
+    WAITING = auto()  # queued without pages, new or preempted
+    RESERVED = auto()  # DECODE: has pages, into which another process writes the KV
+    RUNNING = auto()  # in the batch
     HELD = auto()  # over, but a transfer may still touch its pages
-    FINISHED = auto()  # over; its pages are given back as soon as no step in flight writes into them
+    FINISHED = auto()  # over; pages go back when no step in flight writes into them
 
 
 S = RequestState
@@ -39,33 +37,33 @@ ENDS_WITH_PROMPT: Final = frozenset({Phase.PREFILL, Phase.EMBED})
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request from submit to its end. Mutable, and owned by whoever has the engine."""
+    """Mutable; belongs to the engine's owner."""
 
     id: str
-    tokens: list[int]  # prompt, then what was generated
+    tokens: list[int]  # prompt, then generated tokens
     prompt_len: int
-    limit: int  # tokens, prompt included, at which it ends for length
+    limit: int  # total length at which it ends with "length"
     sampling: SamplingParams
-    phase: Phase  # DECODE becomes FULL with `deliver`: from then on nothing sets it apart
-    arrival: int  # counts up; within a priority admission goes by it, retraction against it
+    phase: Phase  # DECODE becomes FULL with `deliver`
+    arrival: int  # ascending; order of admission within a priority, and reverse order of preemption
     root_hash: bytes  # parent of its first block
     pages: list[int] = field(default_factory=list)  # block table
-    hashes: list[bytes] = field(default_factory=list)  # of the full pages of `tokens`, as far as they were needed
-    num_computed: int = 0  # leading tokens whose KV stands in `pages`
-    num_published: int = 0  # leading pages that the prefix cache was told of
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at admission
-    released: bool = False  # `release` came before the end: nothing needs to be held
-    num_generated: int = 0  # last tokens of the prompt that are the answer's: see `EngineRequest`
+    hashes: list[bytes] = field(default_factory=list)  # of full pages of `tokens`, as far as needed
+    num_computed: int = 0  # leading tokens with KV in `pages`
+    num_published: int = 0  # leading pages in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at admission
+    released: bool = False  # `release` came before the end: nothing will be held
+    num_generated: int = 0  # trailing prompt tokens that belong to the answer: see `EngineRequest`
     eos_token_ids: frozenset[int] = frozenset()
     mask: TokenMask | None = None
-    branch: int = 0  # which of n
-    unwanted: set[int] = field(default_factory=set)  # branches that were cancelled before there were any
+    branch: int = 0  # index among n
+    unwanted: set[int] = field(default_factory=set)  # branches cancelled before they existed
     priority: int = 0  # lower goes first
-    adapter: str = ""  # LoRA adapter, by name; "": the model as it is
-    pools_all: bool = False  # EMBED: each token's hidden state counts
-    hidden: Any = None  # EMBED: what the runner has pooled so far, on the device
-    vector: bytes = b""  # EMBED: what has come of it
-    in_flight: "Chunk | None" = None  # what the latest step that was launched computes of it, until that step lands
+    adapter: str = ""  # by name; "": none
+    pools_all: bool = False  # EMBED: all tokens' hidden states count
+    hidden: Any = None  # EMBED: pooled so far, on the device
+    vector: bytes = b""  # EMBED: the result
+    in_flight: "Chunk | None" = None  # in the latest launched step, until it lands
     row: Row = field(init=False)
     lifecycle: Lifecycle[RequestState] = field(init=False)
 
@@ -76,15 +74,14 @@ class Request:
 
     @property
     def state(self) -> RequestState:
-        """Where it is now."""
         return self.lifecycle.state
 
     @property
     def upcoming(self) -> tuple[int, int]:
-        """Where its next chunk begins, and how many tokens there are to compute before the next one can be sampled.
+        """Start of its next chunk, and tokens to compute before the next one can be sampled.
 
-        It begins behind what stands, and what is in flight. The token that a step in flight will draw is one of them.
-        Where it is certain to be the last one, or branches begin with it, there is nothing to compute until the step has
+        It starts after computed tokens and those in flight, and includes a token that is still being drawn. If that
+        token is known to be the last, or branches fork at it, there is nothing to compute until the step has
         landed.
         """
         flight = self.in_flight
@@ -99,22 +96,22 @@ class Request:
 
     @property
     def exposed(self) -> bool:
-        """Whether another process may be reading or writing the pages."""
+        """Whether another process may read or write the pages."""
         return self.state is S.RESERVED or (self.state is S.RUNNING and self.phase is Phase.PREFILL)
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has its first token, and with it all its branches."""
+        """Whether it has its first token, and so its branches."""
         return len(self.tokens) > self.prompt_len
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether more than the last of the prompt's tokens is to be looked at: then none of them may come from a cache."""
+        """Whether logits of other prompt tokens than the last are needed: then none may come from a cache."""
         told = self.row.prompt_logprobs
         return self.pools_all or (told is not None and len(told) < self.prompt_len - 1)
 
     def forked(self, branch: int) -> "Request":
-        """Another branch of this request, before anything was generated. It has no pages yet."""
+        """A new branch without pages, before anything was generated."""
         seed = branch_seed(self.sampling.seed, branch)
         return replace(
             self,
@@ -130,5 +127,5 @@ class Request:
         )
 
     def advance(self, to: RequestState) -> None:
-        """Move to state `to`. Raises: IllegalTransition, off the table."""
+        """Raises: IllegalTransition, off the table."""
         self.lifecycle.advance(to)
