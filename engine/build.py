@@ -13,7 +13,6 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.step_tables import StepLimits
 from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
-from engine.compilation.machine import keep_compiled
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import EngineConfig
 from engine.core import PACK_TOKENS, EngineCore
@@ -22,6 +21,7 @@ from engine.cpu_time import cores_for_a_while, usable_cores
 from engine.kernels.linear import pack_linears
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage
+from engine.machine import keep_compiled
 from engine.model.load import LoadedModel, load_model
 from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent

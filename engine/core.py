@@ -28,8 +28,8 @@ from engine.config import EngineConfig
 from engine.failed_steps import FailedSteps
 from engine.inflight import Flight, Runner, StepFailed
 from engine.limits import Limits
-from engine.model.pooling import Pooling
 from engine.outcomes import Outcomes
+from engine.pooling import Pooling
 from engine.ports import (
     EngineRequest,
     Failed,

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from engine.device_copy import Arrival, to_host
-from engine.model.pooling import Pooling
+from engine.pooling import Pooling
 from engine.sampling.row import NO_TOKEN
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk

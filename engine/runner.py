@@ -13,8 +13,8 @@ from engine.cores import SharedCores
 from engine.device_copy import Arrival, to_device
 from engine.inflight import StepFailed
 from engine.lora.load import Adapters
-from engine.model.pooling import Pooling
 from engine.pooled import PooledStep
+from engine.pooling import Pooling
 from engine.ports import SamplingParams
 from engine.profile import Profile, Recording
 from engine.sampling.logprobs import PromptLogprobs

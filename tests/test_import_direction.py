@@ -49,6 +49,32 @@ SOCKET_LIBRARIES: Final = {
     "uvloop",
 }
 
+# The parts of the engine, lowest first: each imports only parts before it.
+ENGINE_ORDER: Final = (
+    *("engine.config", "engine.errors", "engine.ports", "engine.pooling"),
+    *("engine.device_copy", "engine.huge_pages", "engine.cpu_time", "engine.machine", "engine.machine_memory"),
+    *("engine.cores", "engine.thread_limit", "engine.chunk_limit"),
+    *(
+        "engine.loop",
+        "engine.inline_loop",
+        "engine.threaded_loop",
+        "engine.slow_steps",
+        "engine.log_line",
+        "engine.profiler",
+    ),
+    *("engine.sampling", "engine.limits", "engine.kv", "engine.scheduler"),
+    *("engine.kernels", "engine.lora", "engine.attention", "engine.model", "engine.compilation"),
+    *(
+        "engine.failed_steps",
+        "engine.inflight",
+        "engine.pooled",
+        "engine.profile",
+        "engine.requests",
+        "engine.outcomes",
+    ),
+    *("engine.runner", "engine.core", "engine.build", "engine.mock", "engine.start"),
+)
+
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(REPO).with_suffix("").parts
@@ -126,6 +152,26 @@ def test_every_import_goes_the_right_way() -> None:
         if (why := fault(module_name(path), imported))
     ]
     assert not faults, "\n".join(faults)
+
+
+def part(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+@pytest.mark.parametrize("order", [ENGINE_ORDER], ids=["engine"])
+def test_packages_have_an_order(order: tuple[str, ...]) -> None:
+    package = top(order[0])
+    found = {part(module_name(path)) for path in sources() if top(module_name(path)) == package}
+    assert sorted(order) == sorted(found - {package})
+    place = {name: i for i, name in enumerate(order)}
+    faults = {
+        f"{path.relative_to(REPO)} imports {imported}, which is above it"
+        for path in sources()
+        for imported in imports(path)
+        if part(module_name(path)) in place
+        if place.get(part(imported), -1) > place[part(module_name(path))]
+    }
+    assert not faults, "\n".join(sorted(faults))
 
 
 def test_what_the_engine_may_import_from_components_has_no_io() -> None:

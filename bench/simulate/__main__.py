@@ -47,7 +47,7 @@ from components.messaging.heartbeats import EVERY_S, silent_after_s
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
 from components.routing.policies import POLICIES, Phase, check_policy, make_policy
-from engine.mock.config import MockConfig
+from engine.config import MockConfig
 
 MOST_ROUTERS: Final = 16  # each receives every heartbeat
 COLUMNS: Final = (

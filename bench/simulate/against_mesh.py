@@ -21,7 +21,7 @@ from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, shared_prefixes
 from bench.simulate.worker import Engine
 from components.routing.policies import make_policy
-from engine.mock.config import MockConfig
+from engine.config import MockConfig
 
 PAGE = 16
 PAGES = 8192

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.mock.config import MockConfig, attended
+from engine.config import EngineConfig, MockConfig, attended
 
 STEP_TOKENS: Final = EngineConfig().max_step_tokens  # of the measured engine
 

@@ -17,7 +17,7 @@ from bench.simulate.steps import Part, Progress, Run, Stay
 from bench.simulate.traffic import Request
 from components.routing.local_prefill import SMOOTHING
 from components.turns import turn
-from engine.mock.config import MockConfig, attended
+from engine.config import MockConfig, attended
 from engine.scheduler.memory import usable_pages
 from engine.scheduler.scheduler import chunk_length
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 import torch
 from transformers import AttentionInterface
 
-from engine.model.errors import UnsupportedModel
+from engine.errors import UnsupportedModel
 
 IMPLEMENTATION: Final = "kvmesh"  # the value of `from_pretrained(attn_implementation=...)`
 # Keyword arguments of transformers' attention modules that do not change the result in eval mode.

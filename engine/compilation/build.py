@@ -16,11 +16,11 @@ import torch
 from pydantic import TypeAdapter
 
 from engine.compilation.forward import MIN_TOKENS, Exported, has_own_weights
-from engine.compilation.shared_linear import merge_products, share_linears
 from engine.compilation.trial import scratch_attention, step_of
 from engine.config import EngineConfig
 from engine.kernels.build import load_kernels
 from engine.kernels.linear import pack_linears
+from engine.kernels.shared_linear import merge_products, share_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 

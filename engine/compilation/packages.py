@@ -15,10 +15,10 @@ from engine.attention.backend import StepAttention
 from engine.attention.choose import why_not_cpu
 from engine.compilation.build import Order
 from engine.compilation.forward import EagerForward, Forward, PackagedForward, has_own_weights
-from engine.compilation.machine import NoCompiler, compiler, fingerprint, making, processor
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
 from engine.kernels.build import kernel_sources
+from engine.machine import NoCompiler, compiler, fingerprint, making, processor
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
 

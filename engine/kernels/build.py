@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from engine.compilation.machine import NoCompiler, compiler, fingerprint, making, processor
+from engine.machine import NoCompiler, compiler, fingerprint, making, processor
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 
+from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.lora.identity import ADAPTER_CONFIG
-from engine.model.errors import ModelUnavailable, UnsupportedModel
 
 ALL_LINEAR: Final = "all-linear"
 PLAIN_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's own weights

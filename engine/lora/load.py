@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from engine.device_copy import to_device
+from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.lora.apply import AdaptedLinear, LowRank, RowGroup, adapted
 from engine.lora.config import AdapterConfig, read_adapter_config
 from engine.lora.identity import ADAPTER_WEIGHTS, adapter_identity
-from engine.model.errors import ModelUnavailable, UnsupportedModel
 
 TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 

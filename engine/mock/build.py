@@ -11,11 +11,11 @@ from engine.core import PACK_TOKENS, EngineCore
 from engine.kv.count import count_pages
 from engine.mock.memory import MarkedPages
 from engine.mock.runner import MockRunner
-from engine.mock.text import LETTERS, MOCK
 from engine.model.identity import CONFIG_FILE
-from engine.model.pooling import read_pooling
+from engine.model.mock_model import LETTERS, MOCK
 from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
+from engine.pooling import read_pooling
 
 
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:

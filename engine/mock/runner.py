@@ -8,11 +8,10 @@ from typing import Final, Protocol, cast
 from zlib import crc32
 
 from components.errors import InvariantBroken, Rejected
-from engine.mock.config import MockConfig, attended
-from engine.mock.embeddings import made_up_vector
-from engine.mock.logprobs import leave_prompt_logprobs, made_up
+from engine.config import MockConfig, attended
+from engine.mock.made_up import leave_prompt_logprobs, made_up, made_up_vector
 from engine.mock.memory import MarkedPages
-from engine.model.pooling import Pooling
+from engine.pooling import Pooling
 from engine.ports import Recording
 from engine.sampling.row import Row
 from engine.scheduler.request import Request

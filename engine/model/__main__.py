@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from engine.model.errors import ModelUnavailable
+from engine.errors import ModelUnavailable
 from engine.model.resolve import model_dir
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
-from engine.model.errors import ModelUnavailable
+from engine.errors import ModelUnavailable
 from engine.model.progress import Progress
 
 PROGRESS_MARK: Final = "progress\t"  # starts a line of progress from `engine.model.convert`

@@ -7,7 +7,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from engine.model.errors import ModelUnavailable
+from engine.errors import ModelUnavailable
 from engine.model.progress import Progress
 
 FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]

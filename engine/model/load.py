@@ -16,15 +16,14 @@ from transformers.utils import logging as transformers_logging
 from components.kv_transfer.layout import KvLayout
 from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
+from engine.errors import DeviceUnavailable, ModelUnavailable, UnsupportedModel
 from engine.kv.storage import TORCH_DTYPES
 from engine.lora.load import Adapters, install_adapters
-from engine.model.device import pick_device
-from engine.model.errors import ModelUnavailable, UnsupportedModel
 from engine.model.identity import random_identity, weights_identity
-from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
+from engine.pooling import Pooling, read_pooling
 
 RANDOM_SEED: Final = 0
 
@@ -191,3 +190,26 @@ class _Bar:
 
     def close(self) -> None:
         pass
+
+
+def pick_device(name: str) -> torch.device:
+    """A CUDA device gets an index. `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
+    Raises: DeviceUnavailable.
+    """
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise DeviceUnavailable(f"device={name} is none that torch knows: it is auto, cpu, cuda or cuda:N") from exc
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise DeviceUnavailable(
+            f"device={name}: torch {torch.__version__} finds no CUDA device here; set device=cpu, or install its CUDA build "
+            "and give this process a GPU"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise DeviceUnavailable(f"device={name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return torch.device("cuda", index)

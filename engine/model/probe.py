@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.attention.backend import IMPLEMENTATION, AttentionBackend, Scoring, StepAttention, StepShape, attend_paged
-from engine.model.errors import UnsupportedModel
+from engine.errors import UnsupportedModel
 from engine.model.load import LoadedModel
 
 PROBE: Final = "kvmesh-probe"

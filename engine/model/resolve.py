@@ -1,17 +1,46 @@
 """Find a model's directory by its name, without torch: the frontend needs the tokenizer only."""
 
+import hashlib
 import re
 from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-from engine.mock.text import MOCK, inner_model, mock_dir
+from engine.errors import ModelUnavailable
 from engine.model.converted import converted_dir
-from engine.model.errors import ModelUnavailable
-from engine.model.gguf_file import SUFFIX, content_key, gguf_file
-from engine.model.identity import CONFIG_FILE
+from engine.model.identity import CONFIG_FILE, sample_file
+from engine.model.mock_model import MOCK, inner_model, mock_dir
 from engine.model.progress import Progress, silent
 from engine.model.wheel import WHEEL_MODELS, wheel_dir
+
+SUFFIX: Final = ".gguf"
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The file itself, or the only one in a directory; None for a directory with other weights.
+
+    Raises: ModelUnavailable, for a missing file and a directory with several.
+    """
+    if path.suffix == SUFFIX and not path.is_dir():
+        if not path.is_file():
+            raise ModelUnavailable(f"there is no file {path}")
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if len(found) > 1:
+        raise ModelUnavailable(
+            f"{path} holds {len(found)} GGUF files, name one of them: {', '.join(file.name for file in found)}"
+        )
+    return found[0] if found else None
+
+
+def content_key(path: Path) -> str:
+    """Eight hex digits over the file's size and samples of it, independent of path and time."""
+    digest = hashlib.sha256()
+    sample_file(digest, path)
+    return digest.hexdigest()[:8]
+
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB: Final = "engine.model.hub"  # imported with the first hub id

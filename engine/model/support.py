@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.model.errors import UnsupportedModel
+from engine.errors import UnsupportedModel
 
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 NEEDED: Final = ("num_attention_heads", "num_hidden_layers", "hidden_size", "max_position_embeddings")

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Final
 
+from engine.errors import ModelUnavailable
 from engine.model.converted import converted_dir
-from engine.model.errors import ModelUnavailable
 from engine.model.progress import Progress
 
 

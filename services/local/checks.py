@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.lora.config import read_adapter_config
 from engine.lora.identity import ADAPTER_WEIGHTS
 from engine.machine_memory import check_fits
-from engine.mock.text import is_mock
+from engine.model.mock_model import is_mock
 from services.local.plan import Plan
 from services.local.process import CannotStart, run
 

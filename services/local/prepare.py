@@ -9,7 +9,7 @@ from pathlib import Path
 
 from components.startup import refuse
 from components.telemetry.logs import configure_logs, log_progress
-from engine.model.errors import ModelUnavailable
+from engine.errors import ModelUnavailable
 from engine.model.resolve import model_dir
 
 log = logging.getLogger(__name__)

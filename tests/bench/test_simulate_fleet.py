@@ -24,7 +24,7 @@ from bench.simulate.traffic import Lengths, Request, conversations, shared_prefi
 from bench.simulate.worker import Engine
 from components.routing.kv_aware import KvAware, KvWeights
 from components.routing.policies import Phase, PolicyName, make_policy
-from engine.mock.config import MockConfig
+from engine.config import MockConfig
 
 REPO = Path(__file__).resolve().parents[2]
 FAST = MockConfig(speedup=10)

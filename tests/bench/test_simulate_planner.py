@@ -21,7 +21,7 @@ from bench.simulate.worker import Engine
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
 from components.routing.policies import Phase, make_policy
-from engine.mock.config import MockConfig
+from engine.config import MockConfig
 
 REPO = Path(__file__).resolve().parents[2]
 SLO = Slo(3.0, 0.05)

@@ -10,7 +10,7 @@ from components.process import drain, new_instance_id, record_maker, run, stop_s
 from components.settings import MeshSettings
 from components.startup import EX_CONFIG, WrongSettings
 from engine.attention.choose import AttentionUnavailable
-from engine.model.errors import ModelUnavailable, UnsupportedModel
+from engine.errors import ModelUnavailable, UnsupportedModel
 
 
 class Service:

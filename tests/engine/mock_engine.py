@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MockConfig
 from engine.core import EngineCore
 from engine.mock.build import build_engine
-from engine.mock.config import MockConfig
 from tests.engine.tiny_engine import PIPELINE
 
 AT_ONCE = float("inf")

@@ -10,9 +10,9 @@ import pytest
 
 from components.errors import PromptTooLong, Rejected
 from engine.core import EngineCore
-from engine.model.errors import UnsupportedModel
+from engine.errors import UnsupportedModel
 from engine.model.load import LoadedModel
-from engine.model.pooling import read_pooling
+from engine.pooling import read_pooling
 from engine.ports import EngineRequest, Phase, SamplingParams
 from tests.engine.embedding_model import SIZE, VOCAB, change, cosines, reference, save_embedding_model
 from tests.engine.mock_engine import make_mock

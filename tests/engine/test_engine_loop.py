@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from components.errors import InvariantBroken, PromptTooLong
-from engine.model.errors import ModelUnavailable
+from engine.errors import ModelUnavailable
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, Phase, StepOutput
 from engine.start import run_engine, start_engine

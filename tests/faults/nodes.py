@@ -30,12 +30,11 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from components.wire.protocol import OLDEST, PROTOCOL
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MockConfig
 from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.inline_loop import InlineLoop
 from engine.mock.build import build_engine
-from engine.mock.config import MockConfig
 from engine.model.resolve import model_dir
 from engine.ports import max_request_pages
 from engine.scheduler.request import Request, RequestState

@@ -28,7 +28,7 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
-from engine.mock.text import is_mock
+from engine.model.mock_model import is_mock
 from services.frontend.ports import Prompt, TokenDelta
 from services.frontend.router import MeshClient
 from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded

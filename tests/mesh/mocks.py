@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MockConfig
 from engine.mock.build import build_engine
-from engine.mock.config import MockConfig
 from engine.ports import Engine, EngineRequest, SamplingParams
 from tests.mesh.harness import Answer, Client
 

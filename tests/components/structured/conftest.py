@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.mock.text import mock_dir
+from engine.model.mock_model import mock_dir
 
 
 @pytest.fixture(scope="session")

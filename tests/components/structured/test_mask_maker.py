@@ -22,7 +22,7 @@ from components.structured.mask import GrammarMask
 from components.structured.masks import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.wire.sampling import Constraint, Sampling
-from engine.mock.text import SPECIAL
+from engine.model.mock_model import SPECIAL
 
 pytestmark = pytest.mark.anyio
 END = SPECIAL["<|im_end|>"]

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from components.text.tokenizer import TextModel
-from engine.mock.text import LETTERS
+from engine.model.mock_model import LETTERS
 from engine.model.resolve import model_dir
 
 TEXT = "Hello\n\t 'quoted' é 東京 😀 \x00\x7f\xa0\xad"

@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from components.text.token_bytes import TokenBytes
 from components.text.tokenizer import TextModel
-from engine.mock.text import mock_dir
+from engine.model.mock_model import mock_dir
 from tests.components.text.tiny_model import tiny_tokenizer
 
 

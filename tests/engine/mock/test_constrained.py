@@ -14,7 +14,7 @@ from components.structured.grammar import as_lark, load_vocabulary, start_matche
 from components.structured.mask import GrammarMask
 from components.wire.sampling import Constraint
 from engine.core import EngineCore
-from engine.mock.text import SPECIAL, mock_dir
+from engine.model.mock_model import SPECIAL, mock_dir
 from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import check_pages, prompt, read_page, run, run_until_idle, write_page

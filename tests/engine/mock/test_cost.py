@@ -3,7 +3,7 @@ from math import inf
 import pytest
 from pydantic import ValidationError
 
-from engine.mock.config import MockConfig
+from engine.config import MockConfig
 
 COST = MockConfig(step_s=0.01, decode_s=0.002, context_token_s=0.0001, prompt_token_s=0.001)
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from components.errors import UnknownModel
 from engine.core import EngineCore
-from engine.mock.text import SPECIAL
+from engine.model.mock_model import SPECIAL
 from engine.model.resolve import model_dir, served_name
 from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
 from engine.sampling.branches import branch_seed

@@ -8,7 +8,7 @@ from jsonschema import Draft202012Validator
 from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
 from components.wire.sampling import Constraint
-from engine.mock.text import SPECIAL, mock_dir
+from engine.model.mock_model import SPECIAL, mock_dir
 from engine.ports import EngineRequest, FinishReason, SamplingParams
 from tests.components.structured.random_schemas import random_schema
 from tests.engine.mock_engine import make_mock

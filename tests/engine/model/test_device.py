@@ -7,8 +7,8 @@ import pytest
 import torch
 import yaml
 
-from engine.model.device import pick_device
-from engine.model.errors import DeviceUnavailable
+from engine.errors import DeviceUnavailable
+from engine.model.load import pick_device
 
 GPU: Any = yaml.safe_load((Path(__file__).parents[3] / "deploy/compose/docker-compose.gpu.yml").read_text())
 

@@ -11,12 +11,11 @@ import pytest
 from transformers import PreTrainedModel
 
 from components.text.tokenizer import TextModel
+from engine.errors import ModelUnavailable
 from engine.model.convert import CannotConvert, convert
-from engine.model.errors import ModelUnavailable
-from engine.model.gguf_file import content_key
 from engine.model.load import load_model
 from engine.model.progress import silent
-from engine.model.resolve import model_dir, served_name
+from engine.model.resolve import content_key, model_dir, served_name
 from engine.ports import EngineRequest
 from tests.engine.model.families import FAMILIES, reference, reference_greedy, save_model
 from tests.engine.model.tiny_gguf import TOKENS, write_gguf

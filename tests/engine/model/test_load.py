@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from engine.attention.backend import attend_paged
-from engine.model.errors import ModelUnavailable, UnsupportedModel
+from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from engine.errors import ModelUnavailable
 from engine.model import hub
-from engine.model.errors import ModelUnavailable
 from engine.model.resolve import is_random, model_dir, served_name
 
 REPO = Path(__file__).resolve().parents[3]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.errors import ModelUnavailable
 from engine.model import converted, wheel
-from engine.model.errors import ModelUnavailable
 from engine.model.wheel import WHEEL_MODELS, wheel_dir, wheel_file
 
 SMOL = WHEEL_MODELS["smollm2-135m"]

@@ -8,7 +8,7 @@ import torch
 
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, SamplingParams
-from engine.sampling.banned import banned_tokens, unpacked
+from engine.sampling.adjust import banned_tokens, unpacked
 from engine.sampling.branches import branch_seed
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampler

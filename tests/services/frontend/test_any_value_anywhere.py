@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
-from engine.mock.text import mock_dir
+from engine.model.mock_model import mock_dir
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.ports import ServedModel

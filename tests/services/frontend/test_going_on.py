@@ -16,7 +16,7 @@ from components.structured.checker import ConstraintChecker, open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.text.tokenizer import INLINE_CHARS, TextModel
 from components.wire.sampling import Constraint
-from engine.mock.text import mock_dir
+from engine.model.mock_model import mock_dir
 from services.frontend.ports import ServedModel
 from tests.components.text.tiny_model import TEMPLATE
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh

@@ -18,7 +18,7 @@ from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
-from engine.mock.text import mock_dir
+from engine.model.mock_model import mock_dir
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh

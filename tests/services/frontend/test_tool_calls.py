@@ -19,7 +19,7 @@ from components.output.formats import FormatOptions
 from components.structured.checker import ConstraintChecker, open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.text.tokenizer import TextModel
-from engine.mock.text import mock_dir
+from engine.model.mock_model import mock_dir
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.conversation import AnswerPlan, plan_answer

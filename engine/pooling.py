@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from components.wire.embedding_model import EmbeddingModel
-from engine.model.errors import ModelUnavailable, UnsupportedModel
-from engine.model.identity import CONFIG_FILE
+from engine.errors import ModelUnavailable, UnsupportedModel
 
+CONFIG_FILE: Final = "config.json"
 MODULES_FILE: Final = "modules.json"
 LIMIT_FILE: Final = "sentence_bert_config.json"
 SWITCH: Final = "pooling_mode_"  # older files have a key for each mode; newer ones have `pooling_mode`

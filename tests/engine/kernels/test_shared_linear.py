@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from engine.compilation.shared_linear import SharedLinear, merge_products, share_linears
+from engine.kernels.shared_linear import SharedLinear, merge_products, share_linears
 
 
 class Attention(nn.Module):

@@ -1,12 +1,29 @@
-"""Made-up log-probabilities, a function of the drawn token, so equal on every worker."""
+"""Made-up embeddings and log-probabilities, equal on every worker."""
 
+import math
+import random
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Final
 from zlib import crc32
 
+from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from components.wire.tokens import pack_tokens
 from engine.scheduler.scheduler import Chunk
+
+
+def made_up_vector(checksum: int, model: EmbeddingModel) -> bytes:
+    """float32[dimensions], little-endian."""
+    draw = random.Random(checksum)
+    values = [draw.gauss(0.0, 1.0) for _ in range(model.dimensions)]
+    length = math.hypot(*values) if model.normalised else 1.0
+    vector = array("f", [value / length for value in values])
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return vector.tobytes()
+
 
 STEPS: Final = 1024  # per unit; float32 represents all of them
 
