@@ -170,6 +170,9 @@ class Connection(HttpToolsProtocol):
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             return Closed.HOST
+        # httptools skips the body of such a request, and would then parse it as the next request
+        if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
+            return Closed.UPGRADE
         return Closed.TOO_MANY_REQUESTS if len(self._cycles) >= self._patience.requests else None
 
     def _bound_body(self, size: int) -> None:
@@ -282,6 +285,10 @@ class BodyPush:
     def send(self, data: bytes) -> None:
         """A chunk; while it is open."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def _announces_body(name: bytes, value: bytes) -> bool:
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
 
 
 async def look_at_connections(connections: Iterable[Any], patience: Patience) -> None:

@@ -44,6 +44,7 @@ class Closed(StrEnum):
     MALFORMED = auto()
     HOST = auto()
     HTTP_VERSION = auto()
+    UPGRADE = auto()
     TOO_MANY = auto()
     TOO_MANY_REQUESTS = auto()
 
@@ -58,6 +59,9 @@ REFUSALS: Final = {  # of those that may have to be told: the others come behind
     Closed.MALFORMED: from_status(400, "This is not an HTTP request."),
     Closed.HOST: from_status(400, "A request needs one Host header, and no more than one."),
     Closed.HTTP_VERSION: from_status(505, "Only HTTP/1.1 and HTTP/1.0 are supported."),
+    Closed.UPGRADE: from_status(
+        400, "A request with a body cannot ask for an upgrade. Send it without the Upgrade header, as HTTP/1.1."
+    ),
     Closed.TOO_MANY: from_status(503, "Too many connections are open. Try again shortly."),
 }
 

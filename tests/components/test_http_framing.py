@@ -162,3 +162,77 @@ async def test_a_request_has_one_host_and_a_version_that_is_spoken(head: bytes, 
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         if status != 200:
             error_of(answer, status)
+
+
+SMUGGLED: Final = b"GET /headers HTTP/1.1\r\nhost: x\r\nsmuggled: yes\r\n\r\n"
+
+
+def posted(headers: bytes, body: bytes) -> bytes:
+    return b"POST / HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n" + body
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        posted(b"content-length: 3\r\ntransfer-encoding: xchunked\r\n", b"abc"),
+        posted(b"transfer-encoding: xchunked\r\n", b"0\r\n\r\n"),
+        posted(b"transfer-encoding: identity\r\n", b"0\r\n\r\n"),
+        posted(b"content-length: 3\r\ntransfer-encoding: identity\r\n", b"abc"),
+        posted(b"transfer-encoding: chunked, identity\r\n", b"0\r\n\r\n"),
+        posted(b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n", b"0\r\n\r\n"),
+        posted(b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n", b"0\r\n\r\n"),
+        posted(b"content-length: 3\r\ntransfer-encoding:\x0bchunked\r\n", b"abc"),
+        posted(b"content-length: 3\r\ntransfer-encoding : chunked\r\n", b"abc"),
+        posted(b"transfer-encoding:\r\n chunked\r\n", b"0\r\n\r\n"),
+        posted(b"content-length: 5\r\ntransfer-encoding: chunked\r\n", b"0\r\n\r\n"),
+        posted(b"transfer-encoding: chunked\r\ncontent-length: 5\r\n", b"0\r\n\r\n"),
+        posted(b"content-length: 5, 5\r\n", b"abcde"),
+        posted(b"content-length: 5\r\ncontent-length: 5\r\n", b"abcde"),
+        posted(b"content-length: +5\r\n", b"abcde"),
+        posted(b"content-length: 0x5\r\n", b"abcde"),
+        posted(b"content-length: 5_0\r\n", b"abcde"),
+        posted(b"content-length: 1 2\r\n", b"abcde"),
+        posted(b"content-length: 99999999999999999999999\r\n", b"abcde"),
+        posted(b"content-length: 3\r\nx: y\rtransfer-encoding: chunked\r\n", b"abc"),
+        posted(b"content-length: 3\r\n\r", b"abc"),
+        posted(b"content-length: 3\r\n", b"abc").replace(b"\r\n", b"\n"),
+        posted(b"x: y\ncontent-length: 0\r\n", b""),
+        posted(b"transfer-encoding: chunked\r\n", b"5\nabcde\n0\n\n"),
+        posted(b"transfer-encoding: chunked\r\n", b"0x5\r\nabcde\r\n0\r\n\r\n"),
+        posted(b"transfer-encoding: chunked\r\n", b"5 \r\nabcde\r\n0\r\n\r\n"),
+        posted(b"transfer-encoding: chunked\r\n", b"5;a\nb\r\nabcde\r\n0\r\n\r\n"),
+        posted(b"transfer-encoding: chunked\r\n", b"10000000000000005\r\nabcde\r\n0\r\n\r\n"),
+        posted(b"transfer-encoding: chunked\r\n", b"5\r\nabcdeXX\r\n0\r\n\r\n"),
+    ],
+    ids=repr,
+)
+async def test_the_request_behind_one_whose_length_is_in_doubt_is_not_served(sent: bytes) -> None:
+    """A proxy in front of us may have read another length: what we take for a second request is part of the first."""
+    async with served() as server:
+        answer = await server.ask(sent + SMUGGLED)
+        assert b"smuggled" not in answer
+        error_of(answer, 400)
+        await server.answers()
+
+
+@pytest.mark.parametrize("protocol", [b"h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA", b"websocket"])
+async def test_an_upgrade_without_a_body_is_ignored(protocol: bytes) -> None:
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(GET.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: %b\r\n\r\n" % protocol))
+        assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+        writer.write(GET)
+        assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("how", [b"content-length: %d" % len(SMUGGLED), b"transfer-encoding: chunked"])
+async def test_the_body_of_an_upgrade_is_not_served_as_a_request(how: bytes) -> None:
+    """The parser skipped the body of such a request, and then read it as the next one."""
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(posted(b"connection: upgrade\r\nupgrade: h2c\r\n%b\r\n" % how, b""))
+        await asyncio.sleep(0.05)
+        writer.write(SMUGGLED)
+        answer = await reader.read()
+        assert b"smuggled" not in answer
+        assert "Upgrade" in error_of(answer, 400)["message"]
+        assert server.closed(Closed.UPGRADE) == 1
+        await server.answers()

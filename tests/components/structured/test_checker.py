@@ -1,6 +1,7 @@
 """Constraints are checked in processes of their own: what costs too much dies there, and nobody else waits."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -30,6 +31,12 @@ DOUBLING: dict[str, Any] = {  # 2^20 schemas
         }
         for i in range(1, 21)
     },
+}
+MUTUAL = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+ANY_OF_ANY: dict[str, Any] = {  # 2^60 ways to one string
+    "$ref": "#/$defs/d60",
+    "$defs": {"d0": {"type": "string"}}
+    | {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i - 1}"}] * 2} for i in range(1, 61)},
 }
 
 
@@ -94,6 +101,8 @@ async def test_ebnf_becomes_lark(checker: ConstraintChecker) -> None:
         (json_schema({"type": "string", "pattern": "(?=x)"}), "look-ahead"),
         (json_schema({"$ref": "http://example.com/schema"}), "'\\$ref'"),
         (json_schema({"$ref": "#/$defs/none"}), "/\\$defs/none"),
+        (json_schema({"$ref": "file:///etc/passwd"}), "'\\$ref'"),
+        (json_schema(MUTUAL), "nothing that satisfies"),
         (json_schema({"$ref": "#"}), "nothing that satisfies"),
         (json_schema({"allOf": [{"type": "string"}, {"type": "integer"}]}), "Unsatisfiable"),
         (json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}), "use 'anyOf'"),
@@ -111,6 +120,7 @@ async def test_ebnf_becomes_lark(checker: ConstraintChecker) -> None:
         (lark("start: " + "(" * 3000 + '"a"' + ")" * 3000), "too deeply nested"),
         (lark("start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30: "a"'), "too many ways"),
         (lark("start: <|nope|>"), "special token"),
+        (lark('start: %json {"$ref": "file:///etc/passwd"}'), "'\\$ref'"),
         (lark("start: a\na[temperature=0.5]: /x+/"), "'temperature'"),
         (lark('start: %json {"properties": {"a": {"minLenght": 1}}} "."'), "'minLenght' at '/properties/a'"),
         (lark("start: A\nA: /.*a.{20}/ & /.*b.{21}/ & /.*c.{22}/ & /.*d.{23}/"), "too complex"),
@@ -121,6 +131,31 @@ async def test_what_cannot_be_kept_is_refused_with_its_reason(
 ) -> None:
     with pytest.raises(Unusable, match=named):
         await checker.check(asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        json_schema(ANY_OF_ANY),
+        json_schema({"type": "string", "pattern": "^(a{1,1000}){1,1000}$"}),
+        json_schema({"type": "string", "minLength": 2**31}),
+        json_schema({"type": "array", "items": {"type": "string", "maxLength": 10**9}, "maxItems": 10**9}),
+        regex("(a{1,1000}){1,1000}"),
+        regex("(((a{0,100}){0,100}){0,100}){0,100}"),
+        lark('start: start "a" | start start | "a"'),
+        lark("start: a\na: a a |"),
+        lark('%llguidance {"test_trace": true}\nstart: "a"'),
+    ],
+    ids=lambda asked: asked.text[:40],
+)
+async def test_what_looks_like_a_bomb_is_answered_within_the_budget(
+    checker: ConstraintChecker, asked: Constraint
+) -> None:
+    """Kept or refused: neither takes longer, and the next one is checked as usual."""
+    async with asyncio.timeout(30):
+        with contextlib.suppress(Unusable):
+            assert (await checker.check(asked)).kind == asked.kind
+    assert await checker.check(regex("after")) == regex("after")
 
 
 async def test_a_bomb_is_refused_within_the_budget_and_holds_up_nobody(checker: ConstraintChecker) -> None:

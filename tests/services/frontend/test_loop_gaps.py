@@ -76,6 +76,10 @@ def chat(content: Any, count: int) -> bytes:
     return packed({"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": content}] * count})
 
 
+def turns_of(turn: Any, count: int) -> bytes:
+    return packed({"model": MODEL, "max_tokens": 2, "messages": [turn] * count})
+
+
 BODIES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
     "empty parts": lambda: (CHAT, chat([{}] * 1024, 1300)),
     "empty blocks": lambda: ("/v1/messages", chat([{}] * 1024, 1300)),
@@ -89,6 +93,16 @@ BODIES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
     "text": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": "a" * 4_000_000})),
     "turns": lambda: (CHAT, chat("a" * 1500, 2700)),
     "cut short": lambda: (CHAT, chat("é" * 100, 6500)[:-5]),
+    "tool calls": lambda: (CHAT, turns_of({"role": "assistant", "tool_calls": [{}] * 1024}, 1300)),
+    "tools": lambda: (CHAT, packed({"model": MODEL, "messages": [], "tools": [{}] * 1_000_000})),
+    "stop token ids": lambda: ("/v1/completions", packed({"model": MODEL, "stop_token_ids": [{}] * 1_000_000})),
+    "items": lambda: ("/v1/responses", packed({"model": MODEL, "input": [{}] * 1_000_000})),
+    "nested blocks": lambda: (
+        "/v1/messages",
+        chat([{"type": "tool_result", "tool_use_id": "a", "content": [{}] * 10}] * 100, 400),
+    ),
+    "inputs": lambda: ("/v1/embeddings", packed({"model": MODEL, "input": [{}] * 1_000_000})),
+    "no token ids": lambda: ("/detokenize", packed({"tokens": [{}] * 1_000_000})),
     "too many token ids": lambda: ("/v1/completions", packed({"model": MODEL, "prompt": [5] * 2_000_000})),
 }
 
@@ -102,6 +116,34 @@ async def test_a_body_as_large_as_it_may_be_blocks_nobody(mesh: FakeMesh, kind: 
         await asked(url, CHAT, chat("a", 1))  # what is made once is made
         status, _, gap_s = await asked(url, path, body)
     assert status == 400
+    assert gap_s < MOST_S, gap_s
+
+
+TEXTS: Final = {
+    "letters": "a" * 4_000_000,
+    "spaces": " " * 4_000_000,
+    "combining marks": "e" + "\u0301" * 600_000,
+    "ligatures": "\ufdfa" * 4000,  # 18 letters each, once normalised
+    "special tokens": "<|im_start|>" * 300_000,
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+async def test_a_long_text_to_tokenize_blocks_nobody(mesh: FakeMesh, kind: str) -> None:
+    settings = FrontendSettings(port=0, drain_timeout_s=2)
+    async with serve_http(create_app(mesh, mesh.text, settings), settings) as url:
+        await asked(url, CHAT, chat("a", 1))
+        status, _, gap_s = await asked(url, "/tokenize", packed({"prompt": TEXTS[kind]}))
+    assert status in {200, 400, 413}
+    assert gap_s < MOST_S, gap_s
+
+
+async def test_many_token_ids_to_detokenize_block_nobody(mesh: FakeMesh) -> None:
+    settings = FrontendSettings(port=0, drain_timeout_s=2)
+    async with serve_http(create_app(mesh, mesh.text, settings), settings) as url:
+        await asked(url, CHAT, chat("a", 1))
+        status, _, gap_s = await asked(url, "/detokenize", packed({"tokens": [5] * 500_000}))
+    assert status in {200, 400, 413}
     assert gap_s < MOST_S, gap_s
 
 
