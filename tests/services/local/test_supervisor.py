@@ -74,9 +74,9 @@ def test_ready_comes_with_a_curl_that_names_the_real_model(mesh: Callable[..., S
     told = re.findall(r"decode-0     loading: (\d+) %", process.logged())
     assert told == ["0", "25", "50", "75", "100"]
     home = process.log.parent / "state/local"
-    modes = {path.relative_to(home): path.stat().st_mode & 0o077 for path in (home, *home.rglob("*"))}
-    assert Path("running.json") in modes
-    assert not any(modes.values()), f"passwords and prompts are for the user alone: {modes}"
+    private = [home / "running.json", *home.rglob("*.conf")]
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in private} == {path.name: 0o600 for path in private}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
