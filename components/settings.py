@@ -1,15 +1,16 @@
-"""Settings of a service: environment first, command line over it, read once in `main` and passed down as values.
+"""Settings of a process: read once in `main` from the environment and the command line, passed down as values.
 
-`MESH_X` sets x for every service, `MESH_DECODE_X` for decode alone and wins over it; `--x` wins over both.
+`MESH_X` sets x in every process that has it, `MESH_DECODE_X` in decode alone. The second wins; `--x` wins over both.
 """
 
+import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -20,21 +21,16 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from components.routing.kv_index import MAX_BLOCKS
-from components.routing.policies import POLICIES, check_policy
 from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
-WITH_SETTINGS: Final = (*ROLES, "planner")  # each with a prefix of its own
-
-
-RoutingPolicy = Annotated[str, AfterValidator(check_policy)]
-ABOUT_POLICIES: Final = f"{', '.join(POLICIES)}; NAME@OPTION=NUMBER,… with other numbers; docs/routing.md"
+WITH_SETTINGS: Final = (*ROLES, "planner")  # each has a prefix of its own: MESH_DECODE_
+LIKENESS: Final = 0.75  # of 1; a name less alike is not suggested
 
 
 class MeshSettings(BaseSettings):
-    """What all services share. A service subclasses it with `env_prefix="MESH_<ROLE>_"` and adds its own fields."""
+    """Settings of every process. A service subclasses this with `env_prefix="MESH_<ROLE>_"`."""
 
     model_config = SettingsConfigDict(
         env_prefix="MESH_",
@@ -43,62 +39,38 @@ class MeshSettings(BaseSettings):
         frozen=True,
         cli_kebab_case=True,
         hide_input_in_errors=True,
-        cli_exit_on_error=False,  # one line, and not the usage of all settings
+        cli_exit_on_error=False,  # pydantic would print the usage of all settings
     )
 
     namespace: Annotated[
-        str, Field(pattern=r"^[a-z0-9-]+$", description="first part of every etcd key and NATS subject")
+        str, Field(pattern=r"^[a-z0-9-]+$", description="name of this mesh: first part of etcd keys and NATS subjects")
     ] = "kvmesh"
     etcd_url: Annotated[str, Field(description="etcd endpoints, comma-separated")] = "http://127.0.0.1:2379"
     nats_url: Annotated[str, Field(description="NATS servers, comma-separated")] = "nats://127.0.0.1:4222"
-    model: Annotated[
-        str,
-        Field(
-            description="smollm2-135m, a directory, hub id, GGUF file or config.json (random weights), mock, or mock:<of these>"
-        ),
-    ] = "smollm2-135m"
-    served_model_name: Annotated[str | None, Field(description="the name clients use; default: from --model")] = None
-    kv_index_blocks: Annotated[
-        PositiveInt,
-        Field(description="blocks of KV, pages that is, that a router remembers of all caches; some 110 bytes each"),
-    ] = MAX_BLOCKS
     lease_ttl_s: Annotated[
-        float, Field(ge=2.0, description="an instance silent for this long leaves etcd, seconds")
+        float, Field(ge=2.0, description="seconds without contact after which etcd drops a process's record")
     ] = 10.0
-    bootstrap_timeout_s: Annotated[
-        PositiveFloat,
-        Field(description="longest wait of a transfer for decode's pages, seconds; then both sides give up"),
-    ] = 60.0
-    transfer_timeout_s: Annotated[
-        PositiveFloat, Field(description="from decode's offer of its pages to the last byte of KV, seconds")
-    ] = 60.0
-    kv_transfer: Annotated[
-        str, Field(description="what moves KV: nixl, nixl/<PLUGIN>, mooncake, fake (no KV moves), or a package's own")
-    ] = "nixl"
-    kv_transfer_host: Annotated[
-        str | None,
-        Field(
-            description="this machine's address for KV transfer; NIXL uses its interface and RDMA devices, or those of "
-            "UCX_NET_DEVICES; default: the address that reaches etcd"
-        ),
+    state_dir: Annotated[Path, Field(description="directory of converted models, compiled models and traces")] = Path(
+        "~/.cache/kvmesh"
+    )
+    otlp_endpoint: Annotated[
+        str | None, Field(description="OTLP/HTTP collector for traces, such as http://jaeger:4318; default: none")
     ] = None
-    room_cleanup_s: Annotated[
-        PositiveFloat, Field(description="interval of cleaning expired bootstrap rooms, seconds")
-    ] = 5.0
-    state_dir: Annotated[Path, Field(description="converted models and kept traces")] = Path("~/.cache/kvmesh")
-    otlp_endpoint: Annotated[str | None, Field(description="OTLP/HTTP collector, such as http://jaeger:4318")] = None
     traces_per_s: Annotated[
-        float,
-        Field(ge=0, description="requests traced a second, at most, ten seconds' worth at once; inf: every request"),
+        float, Field(ge=0, description="requests traced per second, with bursts of ten seconds' worth; inf: all")
     ] = 5.0
-    metrics_host: Annotated[str, Field(description="address of a process's own /metrics and /health")] = "127.0.0.1"
-    metrics_port: Annotated[int, Field(ge=0, le=65535, description="their port; 0: any free one, found in etcd")] = 0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["console", "json"] = "console"
+    metrics_host: Annotated[str, Field(description="address of this process's /metrics and /health")] = "127.0.0.1"
+    metrics_port: Annotated[int, Field(ge=0, le=65535, description="port of /metrics and /health; 0: any free one")] = 0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="least severe messages to log")
+    ] = "info"
+    log_format: Annotated[
+        Literal["console", "json"], Field(description="console: for people; json: one object per line")
+    ] = "console"
 
     @property
     def home(self) -> Path:
-        """`state_dir`, the same in processes that work in other directories, such as servers in their own."""
+        """`state_dir` as an absolute path: servers that get it run in other directories."""
         return self.state_dir.expanduser().absolute()
 
     @classmethod
@@ -110,12 +82,12 @@ class MeshSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The command line (added by pydantic), then `MESH_<ROLE>_`, then `MESH_`; no .env and no secrets directory."""
+        """Order of precedence: arguments, `MESH_<ROLE>_`, `MESH_`. No .env file and no secrets directory."""
         return init_settings, env_settings, EnvSettingsSource(settings_cls, env_prefix="MESH_")
 
     @classmethod
     def read(cls, argv: list[str] | None = None) -> Self:
-        """Settings of this process; exits with a line that names the fault when one is wrong."""
+        """Read this process's settings. A wrong one ends the process with a line that names it."""
         faults = misspelled(os.environ, cls)
         if faults:
             refuse("\n".join(faults))
@@ -131,35 +103,83 @@ class MeshSettings(BaseSettings):
             refuse(f"settings: {str(exc).removeprefix('error parsing CLI: ')}")
 
 
-SHARED: Final = frozenset(MeshSettings.model_fields) | {"engine", "verify_kv"}  # names that may follow a bare MESH_
+class ModelSettings(MeshSettings):
+    """Settings of processes that know the model: the frontend for its text, workers for its weights."""
+
+    model: Annotated[
+        str,
+        Field(
+            description="smollm2-135m, a directory, hub id, GGUF file or config.json (random weights), mock, or "
+            "mock:MODEL with that model's tokenizer"
+        ),
+    ] = "smollm2-135m"
+    served_model_name: Annotated[
+        str | None, Field(description="name of the model for clients; default: from the model setting")
+    ] = None
+
+
+class WorkerSettings(ModelSettings):
+    """Settings of prefill and decode workers."""
+
+    kv_transfer: Annotated[
+        str,
+        Field(
+            description="backend that moves KV pages: nixl, nixl/PLUGIN, mooncake, fake (moves nothing), or one of another "
+            "package"
+        ),
+    ] = "nixl"
+    kv_transfer_host: Annotated[
+        str | None,
+        Field(
+            description="this machine's address for KV transfer. NIXL uses its interface and RDMA devices, or those of "
+            "UCX_NET_DEVICES. Default: the address that reaches etcd"
+        ),
+    ] = None
+    bootstrap_timeout_s: Annotated[
+        PositiveFloat, Field(description="seconds that prefill and decode wait for the offer of decode's pages")
+    ] = 60.0
+    drain_timeout_s: Annotated[
+        PositiveFloat, Field(description="seconds that a stopping worker may take to finish its requests")
+    ] = 30.0
+
+
+# A bare MESH_ may precede these, too. A process without such a setting ignores the variable: the processes of a mesh
+# often share one environment, as in deploy/compose.
+OF_SOME: Final = frozenset({
+    "model", "served_model_name", "engine", "kv_transfer", "kv_transfer_host", "kv_index_blocks", "bootstrap_timeout_s",
+    "transfer_timeout_s", "room_cleanup_s", "verify_kv",
+})  # fmt: skip
+SHARED: Final = frozenset(MeshSettings.model_fields) | OF_SOME
 
 
 def shown_fault(error: ErrorDetails) -> str:
-    """A line for one wrong setting. It never holds the value: that may be a secret, or all settings with their secrets."""
-    where = ".".join(map(str, error["loc"]))
-    return f"setting {where}: {error['msg']}" if where else f"settings: {error['msg'].removeprefix('Value error, ')}"
+    """A line for one wrong setting. It never holds the value, which may be a secret."""
+    where, what = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    return f"setting {where}: {what}" if where else f"settings: {what}"
 
 
-def misspelled(environ: Mapping[str, str], settings: type[BaseSettings]) -> list[str]:
-    """A line for each `MESH_*` variable that would set nothing: pydantic ignores those in silence.
+def misspelled(environ: Mapping[str, str], *settings: type[BaseSettings]) -> list[str]:
+    """A line for each `MESH_*` variable that no process reads: pydantic would ignore it.
 
-    Variables with another role's prefix are that role's business.
+    Variables with the prefix of a role that is not among `settings` are left to that role.
     """
-    own = str(settings.model_config["env_prefix"])
-    others = tuple(p for p in (f"MESH_{role.upper()}_" for role in WITH_SETTINGS) if p != own)
+    prefixes = {cls: str(cls.model_config["env_prefix"]) for cls in settings}
+    others = tuple({f"MESH_{role.upper()}_" for role in WITH_SETTINGS} - set(prefixes.values()))
+    known = {f"MESH_{name.upper()}" for name in SHARED}
+    known |= {f"{prefix}{name.upper()}" for cls, prefix in prefixes.items() for name in cls.model_fields}
     faults = []
     for name in sorted(environ):
-        if not name.startswith("MESH_") or name.startswith(others):
-            continue
-        prefix = own if name.startswith(own) else "MESH_"
-        known: Mapping[str, Any] | frozenset[str] = SHARED if prefix == "MESH_" else settings.model_fields
-        field = name.removeprefix(prefix).split("__")[0].lower()
-        shared = name.removeprefix("MESH_").split("__")[0].lower() in SHARED  # MESH_BOOTSTRAP_TIMEOUT_S is everybody's
-        if field not in known and not shared:
-            hint = (
-                f"did you mean {own}{field.upper()}?"
-                if field in settings.model_fields
-                else "--help-all lists every name"
-            )
-            faults.append(f"unknown setting {name}: {hint}")
+        field, nested, rest = name.partition("__")
+        if name.startswith("MESH_") and not name.startswith(others) and field.upper() not in known:
+            hints = [f"{near}{nested}{rest}" for near in nearest(field.upper(), known)[:1]]
+            faults.append(f"unknown setting {name}: {suggestion(hints)}")
     return faults
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three of `known` that `name` may be a misspelling of, the likeliest first."""
+    return difflib.get_close_matches(name, sorted(known), cutoff=LIKENESS)
+
+
+def suggestion(names: list[str]) -> str:
+    return f"did you mean {' or '.join(names)}?" if names else f"{HELP_ALL} lists every name"

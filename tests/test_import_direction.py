@@ -110,7 +110,8 @@ def fault(importer: str, imported: str) -> str | None:
     """Why module `importer` must not import `imported`; None when it may."""
     match top(importer), top(imported):
         case "services", "services" if service(importer) != service(imported):
-            return "no service imports another"
+            reads_settings = service(importer) == "services.local" and imported.endswith(".config")
+            return None if reads_settings else "no service imports another; services.local imports their settings"
         case "components", "services" | "engine":
             return "components import neither services nor the engine"
         case "engine", "services":
@@ -128,6 +129,9 @@ def fault(importer: str, imported: str) -> str | None:
     [
         ("services.decode.handlers", "services.decode.config", True),
         ("services.decode.handlers", "services.prefill.config", False),
+        ("services.local.plan", "services.decode.config", True),
+        ("services.local.plan", "services.decode.handlers", False),
+        ("services.planner.config", "services.decode.config", False),
         ("services.decode.handlers", "engine.core", True),
         ("components.routing.policy", "engine.ports", False),
         ("components.wire.rooms", "services.bootstrap.rooms", False),

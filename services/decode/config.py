@@ -5,50 +5,51 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
+from components.routing.kv_index import MAX_BLOCKS
 from components.routing.policies import DEFAULT
-from components.settings import ABOUT_POLICIES, MeshSettings, RoutingPolicy
+from components.routing.settings import ABOUT_POLICIES, KvIndexBlocks, RoutingPolicy
+from components.settings import WorkerSettings
 from engine.config import EngineConfig
 
 OnTransferFailure = Literal["recompute", "fail"]
 
 
-class DecodeSettings(MeshSettings):
+class DecodeSettings(WorkerSettings):
     """kvmesh decode: receives every request first, fetches its KV from a prefill instance, and generates."""
 
     model_config = SettingsConfigDict(env_prefix="MESH_DECODE_", cli_prog_name="python -m services.decode")
 
     engine: EngineConfig = EngineConfig()
-    drain_timeout_s: Annotated[PositiveFloat, Field(description="how long a stopping worker finishes, seconds")] = 30.0
+    transfer_timeout_s: Annotated[
+        PositiveFloat, Field(description="seconds from the offer of decode's pages to the last byte of KV")
+    ] = 60.0
     verify_kv: Annotated[
-        CliImplicitFlag[bool],
-        Field(description="check all KV that prefill sends by checksums; prefill need not be told"),
+        CliImplicitFlag[bool], Field(description="check all KV from prefill by checksums; prefill needs no setting")
     ] = False
     on_transfer_failure: Annotated[
         OnTransferFailure,
         Field(
-            description="a prompt whose KV does not come from its prefill instance: recompute it on decode, or fail the"
-            " request with 502 at once, on no other instance; streams that have begun, and all prompts while there is no"
-            " prefill instance, are computed on decode in both cases"
+            description="a prompt whose KV does not arrive: recompute it on decode, or fail the request with 502. Streams "
+            "that have begun, and prompts while there is no prefill instance, are always computed on decode"
         ),
     ] = "recompute"
-    prefill_policy: Annotated[
-        RoutingPolicy, Field(description=f"how a prefill instance is chosen: {ABOUT_POLICIES}")
-    ] = DEFAULT["prefill"]
+    prefill_policy: Annotated[RoutingPolicy, Field(description=f"choice of a prefill instance: {ABOUT_POLICIES}")] = (
+        DEFAULT["prefill"]
+    )
+    kv_index_blocks: KvIndexBlocks = MAX_BLOCKS
     max_local_prefill: Annotated[
-        int, Field(ge=0, description="prompt tokens left after the own prefix hit that decode computes itself")
+        int,
+        Field(ge=0, description="a prompt with at most so many tokens beyond its prefix hit is computed on decode"),
     ] = 16
+    local_prefill_on_queue: Annotated[
+        bool, Field(description="compute a prompt on decode if that is faster than waiting in any prefill queue")
+    ] = True
     frame_interval_ms: Annotated[
         float,
         Field(
             ge=0,
             le=1000,
-            description=(
-                "from one frame of tokens to a frontend to the next, at least; tokens gather so long, those of a stream"
-                " that makes several meanwhile four times as long"
-            ),
+            description="least milliseconds between two frames of tokens to one frontend; four times that for a stream "
+            "that makes several tokens in it",
         ),
     ] = 3.0
-    local_prefill_on_queue: Annotated[
-        bool,
-        Field(description="compute a prompt on decode when every prefill queue lasts longer than that would take"),
-    ] = True

@@ -1,22 +1,16 @@
-"""What a run is asked for, checked before any work: a wrong option is one line at once, not after a model was converted."""
+"""Checks of a run before any work, so that a wrong setting is one line at once, not after a model was converted."""
 
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
-
-from pydantic import ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from typing import Final
 
 from components.api_keys import BadKeys, read_keys
 from components.kv_transfer.choose import check_name
-from components.settings import MeshSettings
+from components.listening import cannot_listen
+from components.settings import WorkerSettings
 from components.startup import WrongSettings
 from components.tls import Tls, tls_context
 from engine.config import EngineConfig
@@ -27,117 +21,53 @@ from engine.model.mock_model import is_mock
 from services.local.plan import Plan
 from services.local.process import CannotStart, run
 
-WORKERS: Final = ("prefill", "decode")
 ALWAYS_THERE: Final = ("nixl", "nixl/UCX", "fake")  # backends that every installation has
 CUDA: Final = Path("/dev/nvidiactl")
 
 
-class WorkerSettings(MeshSettings):
-    """What a worker will read, as far as it can be checked here; see `_settings_of`."""
-
-    engine: EngineConfig = EngineConfig()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The role's own variables, then what the command line gave, then everybody's variables."""
-        return env_settings, init_settings, EnvSettingsSource(settings_cls, env_prefix="MESH_")
-
-
-class PrefillSettings(WorkerSettings):
-    """Of prefill."""
-
-    model_config = SettingsConfigDict(env_prefix="MESH_PREFILL_")
-
-
-class DecodeSettings(WorkerSettings):
-    """Of decode."""
-
-    model_config = SettingsConfigDict(env_prefix="MESH_DECODE_")
-
-
 async def check_plan(plan: Plan) -> None:
-    """Raises: CannotStart, with a line that names the option."""
+    """Raises: CannotStart, with a line that names the setting."""
     try:
-        _check_counts(plan)
-        workers = {role: _settings_of(plan, role) for role in WORKERS if plan.counts[role]}
-        _check_memory(plan, workers)
-        _check_tls(plan)
-        _check_keys(plan)
-        for worker in workers.values():
-            _check_adapters(worker)
+        _check_memory(plan)
+        _check_frontend(plan)
+        for worker in plan.workers.values():
+            _check_adapters(worker, worker.engine)
             check_name(worker.kv_transfer)
     except WrongSettings as exc:
         raise CannotStart(exc.message) from exc
-    for setting in {worker.kv_transfer for worker in workers.values()}.difference(ALWAYS_THERE):
+    for setting in {worker.kv_transfer for worker in plan.workers.values()}.difference(ALWAYS_THERE):
         await _check_backend(setting)
 
 
-def _check_counts(plan: Plan) -> None:
-    is_elsewhere = plan.etcd_url is not None  # then another machine may run it
-    if plan.counts["prefill"] and not plan.counts["bootstrap"] and not is_elsewhere:
-        raise WrongSettings(
-            f"--bootstrap 0 beside --prefill {plan.counts['prefill']}: prefill and decode meet at a bootstrap replica; "
-            "give --bootstrap 1, or --prefill 0, and decode computes prompts"
-        )
-
-
-def _settings_of(plan: Plan, role: str) -> WorkerSettings:
-    given: dict[str, Any] = {name: value for name, value in plan.given.items() if name in WorkerSettings.model_fields}
-    given["engine"] = {name.removeprefix("engine__"): value for name, value in plan.given.items() if "engine__" in name}
-    if plan.adapters:
-        given["engine"]["lora"] = plan.adapters
-    try:
-        return (PrefillSettings if role == "prefill" else DecodeSettings)(**given)
-    except ValidationError as exc:
-        fault = exc.errors()[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise WrongSettings(f"setting {where} of {role}: {fault['msg']}") from exc
-    except SettingsError as exc:
-        raise WrongSettings(f"settings of {role}: {exc}") from exc
-
-
-def _check_memory(plan: Plan, workers: Mapping[str, WorkerSettings]) -> None:
+def _check_memory(plan: Plan) -> None:
     """The default is not checked: it is small, and a mock's pages take memory only when they are used."""
     asked_gb, count = 0.0, 0
-    for role, worker in workers.items():
+    for role, worker in plan.workers.items():
         engine = worker.engine
         on_cpu = engine.device == "cpu" or (engine.device == "auto" and not CUDA.exists())
         is_default = engine.kv_memory_gb == EngineConfig().kv_memory_gb
         if on_cpu and not is_default and engine.num_pages is None and not is_mock(worker.model):
             asked_gb += plan.counts[role] * engine.kv_memory_gb
             count += plan.counts[role]
-    check_fits(round(asked_gb * 1e9), f"--kv-memory-gb: KV pages of {count} worker{'s' * (count > 1)}")
+    check_fits(round(asked_gb * 1e9), f"setting engine.kv_memory_gb: KV pages of {count} worker{'s' * (count > 1)}")
 
 
-def _check_tls(plan: Plan) -> None:
-    certificate, key = plan.frontend("tls_cert"), plan.frontend("tls_key")
-    if (certificate is None) != (key is None):
-        raise WrongSettings(
-            f"--tls-cert and --tls-key belong together: --tls-{'key' if certificate else 'cert'} is missing"
-        )
-    if certificate is not None and key is not None:
-        tls_context(Tls(certificate, key))
-
-
-def _check_keys(plan: Plan) -> None:
-    file = plan.frontend("api_keys_file")
+def _check_frontend(plan: Plan) -> None:
+    frontend = plan.frontend
+    if not frontend.port:
+        raise WrongSettings("setting port of frontend: services.local needs a number from 1 to 65535")
+    if frontend.tls_cert and frontend.tls_key:
+        tls_context(Tls(str(frontend.tls_cert), str(frontend.tls_key)))
     try:
-        read_keys(plan.frontend("api_keys"), None if file is None else Path(file))
+        read_keys(frontend.api_keys.get_secret_value() if frontend.api_keys else None, frontend.api_keys_file)
     except BadKeys as exc:
         raise WrongSettings(f"API keys: {exc}") from exc
 
 
-def _check_adapters(worker: WorkerSettings) -> None:
-    if is_mock(worker.model):  # which takes any value
+def _check_adapters(worker: WorkerSettings, engine: EngineConfig) -> None:
+    if is_mock(worker.model):  # takes any directory
         return
-    for name, directory in worker.engine.lora.items():
+    for name, directory in engine.lora.items():
         path = Path(directory).expanduser()
         read_adapter_config(name, path)
         if not (path / ADAPTER_WEIGHTS).is_file():
@@ -145,7 +75,29 @@ def _check_adapters(worker: WorkerSettings) -> None:
 
 
 async def _check_backend(setting: str) -> None:
-    """Try a backend out in a process of its own. Raises: CannotStart, with what that says."""
-    said: list[str] = []
-    if await run([sys.executable, "-m", "components.kv_transfer.check", setting], said.append) != 0:
-        raise CannotStart(said[-1] if said else f"setting kv_transfer: {setting} cannot be used here")
+    """Try a backend in a process of its own. Raises: CannotStart, with the last line that it printed."""
+    lines: list[str] = []
+    if await run([sys.executable, "-m", "components.kv_transfer.check", setting], lines.append) != 0:
+        raise CannotStart(lines[-1] if lines else f"setting kv_transfer: {setting} cannot be used here")
+
+
+@contextmanager
+def own_ports(plan: Plan) -> Iterator[None]:
+    """Hold the frontends' ports until the block ends. Raises: CannotStart, if another process has one.
+
+    Frontends share a port with any process that shares it, another mesh's too. So each port is bound alone once, and a
+    Unix socket with a name made of the port is held: another `services.local` finds it while no frontend listens yet.
+    """
+    with ExitStack() as held:
+        for host, port in plan.addresses:
+            try:
+                name = held.enter_context(socket.socket(socket.AF_UNIX))
+                name.bind(f"\0kvmesh {host or '0.0.0.0'}:{port}")  # noqa: S104 - a name, not an address
+                family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+                with socket.socket(family, kind) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+                    probe.listen()
+            except OSError as exc:
+                raise CannotStart(cannot_listen(host, port, exc)) from exc
+        yield

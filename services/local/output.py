@@ -2,15 +2,15 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from services.local.progress import ProgressLines
-
+PARTS: Final = 4  # of a task: on a file, a line is written for each
 COLOURS: Final = ("cyan", "magenta", "green", "blue", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 LEVEL_STYLES: Final = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
 # color_message: uvicorn's event again.
@@ -19,12 +19,12 @@ NOT_FACTS: Final = frozenset({"ts", "level", "logger", "event", "exception", "co
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Go on in silence: whoever read has left, the services have not."""
+        """Discard further output: a closed reader must not stop the services."""
         self.file = open(os.devnull, "w")  # noqa: PTH123, SIM115  # until the process ends
 
 
 class Output:
-    """Where everything is shown. `names` get a colour each, in order; other names have none."""
+    """The output of a run. Each of `names` gets a colour, other names get none."""
 
     def __init__(self, names: Sequence[str] = (), console: Console | None = None) -> None:
         self._console = console or _Console(highlight=False, soft_wrap=True)
@@ -33,7 +33,7 @@ class Output:
         self._progress = ProgressLines(self._console, lambda name, text: self._line(name, Text(text), None))
 
     def show(self, name: str, line: str) -> str | None:
-        """Show a line that `name` wrote. Returns: its event, or None when it is not one of our JSON lines."""
+        """Show a line that `name` wrote. Returns: its event; None for a line that is not a JSON log."""
         facts = _parse(line)
         if facts is None:
             if line:
@@ -53,29 +53,82 @@ class Output:
         return event
 
     def say(self, name: str, event: str, *, level: str = "info", **facts: str | float | None) -> None:
-        """Show what we ourselves have to say about `name`."""
+        """Show a message of `services.local` itself under the name `name`."""
         self.show(name, json.dumps({"level": level, "event": event, **facts}))
 
     def print(self, *lines: str) -> None:
-        """Lines of nobody's, as they are, meant to be read or pasted."""
+        """Print lines without a name."""
         for line in lines:
             self._console.print(Text(line, style="bold"))
 
     def error(self, message: str) -> None:
-        """Why the run ends, for whoever reads only the last line."""
+        """Print why the run ends."""
         self._console.print(Text("error: ", style="bold red").append(message, style="default"))
 
     def end_progress(self, name: str) -> None:
-        """`name` is gone: so are its bars."""
         self._progress.drop(name)
 
     def close(self) -> None:
-        """Give the terminal back."""
         self._progress.close()
 
     def _line(self, name: str, text: Text, ts: object) -> None:
         label = (f"{name:<{self._width}}", self._styles.get(name, "bold"))
         self._console.print(Text.assemble((_clock(ts), "dim"), "  ", label, "  ", text))
+
+
+class ProgressLines:
+    """Progress of long tasks: bars on a terminal; elsewhere a line at the start, at each quarter and at the end."""
+
+    def __init__(self, console: Console, print_line: Callable[[str, str], None]) -> None:
+        self._print = print_line
+        self._bars = (
+            Progress(
+                TextColumn("{task.fields[service]}  {task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+            if console.is_terminal
+            else None
+        )
+        self._tasks: dict[tuple[str, str], TaskID] = {}
+        self._parts: dict[tuple[str, str], int] = {}  # of PARTS, the last one shown
+
+    def update(self, name: str, task: str, done: object, total: object) -> None:
+        """Service `name` has done `done` of `total` of `task`. Values that are no sensible numbers are ignored."""
+        if not isinstance(done, int | float) or not isinstance(total, int | float) or total <= 0:
+            return
+        key, part = (name, task), min(PARTS, int(PARTS * done / total))
+        if self._bars is not None and key not in self._tasks:
+            self._bars.start()  # again, when all bars had ended
+            self._tasks[key] = self._bars.add_task(task, total=float(total), service=name)
+        if self._bars is not None:
+            self._bars.update(self._tasks[key], completed=float(done), total=float(total))
+        if part > self._parts.get(key, -1):
+            self._parts[key] = part
+            if self._bars is None or part == PARTS:
+                self._print(name, f"{task}: {100 * part // PARTS} %")
+        if part == PARTS:
+            self._end(key)
+
+    def drop(self, name: str) -> None:
+        """Remove all tasks of `name`."""
+        for key in [key for key in self._parts if key[0] == name]:
+            self._end(key)
+            del self._parts[key]
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def _end(self, key: tuple[str, str]) -> None:
+        bar = self._tasks.pop(key, None)
+        if self._bars is not None and bar is not None:
+            self._bars.remove_task(bar)
+            if not self._tasks:
+                self._bars.stop()  # its thread redraws ten times a second
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -89,7 +142,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _traceback(exception: object) -> str:
-    """Text of a log line's `exception`: text already, or structlog's list of exceptions with frames, the last one first."""
+    """Text of a log line's `exception`: a string, or structlog's list of exceptions with frames, the latest first."""
     if not isinstance(exception, list):
         return str(exception)
     lines = []

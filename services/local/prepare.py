@@ -1,6 +1,6 @@
-"""What `model.prepare_model` runs: `python -m services.local.prepare <model> <state dir>`, progress as log lines.
+"""`python -m services.local.prepare MODEL STATE_DIR`: download or convert a model, with progress as log lines.
 
-`python -m engine.model` does the same for a person, with a bar of its own.
+`supervisor.prepare_model` runs it. `python -m engine.model` does the same for people, with a progress bar.
 """
 
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def main(model: str, state_dir: Path) -> None:
-    """Convert or fetch `model` where needed; exits with `EX_CONFIG` when there is no such model."""
+    """Exits with `EX_CONFIG` if there is no such model."""
     configure_logs("info", "json")
     try:
         directory = model_dir(model, state_dir, log_progress)

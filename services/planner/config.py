@@ -16,15 +16,15 @@ RANGE: Final = re.compile(r"(\d+)(?:\.\.(\d+))?")
 
 
 def read_bounds(text: Any) -> Any:
-    """`1..4`, or `2` for always two. Raises: ValueError."""
+    """Read `1..4`, or `2` for always two. Raises: ValueError."""
     if not isinstance(text, str | int):
         return text
     found = RANGE.fullmatch(str(text).strip())
     if found is None:
-        raise ValueError("give LEAST..MOST, such as 1..4")
+        raise ValueError("give MIN..MAX, such as 1..4")
     least, most = int(found[1]), int(found[2] or found[1])
     if not 1 <= least <= most:
-        raise ValueError("give LEAST..MOST with 1 <= LEAST <= MOST: each role keeps a worker")
+        raise ValueError("give MIN..MAX with 1 <= MIN <= MAX: each role keeps a worker")
     return Bounds(least, most)
 
 
@@ -32,49 +32,56 @@ Range = Annotated[Bounds, NoDecode, BeforeValidator(read_bounds)]
 
 
 class PlannerSettings(MeshSettings):
-    """kvmesh planner: how many prefill and decode workers the load needs to keep its targets, and makes it so."""
+    """kvmesh planner: finds how many prefill and decode workers the load needs, then starts and stops workers."""
 
     model_config = SettingsConfigDict(env_prefix="MESH_PLANNER_", cli_prog_name="python -m services.planner")
 
-    ttft_ms: Annotated[PositiveFloat, Field(description="target for first tokens, milliseconds after acceptance")] = (
-        500.0
-    )
-    itl_ms: Annotated[PositiveFloat, Field(description="target for gaps between tokens, milliseconds")] = 50.0
-    goal: Annotated[float, Field(gt=0.5, lt=1.0, description="share of each that shall keep its target")] = 0.9
-    prefill: Annotated[Range, Field(description="prefill workers, LEAST..MOST")] = Bounds(1, 1)
-    decode: Annotated[Range, Field(description="decode workers, LEAST..MOST")] = Bounds(1, 1)
+    ttft_ms: Annotated[PositiveFloat, Field(description="target for the time to first token, milliseconds")] = 500.0
+    itl_ms: Annotated[PositiveFloat, Field(description="target for the time between two tokens, milliseconds")] = 50.0
+    goal: Annotated[
+        float, Field(gt=0.5, lt=1.0, description="share of first tokens, and of gaps, that must meet the target")
+    ] = 0.9
+    prefill: Annotated[Range, Field(description="least and greatest number of prefill workers")] = Bounds(1, 1)
+    decode: Annotated[Range, Field(description="least and greatest number of decode workers")] = Bounds(1, 1)
     connector: Annotated[
         ConnectorName,
-        Field(
-            description="what starts and stops workers: none (only says what it would do), local, compose, kubernetes"
-        ),
+        Field(description="starts and stops workers: local, compose, kubernetes, or none (only reports decisions)"),
     ] = "none"
-    every_s: Annotated[PositiveFloat, Field(description="between two looks at the workers, seconds")] = 5.0
-    window_s: Annotated[PositiveFloat, Field(description="load is averaged over so long, seconds")] = 60.0
-    up_after_s: Annotated[float, Field(ge=0, description="a worker more, when it was needed for so long")] = 10.0
-    down_after_s: Annotated[PositiveFloat, Field(description="a worker fewer, when it was not needed for so long")] = (
-        120.0
-    )
-    settle_s: Annotated[float, Field(ge=0, description="from one change to the next that lets a worker go")] = 15.0
-    start_timeout_s: Annotated[PositiveFloat, Field(description="for a worker to come or to drain, seconds")] = 600.0
+    every_s: Annotated[PositiveFloat, Field(description="seconds between two observations of the workers")] = 5.0
+    window_s: Annotated[PositiveFloat, Field(description="seconds over which load is averaged")] = 60.0
+    up_after_s: Annotated[float, Field(ge=0, description="seconds of need before a worker is added")] = 10.0
+    down_after_s: Annotated[PositiveFloat, Field(description="seconds without need before a worker is removed")] = 120.0
+    settle_s: Annotated[float, Field(ge=0, description="seconds after any change before a worker is removed")] = 15.0
+    start_timeout_s: Annotated[
+        PositiveFloat, Field(description="seconds that a worker may take to start or to drain")
+    ] = 600.0
     kv_usage: Annotated[float, Field(gt=0, le=1, description="share of decode's KV pages that requests may hold")] = 0.8
-    headroom: Annotated[float, Field(ge=0, description="load that must fit besides before a worker is let go")] = 0.15
-    backlog_s: Annotated[PositiveFloat, Field(description="a queue shall be cleared in so long, seconds")] = 30.0
-    leader_ttl_s: Annotated[float, Field(ge=2.0, description="a planner silent for so long is replaced")] = 10.0
+    headroom: Annotated[
+        float, Field(ge=0, description="spare load, as a share, that must fit before a worker is removed")
+    ] = 0.15
+    backlog_s: Annotated[PositiveFloat, Field(description="seconds in which a queue must be cleared")] = 30.0
+    leader_ttl_s: Annotated[
+        float, Field(ge=2.0, description="seconds of silence after which another planner leads")
+    ] = 10.0
     compose_file: Annotated[
-        str | None, Field(description="compose: the file, as docker compose -f; several: a colon between")
+        str | None, Field(description="compose: its file, as docker compose -f; several: with a colon between")
     ] = None
-    compose_project: Annotated[str | None, Field(description="compose: the project, as docker compose -p")] = None
+    compose_project: Annotated[str | None, Field(description="compose: its project, as docker compose -p")] = None
     compose_command: Annotated[str, Field(description="compose: the command")] = "docker compose"
-    kubernetes_namespace: Annotated[str | None, Field(description="kubernetes: default: the planner's own")] = None
-    kubernetes_prefill: Annotated[str, Field(description="kubernetes: what runs prefill")] = "deployment/kvmesh-prefill"
-    kubernetes_decode: Annotated[str, Field(description="kubernetes: what runs decode")] = "deployment/kvmesh-decode"
-    kubernetes_api: Annotated[str | None, Field(description="kubernetes: default: the cluster that this runs in")] = (
-        None
-    )
+    kubernetes_namespace: Annotated[
+        str | None, Field(description="kubernetes: namespace of the workers; default: the planner's")
+    ] = None
+    kubernetes_prefill: Annotated[
+        str, Field(description="kubernetes: deployment/NAME or statefulset/NAME of prefill")
+    ] = "deployment/kvmesh-prefill"
+    kubernetes_decode: Annotated[
+        str, Field(description="kubernetes: deployment/NAME or statefulset/NAME of decode")
+    ] = "deployment/kvmesh-decode"
+    kubernetes_api: Annotated[
+        str | None, Field(description="kubernetes: URL of the API; default: of the cluster that the planner runs in")
+    ] = None
 
     def targets(self) -> Targets:
-        """As the planner reckons with them."""
         return Targets(
             ttft_s=self.ttft_ms / 1000,
             itl_s=self.itl_ms / 1000,
@@ -85,7 +92,6 @@ class PlannerSettings(MeshSettings):
         )
 
     def pace(self) -> Pace:
-        """How fast it acts."""
         return Pace(
             every_s=self.every_s,
             window_s=self.window_s,
@@ -96,5 +102,4 @@ class PlannerSettings(MeshSettings):
         )
 
     def bounds(self) -> dict[Planned, Bounds]:
-        """Of each role."""
         return {"prefill": self.prefill, "decode": self.decode}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from components.settings import SHARED, MeshSettings, misspelled
-from components.settings_help import BY_EACH, BY_SOME, role_of
+from components.settings import OF_SOME, SHARED, MeshSettings, misspelled
+from components.settings_help import role_of
 from services.bootstrap.config import BootstrapSettings
 from services.decode.config import DecodeSettings
 from services.frontend.config import FrontendSettings
@@ -57,15 +57,38 @@ def test_adapters_are_given_one_by_one_or_as_json(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("settings", ALL)
-def test_the_timeout_of_rooms_is_everybodys_though_it_begins_like_the_bootstrap_services_own(
+def test_a_process_ignores_a_shared_variable_that_only_others_use(
     settings: type[MeshSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bootstrap service took it for a setting `timeout_s` of its own, which it has not, and did not start."""
-    monkeypatch.setenv("MESH_BOOTSTRAP_TIMEOUT_S", "7")
-    monkeypatch.setenv("MESH_TRANSFER_TIMEOUT_S", "8")
-    monkeypatch.setenv("MESH_ROOM_CLEANUP_S", "9")
-    read = settings.read([])
-    assert (read.bootstrap_timeout_s, read.transfer_timeout_s, read.room_cleanup_s) == (7, 8, 9)
+    """Processes of one compose file share an environment: MESH_TRANSFER_TIMEOUT_S must not stop the frontend.
+
+    Bootstrap once took MESH_BOOTSTRAP_TIMEOUT_S for a setting `timeout_s` of its own, and did not start.
+    """
+    for name, value in (("bootstrap_timeout_s", 7), ("transfer_timeout_s", 8), ("room_cleanup_s", 9)):
+        monkeypatch.setenv(f"MESH_{name.upper()}", str(value))
+        read = settings.read([])
+        assert getattr(read, name, value) == value
+    for name in OF_SOME - set(settings.model_fields):
+        assert misspelled({f"MESH_{name.upper()}": "1", f"MESH_{name.upper()}__X": "1"}, settings) == []
+
+
+@pytest.mark.parametrize("settings", ALL)
+def test_a_setting_belongs_to_the_processes_that_use_it(settings: type[MeshSettings]) -> None:
+    """`services.frontend --help` listed the times of transfers."""
+    sources = [*(REPO / "services" / role_of(settings)).glob("*.py"), *(REPO / "components").rglob("*http*.py")]
+    used = set(re.findall(r"\.(\w+)", "".join(path.read_text() for path in sources)))
+    assert set(settings.model_fields) - set(MeshSettings.model_fields) - used == set()
+
+
+def test_a_variable_of_a_role_that_has_no_such_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_FRONTEND_TRANSFER_TIMEOUT_S", "5")
+    DecodeSettings.read([])
+    with pytest.raises(SystemExit, match="unknown setting MESH_FRONTEND_TRANSFER_TIMEOUT_S"):
+        FrontendSettings.read([])
+
+
+def test_every_name_that_may_follow_a_bare_prefix_is_a_setting() -> None:
+    assert {name for settings in ALL for name in settings.model_fields} >= OF_SOME
 
 
 def test_verification_is_asked_of_decode_alone_or_of_the_whole_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +108,17 @@ def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("MESH_ECTD_URL", "unknown setting MESH_ECTD_URL: --help-all lists every name"),
-        ("MESH_DECODE_MODLE", "unknown setting MESH_DECODE_MODLE: --help-all lists every name"),
+        ("MESH_ECTD_URL", "unknown setting MESH_ECTD_URL: did you mean MESH_ETCD_URL?"),
+        ("MESH_DECODE_MODLE", "unknown setting MESH_DECODE_MODLE: did you mean MESH_DECODE_MODEL?"),
         (
             "MESH_MAX_LOCAL_PREFILL",
             "unknown setting MESH_MAX_LOCAL_PREFILL: did you mean MESH_DECODE_MAX_LOCAL_PREFILL?",
         ),
-        ("MESH_DECODE_ENGIN__DTYPE", "unknown setting MESH_DECODE_ENGIN__DTYPE: --help-all lists every name"),
+        (
+            "MESH_DECODE_ENGIN__DTYPE",
+            "unknown setting MESH_DECODE_ENGIN__DTYPE: did you mean MESH_DECODE_ENGINE__DTYPE?",
+        ),
+        ("MESH_NO_SUCH_THING", "unknown setting MESH_NO_SUCH_THING: --help-all lists every name"),
     ],
 )
 def test_a_misspelled_variable_stops_the_start_with_a_hint(
@@ -143,23 +170,13 @@ def test_help_has_what_is_often_needed_and_help_all_everything_that_the_service_
     short, full = (helped(settings, option, capsys) for option in ("--help", "--help-all"))
     assert len(short.splitlines()) <= 60
     role = role_of(settings)
-    own = {name for name in settings.model_fields if name not in SHARED} - {"api_keys"}
-    for name in own | BY_EACH | BY_SOME[role]:
+    for name in set(settings.model_fields) - {"api_keys", "engine"}:
         name_of_variable = f"MESH_{name.upper()}" if name in SHARED else f"MESH_{role.upper()}_{name.upper()}"
         assert re.search(rf"^  --{name.replace('_', '-')} .* {name_of_variable}$", full, re.MULTILINE), name
-    others = set(MeshSettings.model_fields) - BY_EACH - BY_SOME[role]
+    others = {name for other in ALL for name in other.model_fields} - set(settings.model_fields)
     assert not [name for name in others if f"--{name.replace('_', '-')} " in full]
-    assert f"{full.count(' MESH_') - short.count(' MESH_')} settings more: --help-all" in short
+    assert f"{full.count(' MESH_') - short.count(' MESH_')} more settings: --help-all" in short
     assert "--api-keys " not in full
-
-
-def test_what_stands_in_help_is_what_the_services_read() -> None:
-    """A setting that a service reads, of those that all share, stands in its help, and no other."""
-    assert BY_EACH.union(*BY_SOME.values()) == set(MeshSettings.model_fields)
-    for role, used in BY_SOME.items():
-        source = "".join(path.read_text() for path in (REPO / "services" / role).glob("*.py"))
-        read = set(re.findall(r"settings\.(\w+)", source)) & set(MeshSettings.model_fields)
-        assert read - BY_EACH == used, role
 
 
 def test_an_option_that_is_none_is_one_line() -> None:
@@ -179,4 +196,4 @@ def test_settings_do_not_change_and_the_state_directory_is_expanded() -> None:
     settings = BootstrapSettings.read(["--state-dir", "~/x"])
     assert settings.home == Path.home() / "x"
     with pytest.raises(ValueError, match="frozen"):
-        settings.model = "other"  # type: ignore[misc]
+        settings.namespace = "other"  # type: ignore[misc]

@@ -34,7 +34,7 @@ def settings_of(role: str) -> type[BaseSettings]:
     (found,) = (
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, MeshSettings) and value is not MeshSettings
+        if isinstance(value, type) and issubclass(value, MeshSettings) and value.__module__ == module.__name__
     )
     return found
 

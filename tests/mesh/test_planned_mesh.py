@@ -108,9 +108,9 @@ def test_a_mesh_grows_under_load_and_shrinks_after_and_no_request_fails(
             await until(process, "starting prefill-1")
             await until(planner, '"before": 1, "after": 2')
             await load.finish()
-            await until(process, "prefill-1 finishes what it has and leaves")
+            await until(process, "stopping prefill-1 after its requests")
             load.per_s = 3.0  # while it leaves
-            await until(process, "prefill-1    has left")
+            await until(process, "prefill-1    stopped")
             await load.finish()
             assert not running.done(), running
         finally:

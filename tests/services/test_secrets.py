@@ -8,12 +8,14 @@ from pathlib import Path
 
 import nats.errors
 import pytest
+import typer
 
 from components.api_keys import BadKeys, parse_list, read_keys
 from components.discovery.etcd import etcd_client, refused, unreachable
 from components.errors import BackendUnavailable
 from components.messaging import bus
 from services.frontend.config import FrontendSettings
+from services.local.options import assigned
 from services.local.plan import Plan
 from services.local.process import CannotStart
 
@@ -54,10 +56,30 @@ def test_a_wrong_setting_is_named_without_a_value(fault: dict[str, str], monkeyp
     assert SECRET not in str(stopped.value)
 
 
-def test_the_settings_of_a_whole_mesh_are_named_without_a_value() -> None:
-    counts = dict.fromkeys(("bootstrap", "prefill", "decode", "frontend"), 1)
-    with pytest.raises(CannotStart, match="setting namespace") as raised:
-        Plan(counts, given={"namespace": f"Not {SECRET}"}).settings()
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: next(iter(fault)))
+def test_the_settings_of_a_whole_mesh_are_named_without_a_value(
+    fault: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in fault.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CannotStart, match="setting") as raised:
+        Plan.read(dict.fromkeys(("bootstrap", "prefill", "decode", "frontend"), 1))
+    assert SECRET not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"frontend.api_keys=alice:{SECRET}", "set MESH_FRONTEND_API_KEYS or give --api-keys-file"),
+        (f"api-keys={SECRET}", "set MESH_FRONTEND_API_KEYS or give --api-keys-file"),
+        (f"etcd_url={ETCD_URL}", "set the variable MESH_ETCD_URL"),
+        (f"decode.nats_url=nats://a:1,{NATS_URL}", "set the variable MESH_DECODE_NATS_URL"),
+        (f"otlp_endpoint={SECRETS['MESH_OTLP_ENDPOINT']}", "set the variable MESH_OTLP_ENDPOINT"),
+    ],
+)
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated(text: str, told: str) -> None:
+    with pytest.raises(typer.BadParameter, match=told) as raised:
+        assigned([text])
     assert SECRET not in raised.value.message
 
 

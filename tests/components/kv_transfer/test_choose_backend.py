@@ -6,7 +6,7 @@ from typing import Final
 import pytest
 
 from components.kv_transfer.choose import known_backends, kv_opener, own_address
-from components.settings import MeshSettings
+from components.settings import WorkerSettings
 from components.startup import EX_CONFIG, WrongSettings
 from tests.components.kv_transfer.nixl_peer import Pages
 
@@ -19,7 +19,7 @@ async def _opens(setting: str, pages: Pages) -> str:
 
 
 def test_the_default_is_one_that_there_is() -> None:
-    assert MeshSettings.model_fields["kv_transfer"].default in known_backends()
+    assert WorkerSettings.model_fields["kv_transfer"].default in known_backends()
 
 
 def test_an_unknown_name_is_refused_with_all_that_there_are() -> None:

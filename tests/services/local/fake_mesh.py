@@ -4,10 +4,10 @@
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
-from components.settings import MeshSettings
 from services.local.children import ChildSpec
 from services.local.plan import TIERS, Plan
 from services.local.supervisor import run_mesh
@@ -16,13 +16,13 @@ FAKE = str(Path(__file__).with_name("fake_service.py"))
 
 
 class FakePlan(Plan):
-    def model_command(self, settings: MeshSettings) -> list[str]:
+    def model_command(self) -> list[str]:
         return [sys.executable, "-c", ""]
 
-    def children(self, settings: MeshSettings, etcd_url: str, nats_url: str) -> list[list[ChildSpec]]:
+    def children(self, etcd_url: str, nats_url: str) -> list[list[ChildSpec]]:
         tiers = []
         for role in TIERS:
-            http = ["--http", str(self.port)] if role == "frontend" else []
+            http = ["--http", str(self.frontend.port)] if role == "frontend" else []
             specs = []
             for i in range(self.counts[role]):
                 of = role if i == 0 else "grown"
@@ -34,7 +34,5 @@ class FakePlan(Plan):
 
 
 if __name__ == "__main__":
-    plan = FakePlan(
-        counts=dict.fromkeys(TIERS, 1), port=int(sys.argv[2]), stop_timeout_s=0.5, given={"state_dir": sys.argv[1]}
-    )
-    sys.exit(asyncio.run(run_mesh(plan)))
+    os.environ.update({"MESH_STATE_DIR": sys.argv[1], "MESH_FRONTEND_PORT": sys.argv[2]})
+    sys.exit(asyncio.run(run_mesh(FakePlan.read(dict.fromkeys(TIERS, 1), stop_timeout_s=0.5))))

@@ -62,7 +62,7 @@ def test_a_killed_child_is_restarted_and_its_signal_said() -> None:
     async def scenario(child: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
         await until("ready")
         os.kill(int((await until(r"pid=(\d+)"))[1]), signal.SIGKILL)
-        await until(r"died \(SIGKILL\), next try in 0.5 s  restarts=1")
+        await until(r"died \(SIGKILL\), restart in 0.5 s  restarts=1")
         assert not child.ready.is_set()
         await until(r"(?s)died.*ready")
         assert child.ready.is_set()
@@ -74,15 +74,15 @@ def test_a_child_that_keeps_dying_waits_longer_each_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(children, "FIRST_DELAY_S", 0.05)
 
     async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
-        await until(r"next try in 0.2 s")
+        await until(r"restart in 0.2 s")
 
     shown = supervise("dies", scenario=scenario)
-    assert re.findall(r"died \(exit code 3\), next try in (\S+) s", shown) == ["0.05", "0.1", "0.2"]
+    assert re.findall(r"died \(exit code 3\), restart in (\S+) s", shown) == ["0.05", "0.1", "0.2"]
 
 
 def test_a_child_that_is_waiting_for_its_next_try_stops_at_once() -> None:
     async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
-        await until("next try")
+        await until("restart in")
 
     started = time.monotonic()
     supervise("dies", scenario=scenario)

@@ -2,30 +2,34 @@
 
 import importlib
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from components.settings import MeshSettings, misspelled
+from components.settings import misspelled
 from engine.config import EngineConfig
-from services.local.greeting import greeting
+from services.local.options import assigned
 from services.local.plan import Plan, reachable
 from services.local.process import CannotStart
+from services.local.ready import greeting
+
+ONE_EACH = dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1)
 
 
 @pytest.fixture(autouse=True)
-def no_mesh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*MeshSettings.model_fields, "engine__threads"]:
-        monkeypatch.delenv(f"MESH_{name.upper()}", raising=False)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.startswith("MESH_")]:
+        monkeypatch.delenv(name)
 
 
 def env_of(plan: Plan) -> dict[str, dict[str, str]]:
-    tiers = plan.children(plan.settings(), "http://e:1", "nats://n:2")
+    tiers = plan.children("http://e:1", "nats://n:2")
     return {spec.name: dict(spec.env) for tier in tiers for spec in tier}
 
 
 def test_children_come_in_the_order_of_dependence_and_find_the_servers() -> None:
-    plan = Plan({"bootstrap": 1, "prefill": 2, "decode": 1, "frontend": 2}, port=9000)
+    plan = Plan.read({"bootstrap": 1, "prefill": 2, "decode": 1, "frontend": 2})
     env = env_of(plan)
     assert list(env) == plan.names
     assert plan.names == ["bootstrap-0", "prefill-0", "prefill-1", "decode-0", "frontend-0", "frontend-1"]
@@ -34,36 +38,43 @@ def test_children_come_in_the_order_of_dependence_and_find_the_servers() -> None
 
 
 @pytest.mark.parametrize(
-    ("share", "ports", "told"), [(True, ["9000", "9000"], "true"), (False, ["9000", "9001"], "false")]
+    ("share", "ports", "told"),
+    [
+        ("", ["9000", "9000"], "true"),
+        ("true", ["9000", "9000"], "true"),
+        ("0", ["9000", "9001"], "false"),
+    ],
 )
-def test_several_frontends_share_one_port_unless_told_otherwise(share: bool, ports: list[str], told: str) -> None:
-    plan = Plan({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 2}, port=9000, share_port=share)
+def test_several_frontends_share_one_port_unless_told_otherwise(
+    share: str, ports: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESH_FRONTEND_PORT", "9000")
+    monkeypatch.setenv("MESH_FRONTEND_SHARE_PORT", share)
+    plan = Plan.read({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 2})
     env = [env_of(plan)[f"frontend-{i}"] for i in range(2)]
     assert [e["MESH_FRONTEND_PORT"] for e in env] == ports
     assert {e["MESH_FRONTEND_SHARE_PORT"] for e in env} == {told}
     assert plan.urls == [f"http://127.0.0.1:{port}" for port in dict.fromkeys(ports)]
 
 
-@pytest.mark.parametrize("by", ["option", "variable"])
-def test_frontends_with_keys_and_a_certificate_are_greeted_as_such(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frontends_with_keys_and_a_certificate_are_greeted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"frontend_tls_cert": "c.pem", "frontend_tls_key": "k.pem", "frontend_api_keys_file": "keys.toml"}
-    if by == "variable":
-        for name, value in values.items():
-            monkeypatch.setenv(f"MESH_{name.upper()}", value)
-    counts = dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1)
-    plan = Plan(counts, port=9000, given=values if by == "option" else {})
+    for name, value in {**values, "frontend_port": "9000"}.items():
+        monkeypatch.setenv(f"MESH_{name.upper()}", value)
+    plan = Plan.read(ONE_EACH)
     assert plan.urls == ["https://127.0.0.1:9000"]
     env = env_of(plan)["frontend-0"]
     assert {name: env[f"MESH_{name.upper()}"] for name in values} == values
-    [ask] = [line for line in greeting(plan, "m", plan.settings()) if "ask:" in line]
+    [ask] = [line for line in greeting(plan, "m") if "ask:" in line]
     assert "-k" in ask
     assert "Authorization: Bearer" in ask
 
 
-def test_the_greeting_shows_a_planner_and_where_the_metrics_are() -> None:
-    plan = Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1), given={"state_dir": "/tmp/mesh"})
+def test_the_greeting_shows_a_planner_and_where_the_metrics_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_STATE_DIR", "/tmp/mesh")
+    plan = Plan.read(ONE_EACH)
     pages = {"prefill-0": "http://127.0.0.1:41", "decode-0": "http://127.0.0.1:42", "frontend-0": "http://127.0.0.1:43"}
-    lines = greeting(plan, "m", plan.settings(), pages)
+    lines = greeting(plan, "m", pages)
     [planner] = [line for line in lines if "planner:" in line]
     assert planner.endswith("services.planner --connector local --prefill=1..2 --decode=1..2 --state-dir /tmp/mesh")
     at = next(i for i, line in enumerate(lines) if "metrics:" in line)
@@ -74,40 +85,36 @@ def test_the_greeting_shows_a_planner_and_where_the_metrics_are() -> None:
 
 
 def test_one_frontend_has_its_port_alone() -> None:
-    env = env_of(Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1)))["frontend-0"]
+    env = env_of(Plan.read(ONE_EACH))["frontend-0"]
     assert env["MESH_FRONTEND_SHARE_PORT"] == "false"
 
 
-def test_a_given_setting_wins_over_the_environment_and_a_role_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESH_NAMESPACE", "outer")
-    monkeypatch.setenv("MESH_DECODE_ENGINE__THREADS", "1")
-    plan = Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1), given={"namespace": "inner"})
+def test_a_setting_of_one_role_wins_over_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in assigned(["namespace=mine", "engine.max_running=3", "decode.engine.max_running=2"]).items():
+        monkeypatch.setenv(name, value)
+    plan = Plan.read(ONE_EACH)
+    assert plan.settings.namespace == "mine"
+    assert [plan.workers[role].engine.max_running for role in ("prefill", "decode")] == [3, 2]
     decode = env_of(plan)["decode-0"]
-    assert (decode["MESH_NAMESPACE"], decode["MESH_DECODE_ENGINE__THREADS"]) == ("inner", "1")
+    assert (decode["MESH_NAMESPACE"], decode["MESH_DECODE_ENGINE__MAX_RUNNING"]) == ("mine", "2")
 
 
 def test_workers_share_the_cores_unless_their_number_of_threads_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     counts = {"bootstrap": 1, "prefill": 1, "decode": 1, "frontend": 1}
-    decode = env_of(Plan(counts))["decode-0"]
+    decode = env_of(Plan.read(counts))["decode-0"]
     assert decode["MESH_ENGINE__THREADS"] == "4"
     assert Path(decode["MESH_ENGINE__SHARED_CORES"]).name == "cores"
-    given = env_of(Plan(counts, given={"engine__threads": "2"}))["decode-0"]
+    monkeypatch.setenv("MESH_ENGINE__THREADS", "2")
+    given = env_of(Plan.read(counts))["decode-0"]
     assert given["MESH_ENGINE__THREADS"] == "2"
     assert "MESH_ENGINE__SHARED_CORES" not in given
 
 
 def test_every_variable_a_child_gets_is_one_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_METRICS_PORT", "9100")
-    plan = Plan(
-        dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1),
-        given={
-            "log_level": "debug",
-            "otlp_endpoint": "http://o:4318",
-            "engine__dtype": "float32",
-            "engine__threads": "2",
-        },
-    )
+    monkeypatch.setenv("MESH_LOG_LEVEL", "debug")
+    plan = Plan.read(ONE_EACH)
     for name, env in env_of(plan).items():
         role = name.removesuffix("-0")
         classes = vars(importlib.import_module(f"services.{role}.config"))
@@ -117,30 +124,41 @@ def test_every_variable_a_child_gets_is_one_of_its_settings(monkeypatch: pytest.
 
 def test_draining_ends_before_a_child_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_DECODE_DRAIN_TIMEOUT_S", "3")
-    env = env_of(Plan(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1), stop_timeout_s=5.0))
+    env = env_of(Plan.read(ONE_EACH, stop_timeout_s=5.0))
     assert env["prefill-0"]["MESH_PREFILL_DRAIN_TIMEOUT_S"] == "4"
     assert env["decode-0"]["MESH_DECODE_DRAIN_TIMEOUT_S"] == "3"
 
 
 def test_processes_on_one_machine_take_metrics_ports_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_METRICS_PORT", "9100")
-    env = env_of(Plan({"bootstrap": 1, "prefill": 1, "decode": 2, "frontend": 1}))
+    env = env_of(Plan.read({"bootstrap": 1, "prefill": 1, "decode": 2, "frontend": 1}))
     everyone = ["bootstrap-0", "prefill-0", "decode-0", "decode-1", "frontend-0"]
     assert [env[name]["MESH_METRICS_PORT"] for name in everyone] == ["9100", "9101", "9102", "9103", "9104"]
 
 
-def test_a_misspelled_variable_and_a_wrong_value_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CannotStart, match="setting namespace: String should match pattern"):
-        Plan({}, given={"namespace": "No Such"}).settings()
-    monkeypatch.setenv("MESH_ECTD_URL", "http://e:1")
-    with pytest.raises(CannotStart, match="unknown setting MESH_ECTD_URL"):
-        Plan({}).settings()
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("MESH_NAMESPACE", "No Such", "setting namespace: String should match pattern"),
+        ("MESH_ECTD_URL", "http://e:1", "unknown setting MESH_ECTD_URL: did you mean MESH_ETCD_URL?"),
+        ("MESH_DECODE_PREFIL_POLICY", "x", "did you mean MESH_DECODE_PREFILL_POLICY?"),
+        ("MESH_MAX_LOCAL_PREFILL", "1", "did you mean MESH_DECODE_MAX_LOCAL_PREFILL?"),
+    ],
+)
+def test_a_misspelled_variable_and_a_wrong_value_are_named(
+    name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(CannotStart, match=re.escape(told)):
+        Plan.read(ONE_EACH)
 
 
-def test_a_relative_state_directory_is_the_same_for_servers_that_work_in_their_own() -> None:
+def test_a_relative_state_directory_is_the_same_for_servers_that_work_in_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """NATS did not start: it looked for its configuration below its own directory."""
-    settings = Plan({}, given={"state_dir": "build/mesh"}).settings()
-    assert settings.home == Path.cwd() / "build/mesh"
+    monkeypatch.setenv("MESH_STATE_DIR", "build/mesh")
+    assert Plan.read(ONE_EACH).settings.home == Path.cwd() / "build/mesh"
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,14 @@ def test_workers_come_and_go_one_at_a_time_and_names_are_never_used_again(mesh: 
         await asyncio.to_thread(process.wait_for_log, "prefill-1    ready")
         await local.scale(Change("prefill", 2, 1, ""))
         assert await local.counts() == {"prefill": 1, "decode": 1}
-        await asyncio.to_thread(process.wait_for_log, "prefill-1    has left")
+        await asyncio.to_thread(process.wait_for_log, "prefill-1    stopped")
         await local.scale(Change("prefill", 1, 2, ""))
         await asyncio.to_thread(process.wait_for_log, "prefill-2    ready")
-        with pytest.raises(Rejected, match="2 prefill workers are kept here, not 1"):
+        with pytest.raises(Rejected, match="2 prefill workers run here, not 1"):
             await local.scale(Change("prefill", 1, 2, ""))
-        with pytest.raises(Rejected, match="not one step"):
+        with pytest.raises(Rejected, match="not a change by one"):
             await local.scale(Change("prefill", 2, 4, ""))
-        with pytest.raises(Rejected, match="the last decode worker stays"):
+        with pytest.raises(Rejected, match="the last decode worker cannot be stopped"):
             await local.scale(Change("decode", 1, 0, ""))
 
     told(process, scenario)
@@ -79,7 +79,7 @@ def test_one_that_cannot_start_is_given_up_and_the_mesh_goes_on(mesh: Callable[.
 
     async def scenario(local: LocalConnector) -> None:
         await local.scale(Change("decode", 1, 2, ""))
-        await asyncio.to_thread(process.wait_for_log, "it is given up")
+        await asyncio.to_thread(process.wait_for_log, "given up")
         assert await local.counts() == {"prefill": 1, "decode": 1}
 
     told(process, scenario)

@@ -134,7 +134,7 @@ def test_a_child_that_never_gets_ready_ends_the_run_with_its_own_words(mesh: Cal
     process = mesh("prefill=dies-early")
     assert process.popen.wait(10) == 1
     assert "prefill-0    Traceback of fake: no such thing" in process.logged()
-    assert "prefill-0    died (exit code 1), next try in 0.5 s" in process.logged()
+    assert "prefill-0    died (exit code 1), restart in 0.5 s" in process.logged()
     assert (
         process.logged().splitlines()[-1].startswith("error: prefill-0 ended 3 times before it was ready (exit code 1)")
     )
@@ -161,7 +161,7 @@ def test_a_killed_server_is_started_again_at_its_address(mesh: Callable[..., Ser
     url = re.search(r"etcd         ready  url=(\S+)", process.logged())
     assert url is not None
     os.kill(etcd, signal.SIGKILL)
-    process.wait_for_log("etcd         died (SIGKILL), next try in 0.5 s")
+    process.wait_for_log("etcd         died (SIGKILL), restart in 0.5 s")
     eventually(lambda: process.logged().count(f"etcd         ready  url={url[1]}") == 2, process.logged(), 5)
     assert process.terminate(5) == 0
 
@@ -186,8 +186,8 @@ def test_a_second_mesh_on_the_same_state_directory_is_refused(
     second = run_service("tests.services.local.fake_mesh", str(tmp_path / "state"), str(free_port()))
     assert second.popen.wait(5) == 1
     assert second.logged() == (
-        f"error: {tmp_path}/state is used by a services.local that runs (pid {first.popen.pid}, "
-        f"http://127.0.0.1:{port}): stop it, or give another --state-dir\n"
+        f"error: {tmp_path}/state is used by a running services.local (pid {first.popen.pid}, "
+        f"http://127.0.0.1:{port}): stop it or choose another --state-dir\n"
     )
     assert first.terminate(5) == 0
 

@@ -19,7 +19,7 @@ def test_ranges_come_from_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["0..3", "3..2", "many", "1..", "-1"])
 def test_a_range_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValidationError, match="give LEAST"):
+    with pytest.raises(ValidationError, match="give MIN"):
         PlannerSettings(prefill=text)
 
 

@@ -1,0 +1,15 @@
+"""Settings of a process that chooses among instances: the policy, and how much it remembers of their prefix caches."""
+
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, Field, PositiveInt
+
+from components.routing.policies import POLICIES, check_policy
+
+RoutingPolicy = Annotated[str, AfterValidator(check_policy)]
+ABOUT_POLICIES: Final = f"{', '.join(POLICIES)}; NAME@OPTION=NUMBER,… changes its numbers; docs/routing.md"
+
+KvIndexBlocks = Annotated[
+    PositiveInt,
+    Field(description="cached blocks of all workers that this process remembers, about 110 bytes each"),
+]

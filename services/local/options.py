@@ -1,0 +1,115 @@
+"""Options of `services.local` as the environment variables that its services read."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+import typer
+
+from components.settings import SHARED, nearest, suggestion
+from components.settings_help import Setting, described, settings_in, variable
+from services.local.plan import SETTINGS
+
+WORKERS: Final = ("prefill", "decode")
+LOG_FORMAT: Final = "log_format"
+DEVICE_FORM: Final = "give cpu, cuda or cuda:N for all workers, or prefill=cuda:0,decode=cuda:1"
+
+
+def settable() -> Iterator[tuple[str, str, Setting]]:
+    """(name, variable, setting) of all that `--set` takes.
+
+    The name is `log_level` for all services, `decode.log_level` for one role.
+    """
+    for role, settings in SETTINGS.items():
+        for setting in settings_in(settings):
+            if setting.path == LOG_FORMAT:
+                continue
+            own = variable(setting.path, role, frozenset())
+            shared = variable(setting.path, role, SHARED)
+            if shared != own:
+                yield setting.path, shared, setting
+            yield f"{role}.{setting.path}", own, setting
+
+
+def assigned(given: Sequence[str]) -> dict[str, str]:
+    """Variables and values of `--set NAME=VALUE …`. Raises: typer.BadParameter, which never quotes a value."""
+    variables = {name: variable for name, variable, _ in settable()}
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise _wrong(f"{name}: write {name}=VALUE")
+        if name.rpartition(".")[2] == LOG_FORMAT:
+            raise _wrong(f"{name}: services.local reads the logs of its services as JSON")
+        if name not in variables:
+            raise _unknown(name, variables)
+        if _has_password(value):
+            raise _wrong(_secret(name, f"set the variable {variables[name]} instead"))
+        if variables[name] in found:
+            raise _wrong(f"{name} is given twice")
+        found[variables[name]] = value
+    return found
+
+
+def _wrong(message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint="--set")
+
+
+def _unknown(name: str, variables: Mapping[str, str]) -> typer.BadParameter:
+    if name.removeprefix("frontend.") == "api_keys":
+        return _wrong(_secret("frontend.api_keys", "set MESH_FRONTEND_API_KEYS or give --api-keys-file instead"))
+    by_variable = {variable: name for name, variable in variables.items()}
+    if name.upper() in by_variable:
+        return _wrong(f"{name} is a variable: write --set {by_variable[name.upper()]}=VALUE")
+    ends = [
+        known for known in variables if known.endswith(f".{name}")
+    ]  # threads → engine.threads, decode.engine.threads
+    return _wrong(f"unknown setting {name}: {suggestion(ends[:3] or nearest(name, variables))}")
+
+
+def _secret(name: str, advice: str) -> str:
+    return f"{name} is a secret, and everyone on this machine can read a command line: {advice}"
+
+
+def _has_password(value: str) -> bool:
+    try:
+        return any(urlsplit(url).password for url in value.split(","))
+    except ValueError:
+        return False
+
+
+def setting_lines() -> list[str]:
+    """The help of `--set`. A setting of all services is listed once, without a role."""
+    lines: dict[str, list[str]] = {}
+    shared = {name for name, _, _ in settable() if name.partition(".")[0] not in SETTINGS}
+    for name, _, setting in settable():
+        if name in shared or setting.path not in shared:
+            lines.setdefault(name, described(f"  {name}={setting.type}", setting))
+    return [line for of_one in lines.values() for line in of_one]
+
+
+def device_settings(given: Sequence[str]) -> dict[str, str]:
+    """Variables of `--device`, which may be repeated and may hold several parts.
+
+    Raises: typer.BadParameter, for a role without an engine, for workers named twice, or without a device.
+    """
+    found: dict[str, str] = {}
+    for part in ",".join(given).split(",") if given else []:
+        role, equals, device = (word.strip() for word in part.rpartition("="))
+        if not device or (equals and role not in WORKERS):
+            raise typer.BadParameter(f"{part!r}: {DEVICE_FORM}", param_hint="--device")
+        name = f"MESH_{role.upper()}_ENGINE__DEVICE" if equals else "MESH_ENGINE__DEVICE"
+        if name in found:
+            raise typer.BadParameter(f"{part!r} names workers that have a device: {DEVICE_FORM}", param_hint="--device")
+        found[name] = device
+    return found
+
+
+def adapters(given: Sequence[str]) -> dict[str, str]:
+    """The variable of `--lora NAME=DIRECTORY …`. Raises: typer.BadParameter."""
+    pairs = [item.partition("=") for item in given]
+    if not all(name and directory for name, _, directory in pairs):
+        raise typer.BadParameter(f"{' '.join(given)}: give NAME=DIRECTORY", param_hint="--lora")
+    return {"MESH_ENGINE__LORA": json.dumps({name: directory for name, _, directory in pairs})} if pairs else {}
