@@ -1,4 +1,4 @@
-"""Checks of a run before any work, so that a wrong setting is one line at once, not after a model was converted."""
+"""Checks of a run before any work: a wrong setting is one line at once, not after the model was converted."""
 
 import socket
 import sys
@@ -21,12 +21,12 @@ from engine.model.mock_model import is_mock
 from services.local.plan import Plan
 from services.local.process import CannotStart, run
 
-ALWAYS_THERE: Final = ("nixl", "nixl/UCX", "fake")  # backends that every installation has
+ALWAYS_THERE: Final = ("nixl", "nixl/UCX", "fake")
 CUDA: Final = Path("/dev/nvidiactl")
 
 
 async def check_plan(plan: Plan) -> None:
-    """Raises: CannotStart, with a line that names the setting."""
+    """Raises: CannotStart."""
     try:
         _check_memory(plan)
         _check_frontend(plan)
@@ -40,7 +40,7 @@ async def check_plan(plan: Plan) -> None:
 
 
 def _check_memory(plan: Plan) -> None:
-    """The default is not checked: it is small, and a mock's pages take memory only when they are used."""
+    """The default is small, and a mock's pages take memory only when they are used."""
     asked_gb, count = 0.0, 0
     for role, worker in plan.workers.items():
         engine = worker.engine
@@ -65,7 +65,7 @@ def _check_frontend(plan: Plan) -> None:
 
 
 def _check_adapters(worker: WorkerSettings, engine: EngineConfig) -> None:
-    if is_mock(worker.model):  # takes any directory
+    if is_mock(worker.model):
         return
     for name, directory in engine.lora.items():
         path = Path(directory).expanduser()
@@ -75,7 +75,6 @@ def _check_adapters(worker: WorkerSettings, engine: EngineConfig) -> None:
 
 
 async def _check_backend(setting: str) -> None:
-    """Try a backend in a process of its own. Raises: CannotStart, with the last line that it printed."""
     lines: list[str] = []
     if await run([sys.executable, "-m", "components.kv_transfer.check", setting], lines.append) != 0:
         raise CannotStart(lines[-1] if lines else f"setting kv_transfer: {setting} cannot be used here")
@@ -83,10 +82,10 @@ async def _check_backend(setting: str) -> None:
 
 @contextmanager
 def own_ports(plan: Plan) -> Iterator[None]:
-    """Hold the frontends' ports until the block ends. Raises: CannotStart, if another process has one.
+    """Hold the frontends' ports until the block ends. Raises: CannotStart.
 
-    Frontends share a port with any process that shares it, another mesh's too. So each port is bound alone once, and a
-    Unix socket with a name made of the port is held: another `services.local` finds it while no frontend listens yet.
+    Frontends share a port with any process that shares it, also of another mesh. So each port is bound alone once. The Unix
+    socket shows another `services.local` that a port is taken before a frontend listens.
     """
     with ExitStack() as held:
         for host, port in plan.addresses:

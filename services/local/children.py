@@ -1,4 +1,4 @@
-"""Services as child processes: started, their output shown, restarted with back-off when they die, stopped."""
+"""Services as child processes: restarted with back-off when they die, and stopped."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,8 @@ from services.local.shared_memory import SharedMemoryFiles
 
 FIRST_DELAY_S: Final = 0.5
 LONGEST_DELAY_S: Final = 10.0
-STEADY_S: Final = 30.0  # a child that lived this long restarts after the first delay
-GIVE_UP_AFTER: Final = 3  # deaths before the first "ready": restarts do not help against a wrong setup
+STEADY_S: Final = 30.0  # a life this long resets the delay
+GIVE_UP_AFTER: Final = 3  # deaths before the first "ready"
 
 Announce = Callable[[str, str], Awaitable[None]]  # (name, instance id) of a child that died
 
@@ -37,7 +37,6 @@ class Backoff:
         self._next_s = FIRST_DELAY_S
 
     def after(self, lived_s: float) -> float:
-        """Seconds to wait after a life of `lived_s`."""
         if lived_s >= STEADY_S:
             self._next_s = FIRST_DELAY_S
         delay_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_DELAY_S)
@@ -45,8 +44,6 @@ class Backoff:
 
 
 class Supervision:
-    """What all children of one mesh share."""
-
     def __init__(self, output: Output, stop_timeout_s: float) -> None:
         self.output = output
         self.stop_timeout_s = stop_timeout_s
@@ -60,8 +57,6 @@ async def announce_nothing(_name: str, _instance_id: str) -> None:
 
 
 class Child:
-    """A service process, and those that replace it when it dies."""
-
     def __init__(
         self,
         spec: ChildSpec,
@@ -70,25 +65,24 @@ class Child:
         essential: bool = True,
         announce: Announce = announce_nothing,
     ) -> None:
-        """The run ends if an essential child cannot be started. `announce` is called when a process dies."""
+        """The run ends if an essential child cannot be started."""
         self.spec = spec
         self._essential = essential
         self._announce = announce
         self._instance_id: str | None = None  # of the current process, in etcd
-        self.ready = asyncio.Event()  # the current process has logged "ready"
+        self.ready = asyncio.Event()
         self.metrics_url: str | None = None
         self._shared = supervision
         self._stopping = asyncio.Event()
         self._process: Process | None = None
         self._was_ready = False
-        self._last_line = ""  # that the current process printed and that is no log message
+        self._last_line = ""  # of its output, logs left out
 
     @property
     def leaving(self) -> bool:
         return self._stopping.is_set()
 
     async def keep_running(self) -> None:
-        """Start the process, and restart it when it dies, until `stop` or until it is given up."""
         backoff, deaths = Backoff(), 0
         while not self._stopping.is_set():
             started = time.monotonic()
@@ -132,11 +126,11 @@ class Child:
 
     def _started(self, process: Process) -> None:
         self._process = process
-        if self._stopping.is_set():  # `stop` was called during the start, and found no process
+        if self._stopping.is_set():  # `stop` was called during the start
             process.kill()
 
     async def _announce_death(self, process: Process) -> None:
-        """Announce the end of `process`, unless it ended with exit code 0: then it has removed its own record."""
+        """An exit code of 0 is not announced: that process has removed its own record."""
         if await process.wait() != 0 and self._instance_id is not None and not self._shared.hurry.is_set():
             await self._announce(self.spec.name, self._instance_id)
 
@@ -158,7 +152,6 @@ class Child:
             self._shared.gave_up.set_result(CannotStart(why))
 
     async def stop(self, timeout_s: float | None = None, hurry: asyncio.Event | None = None) -> None:
-        """Send SIGTERM, and SIGKILL after the time-out or when `hurry` is set. Returns when the process has ended."""
         timeout_s, hurry = timeout_s or self._shared.stop_timeout_s, hurry or self._shared.hurry
         self._stopping.set()
         process = self._process
@@ -171,7 +164,7 @@ class Child:
 
 
 class Tier:
-    """Children that start and stop together. Meanwhile some may be added, and the newest be retired."""
+    """Children that start and stop together."""
 
     def __init__(self, supervision: Supervision, tasks: asyncio.TaskGroup, announce: Announce) -> None:
         self.children: list[Child] = []  # without retired ones
@@ -179,7 +172,7 @@ class Tier:
         self._tasks = tasks
         self._announce = announce
         self._retiring: set[asyncio.Task[None]] = set()
-        self._retirement_over = asyncio.Event()  # kills the children that are still retiring
+        self._retirement_over = asyncio.Event()
 
     def __iter__(self) -> Iterator[Child]:
         return iter(self.children)
@@ -200,18 +193,18 @@ class Tier:
     async def _retire(self, child: Child, drain_s: float) -> None:
         try:
             await child.stop(drain_s, self._retirement_over)
-        except TimeoutError:  # freeing much memory may take long; other children need not end for that
+        except TimeoutError:  # freeing much memory may take long
             self._shared.output.say(child.spec.name, "killed, but not gone yet", level="warning")
         else:
             self._shared.output.say(child.spec.name, "stopped")
 
     async def _keep(self, child: Child) -> None:
         await child.keep_running()
-        if child in self.children:  # given up
+        if child in self.children:
             self.children.remove(child)
 
     async def stop(self) -> None:
-        """Stop all children. Retiring ones get no second SIGTERM, which would cut their streams off."""
+        """Retiring children get no second SIGTERM, which would cut their streams off."""
         retiring = set(self._retiring)
         await asyncio.gather(*(child.stop() for child in list(self.children)), self._end_retirement(retiring))
 
@@ -229,7 +222,6 @@ class Tier:
 async def running_children(
     specs: list[ChildSpec], supervision: Supervision, announce: Announce = announce_nothing
 ) -> AsyncIterator[Tier]:
-    """Run the children of one tier; stop them together when the block ends."""
     async with asyncio.TaskGroup() as tasks:
         tier = Tier(supervision, tasks, announce)
         for spec in specs:

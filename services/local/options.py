@@ -17,10 +17,7 @@ DEVICE_FORM: Final = "give cpu, cuda or cuda:N for all workers, or prefill=cuda:
 
 
 def settable() -> Iterator[tuple[str, str, Setting]]:
-    """(name, variable, setting) of all that `--set` takes.
-
-    The name is `log_level` for all services, `decode.log_level` for one role.
-    """
+    """(name, variable, setting) of all that `--set` takes."""
     for role, settings in SETTINGS.items():
         for setting in settings_in(settings):
             if setting.path == LOG_FORMAT:
@@ -33,7 +30,7 @@ def settable() -> Iterator[tuple[str, str, Setting]]:
 
 
 def assigned(given: Sequence[str]) -> dict[str, str]:
-    """Variables and values of `--set NAME=VALUE …`. Raises: typer.BadParameter, which never quotes a value."""
+    """Variables of `--set NAME=VALUE …`. Raises: typer.BadParameter; it never quotes a value."""
     variables = {name: variable for name, variable, _ in settable()}
     found: dict[str, str] = {}
     for text in given:
@@ -63,9 +60,7 @@ def _unknown(name: str, variables: Mapping[str, str]) -> typer.BadParameter:
     by_variable = {variable: name for name, variable in variables.items()}
     if name.upper() in by_variable:
         return _wrong(f"{name} is a variable: write --set {by_variable[name.upper()]}=VALUE")
-    ends = [
-        known for known in variables if known.endswith(f".{name}")
-    ]  # threads → engine.threads, decode.engine.threads
+    ends = [known for known in variables if known.endswith(f".{name}")]  # threads → engine.threads
     return _wrong(f"unknown setting {name}: {suggestion(ends[:3] or nearest(name, variables))}")
 
 
@@ -81,7 +76,6 @@ def _has_password(value: str) -> bool:
 
 
 def setting_lines() -> list[str]:
-    """The help of `--set`. A setting of all services is listed once, without a role."""
     lines: dict[str, list[str]] = {}
     shared = {name for name, _, _ in settable() if name.partition(".")[0] not in SETTINGS}
     for name, _, setting in settable():
@@ -91,10 +85,7 @@ def setting_lines() -> list[str]:
 
 
 def device_settings(given: Sequence[str]) -> dict[str, str]:
-    """Variables of `--device`, which may be repeated and may hold several parts.
-
-    Raises: typer.BadParameter, for a role without an engine, for workers named twice, or without a device.
-    """
+    """Variables of `--device`. Raises: typer.BadParameter."""
     found: dict[str, str] = {}
     for part in ",".join(given).split(",") if given else []:
         role, equals, device = (word.strip() for word in part.rpartition("="))
@@ -108,7 +99,6 @@ def device_settings(given: Sequence[str]) -> dict[str, str]:
 
 
 def adapters(given: Sequence[str]) -> dict[str, str]:
-    """The variable of `--lora NAME=DIRECTORY …`. Raises: typer.BadParameter."""
     pairs = [item.partition("=") for item in given]
     if not all(name and directory for name, _, directory in pairs):
         raise typer.BadParameter(f"{' '.join(given)}: give NAME=DIRECTORY", param_hint="--lora")

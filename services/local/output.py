@@ -1,4 +1,4 @@
-"""One stream for all processes: each line under its service's name, in that service's colour."""
+"""The output of all processes: each line under its service's name, in that service's colour."""
 
 import json
 import os
@@ -10,21 +10,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-PARTS: Final = 4  # of a task: on a file, a line is written for each
+PARTS: Final = 4
 COLOURS: Final = ("cyan", "magenta", "green", "blue", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 LEVEL_STYLES: Final = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
-# color_message: uvicorn's event again.
+# uvicorn's color_message repeats the event.
 NOT_FACTS: Final = frozenset({"ts", "level", "logger", "event", "exception", "color_message"})
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Discard further output: a closed reader must not stop the services."""
+        """A closed reader must not stop the services."""
         self.file = open(os.devnull, "w")  # noqa: PTH123, SIM115  # until the process ends
 
 
 class Output:
-    """The output of a run. Each of `names` gets a colour, other names get none."""
+    """Each of `names` gets a colour."""
 
     def __init__(self, names: Sequence[str] = (), console: Console | None = None) -> None:
         self._console = console or _Console(highlight=False, soft_wrap=True)
@@ -33,7 +33,7 @@ class Output:
         self._progress = ProgressLines(self._console, lambda name, text: self._line(name, Text(text), None))
 
     def show(self, name: str, line: str) -> str | None:
-        """Show a line that `name` wrote. Returns: its event; None for a line that is not a JSON log."""
+        """Show a line that `name` wrote. Returns: its event; None if it is no JSON log."""
         facts = _parse(line)
         if facts is None:
             if line:
@@ -53,16 +53,13 @@ class Output:
         return event
 
     def say(self, name: str, event: str, *, level: str = "info", **facts: str | float | None) -> None:
-        """Show a message of `services.local` itself under the name `name`."""
         self.show(name, json.dumps({"level": level, "event": event, **facts}))
 
     def print(self, *lines: str) -> None:
-        """Print lines without a name."""
         for line in lines:
             self._console.print(Text(line, style="bold"))
 
     def error(self, message: str) -> None:
-        """Print why the run ends."""
         self._console.print(Text("error: ", style="bold red").append(message, style="default"))
 
     def end_progress(self, name: str) -> None:
@@ -77,7 +74,7 @@ class Output:
 
 
 class ProgressLines:
-    """Progress of long tasks: bars on a terminal; elsewhere a line at the start, at each quarter and at the end."""
+    """Bars on a terminal; elsewhere a line at the start, each quarter and the end."""
 
     def __init__(self, console: Console, print_line: Callable[[str, str], None]) -> None:
         self._print = print_line
@@ -97,7 +94,7 @@ class ProgressLines:
         self._parts: dict[tuple[str, str], int] = {}  # of PARTS, the last one shown
 
     def update(self, name: str, task: str, done: object, total: object) -> None:
-        """Service `name` has done `done` of `total` of `task`. Values that are no sensible numbers are ignored."""
+        """Values that are no sensible numbers are ignored."""
         if not isinstance(done, int | float) or not isinstance(total, int | float) or total <= 0:
             return
         key, part = (name, task), min(PARTS, int(PARTS * done / total))
@@ -114,7 +111,6 @@ class ProgressLines:
             self._end(key)
 
     def drop(self, name: str) -> None:
-        """Remove all tasks of `name`."""
         for key in [key for key in self._parts if key[0] == name]:
             self._end(key)
             del self._parts[key]
@@ -142,7 +138,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _traceback(exception: object) -> str:
-    """Text of a log line's `exception`: a string, or structlog's list of exceptions with frames, the latest first."""
+    """`exception` is a string, or structlog's list of exceptions, the latest first."""
     if not isinstance(exception, list):
         return str(exception)
     lines = []

@@ -1,7 +1,6 @@
-"""What `services.local` runs, and the environment that each child process gets.
+"""What `services.local` runs, and the environment of each child process.
 
-Children read `MESH_*` variables as everywhere. `services.local` turns its options into variables of its own first, so
-children inherit them and each setting has one source.
+Options have become variables of this process before, so children inherit them.
 """
 
 import os
@@ -35,17 +34,15 @@ S = TypeVar("S", bound=MeshSettings)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run, with the settings that its children will read."""
-
     counts: dict[str, int]
     settings: ModelSettings  # of all roles
     frontend: FrontendSettings
-    workers: Mapping[str, PrefillSettings | DecodeSettings]  # by role; without those of which there are none
+    workers: Mapping[str, PrefillSettings | DecodeSettings]  # by role, if there are any
     stop_timeout_s: float = 10.0  # from SIGTERM to SIGKILL
 
     @classmethod
     def read(cls, counts: dict[str, int], stop_timeout_s: float = 10.0) -> Self:
-        """Read the environment. Raises: CannotStart, with a line for each wrong setting."""
+        """Raises: CannotStart, with a line for each wrong setting."""
         faults = misspelled(os.environ, *SETTINGS.values())
         if faults:
             raise CannotStart("\n".join(faults))
@@ -59,41 +56,33 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """Names of all children, tier by tier."""
         return [f"{role}-{i}" for role in TIERS for i in range(self.counts[role])]
 
     @property
     def shared(self) -> bool:
-        """Whether several frontends listen on one port. They do, unless `frontend.share_port` is set to false."""
+        """Whether several frontends share one port: the default here, but not of a frontend."""
         given = "share_port" in self.frontend.model_fields_set
         return self.counts["frontend"] > 1 and (self.frontend.share_port or not given)
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Hosts and ports that frontends listen on."""
         count = 1 if self.shared else self.counts["frontend"]
         return [(self.frontend.host, self.frontend.port + i) for i in range(count)]
 
     @property
     def urls(self) -> list[str]:
-        """Addresses of the frontends for clients on this machine."""
         scheme = "https" if self.frontend.tls_cert else "http"
         return [f"{scheme}://{reachable(host)}:{port}" for host, port in self.addresses]
 
     def threads_each(self) -> int:
-        """The cores divided by the workers; `engine.cores` lends each what the others do not use.
-
-        More threads than cores are far slower, not a little: OpenMP's threads spin at each barrier until all arrive.
-        """
+        """With more threads than cores, OpenMP's threads spin at each barrier."""
         workers = self.counts["prefill"] + self.counts["decode"]
         return max(1, usable_cores() // max(1, workers))
 
     def model_command(self) -> list[str]:
-        """The command that downloads or converts the model."""
         return [sys.executable, "-m", "services.local.prepare", self.settings.model, str(self.settings.home)]
 
     def children(self, etcd_url: str, nats_url: str) -> list[list[ChildSpec]]:
-        """The child processes, tier by tier."""
         shared = dict(os.environ)
         shared |= {
             "MESH_ETCD_URL": etcd_url,
@@ -101,12 +90,12 @@ class Plan:
             "MESH_MODEL": self.settings.model,
             "MESH_STATE_DIR": str(self.settings.home),
             "MESH_LOG_FORMAT": "json",
-            "PYTHONUNBUFFERED": "1",  # keeps lines that are not logs in order with those that are
+            "PYTHONUNBUFFERED": "1",  # else lines that are no logs come late
         }
         if "MESH_ENGINE__THREADS" not in shared:
             shared["MESH_ENGINE__THREADS"] = str(self.threads_each())
             shared.setdefault("MESH_ENGINE__SHARED_CORES", str(self.settings.home / "cores"))
-        drain_s = f"{0.8 * self.stop_timeout_s:g}"  # by default over before SIGKILL
+        drain_s = f"{0.8 * self.stop_timeout_s:g}"  # over before SIGKILL
         metrics_port = self.settings.metrics_port
         tiers = []
         for role in TIERS:
@@ -118,7 +107,7 @@ class Plan:
                     host, port = self.addresses[0 if self.shared else i]
                     env |= {"MESH_FRONTEND_HOST": host, "MESH_FRONTEND_PORT": str(port)}
                     env["MESH_FRONTEND_SHARE_PORT"] = str(self.shared).lower()
-                if metrics_port:  # on one machine each needs its own
+                if metrics_port:
                     env["MESH_METRICS_PORT"] = str(metrics_port)
                     metrics_port += 1
                 tier.append(ChildSpec(f"{role}-{i}", [sys.executable, "-m", f"services.{role}"], env))
@@ -126,7 +115,7 @@ class Plan:
         return tiers
 
     def one_more(self, role: str, number: int, etcd_url: str, nats_url: str) -> ChildSpec:
-        """The worker `<role>-<number>`, started while the others run, with any free metrics port."""
+        """Its metrics port is any free one."""
         grown = replace(self, counts={**self.counts, role: number + 1})
         spec = grown.children(etcd_url, nats_url)[TIERS.index(role)][number]
         return replace(spec, env={**spec.env, "MESH_METRICS_PORT": "0"})
@@ -138,12 +127,12 @@ def _read(settings: type[S], role: str = "") -> S:
     except ValidationError as exc:
         of = f" of {role}" if role else ""
         where, colon, what = shown_fault(exc.errors()[0]).partition(":")
-        raise CannotStart(f"{where}{of}{colon}{what}") from None  # its cause quotes the value, which may be a secret
+        raise CannotStart(f"{where}{of}{colon}{what}") from None  # the cause quotes the value, which may be a secret
     except SettingsError as exc:
         raise CannotStart(f"settings of {role}: {exc}") from None
 
 
 def reachable(host: str) -> str:
-    """An address to connect to for a server that listens on `host`."""
+    """An address of a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104  # read, not bound
     return f"[{host}]" if ":" in host else host

@@ -1,7 +1,4 @@
-"""`python -m services.local.prepare MODEL STATE_DIR`: download or convert a model, with progress as log lines.
-
-`supervisor.prepare_model` runs it. `python -m engine.model` does the same for people, with a progress bar.
-"""
+"""`python -m services.local.prepare MODEL STATE_DIR`: download or convert a model, with progress as log lines."""
 
 import logging
 import sys
@@ -16,7 +13,6 @@ log = logging.getLogger(__name__)
 
 
 def main(model: str, state_dir: Path) -> None:
-    """Exits with `EX_CONFIG` if there is no such model."""
     configure_logs("info", "json")
     try:
         directory = model_dir(model, state_dir, log_progress)

@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive this process: each is tethered to it, and has a session of its own."""
+"""Child processes that cannot outlive this process, each in a session of its own."""
 
 import asyncio
 import contextlib
@@ -14,18 +14,18 @@ from typing import IO, Final
 from components.errors import MeshError
 
 _TETHER: Final = str(Path(__file__).with_name("tether.py"))
-KILL_WAIT_S: Final = 5.0  # a process that needs longer after SIGKILL is stuck in the kernel
-DRAIN_S: Final = 1.0  # for reading a dead child's last lines, if another process keeps its pipe open
+KILL_WAIT_S: Final = 5.0  # longer: stuck in the kernel
+DRAIN_S: Final = 1.0  # for a dead child's last lines
 LONGEST_LINE_BYTES: Final = 2**20
 
 
 class CannotStart(MeshError):
-    """The mesh cannot start or keep running on this machine; the message is one line for the user."""
+    """The mesh cannot start or keep running; the message is one line for the user."""
 
 
 def tethered() -> list[str]:
-    """Prefix of a command that is to be killed when this process dies, however it dies."""
-    # The kernel ties the tether to the thread that forks: the end of another thread would kill the child.
+    """Prefix of a command that is to die with this process."""
+    # The kernel ties the tether to the thread that forks; the end of a worker thread would kill the child.
     assert threading.current_thread() is threading.main_thread()
     return [sys.executable, "-I", "-S", _TETHER, str(os.getpid())]
 
@@ -33,10 +33,7 @@ def tethered() -> list[str]:
 async def spawn(
     command: Sequence[str], *, output: int | IO[bytes], env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Process:
-    """Start `command` on a tether, with stdout and stderr written to `output`.
-
-    It has its own session: Ctrl-C at the terminal does not reach it, and `kill` reaches all processes that it started.
-    """
+    """In a session of its own: Ctrl-C does not reach it, and `kill` reaches all that it started."""
     return await asyncio.create_subprocess_exec(
         *tethered(),
         *command,
@@ -56,11 +53,11 @@ async def run(
     env: Mapping[str, str] | None = None,
     started: Callable[[Process], object] = lambda _: None,
 ) -> int:
-    """Run `command` to its end, passing each line of its output to `show`. Returns: the exit code, negative for a signal.
+    """Pass each line of output to `show`. Returns: the exit code, negative for a signal.
 
     No process of its group is left when this returns or is cancelled.
     """
-    # Not asyncio's own PIPE: with that, `Process.wait` also waits for all other processes that inherited the pipe.
+    # Not asyncio's PIPE: `Process.wait` would wait for all processes that inherited it.
     read_end, write_end = os.pipe()
     lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
     pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -95,10 +92,7 @@ async def _each_line(stream: asyncio.StreamReader, show: Callable[[str], object]
 
 
 async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
-    """Send SIGTERM, and SIGKILL to the whole group after `timeout_s` or when `hurry` is set.
-
-    Returns: whether the process ended by itself.
-    """
+    """Returns: whether it ended by itself, before `timeout_s` or `hurry`."""
     if process.returncode is not None:
         return True
     process.terminate()
@@ -114,18 +108,14 @@ async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None =
 
 
 async def kill(process: Process) -> None:
-    """Send SIGKILL to the group of `process`: to itself if it lives, and to processes that it left behind.
-
-    Call this while it lives or right after its end, before the kernel can reuse its id.
-    """
-    with contextlib.suppress(ProcessLookupError):  # the group is empty
+    """Kill the group of `process`, before the kernel can reuse its id."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     async with asyncio.timeout(KILL_WAIT_S):
         await process.wait()
 
 
 def describe_exit(returncode: int) -> str:
-    """`exit code 3` or `SIGKILL`."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:

@@ -1,4 +1,4 @@
-"""The wait until the mesh serves, and what is printed then: an address, and commands that work when pasted."""
+"""The wait until the mesh serves, and the greeting: its address, and commands to paste."""
 
 import asyncio
 import http.client
@@ -17,16 +17,13 @@ from services.local.children import Child
 from services.local.output import Output
 from services.local.plan import Plan
 
-REPORT_S: Final = 30.0  # between two reports of what is missing
+REPORT_S: Final = 30.0
 QUESTION: Final = "Name the capital of France."
 NO_PAGES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 async def until_ready(children: list[Child], model: str | None, output: Output) -> list[str]:
-    """Return once requests to each frontend succeed: all children are ready, and each frontend lists the model.
-
-    `model` is the name to wait for; None: any. Returns: the models that all frontends list.
-    """
+    """Return the models that all frontends list, once children are ready and `model`, or any, is among them."""
     reported = time.monotonic()
     while True:
         missing = [child.spec.name for child in children if not (child.ready.is_set() or child.leaving)]
@@ -44,7 +41,7 @@ async def until_ready(children: list[Child], model: str | None, output: Output) 
 
 
 def _models(page: str) -> list[str]:
-    """Models that a frontend lists. Its metrics page needs no API key and, unlike a shared port, is its own."""
+    """A frontend's metrics page needs no API key and, unlike a shared port, is its own."""
     address = urlsplit(page)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=2.0)
     try:
@@ -57,7 +54,7 @@ def _models(page: str) -> list[str]:
 
 
 def greeting(plan: Plan, model: str, pages: Mapping[str, str] = NO_PAGES) -> list[str]:
-    """Lines to print. `model` is the name that frontends list, `pages` the metrics URL of each child by name."""
+    """Lines to print. `pages` are metrics URLs by child."""
     frontends = plan.counts["frontend"] if plan.shared else 1
     inspect = [_python(), "-m", "services.inspect"]
     state_dir: list[str] = []
@@ -82,7 +79,7 @@ def _ask(plan: Plan, model: str) -> str:
     command = ["curl", "-s", f"{plan.urls[0]}/v1/chat/completions", "-H", "Content-Type: application/json"]
     command += ["-d", json.dumps(body)]
     if plan.frontend.tls_cert:
-        command.insert(1, "-k")  # curl rarely trusts a certificate made for this machine
+        command.insert(1, "-k")  # curl rarely trusts a local certificate
     needs_key = plan.frontend.api_keys or plan.frontend.api_keys_file
     return shlex.join(command) + (" -H 'Authorization: Bearer <key>'" if needs_key else "")
 
@@ -96,13 +93,12 @@ def _planner(plan: Plan, state_dir: list[str]) -> list[str]:
 
 
 def _metrics(pages: Mapping[str, str]) -> list[str]:
-    """The metrics pages, two to a line."""
     found = [f"{name} {url}/metrics" for name, url in pages.items()]
     lines = ["  ".join(found[at : at + 2]) for at in range(0, len(found), 2)]
     return [f"  {'metrics:' if not number else '':<10}{line}" for number, line in enumerate(lines)]
 
 
 def _python() -> str:
-    """The Python that has our packages, relative to the working directory if it lies below, like .venv/bin/python."""
+    """Relative to the working directory if possible, like .venv/bin/python."""
     here, path = Path.cwd(), Path(sys.executable)
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

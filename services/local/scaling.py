@@ -1,4 +1,4 @@
-"""A planner's calls on NATS: how many workers this machine runs, and one more or one fewer."""
+"""A planner's calls on NATS: how many workers this machine runs, one more, one fewer."""
 
 import asyncio
 import logging
@@ -16,13 +16,13 @@ from services.local.children import ChildSpec, Tier
 from services.local.output import Output
 
 RETRY_S: Final = 1.0
-MARGIN_S: Final = 10.0  # between the end of draining and SIGKILL
+MARGIN_S: Final = 10.0  # from the end of draining to SIGKILL
 
 MakeSpec = Callable[[str, int], ChildSpec]  # (role, number) → what to run
 
 
 class Scaling:
-    """The workers of both roles. Their numbers only grow: the name of a stopped worker is not used again."""
+    """The workers of both roles. The name of a stopped worker is not used again."""
 
     def __init__(self, tiers: Mapping[str, Tier], make_spec: MakeSpec, output: Output) -> None:
         self._tiers = tiers
@@ -61,7 +61,7 @@ class Scaling:
 
 
 class _Shown(logging.Handler):
-    """Shows warnings of our libraries in the output of the run."""
+    """Shows warnings of our libraries."""
 
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)
@@ -72,7 +72,7 @@ class _Shown(logging.Handler):
 
 
 async def answer_scaling(scaling: Scaling, nats_url: str, namespace: str, output: Output) -> None:
-    """Answer a planner's calls until cancelled; connect again whenever NATS fails."""
+    """Answer until cancelled; connect again whenever NATS fails."""
     me = token_hex(4)
     subject = f"{namespace}.local.{me}"
     logger = logging.getLogger("components")

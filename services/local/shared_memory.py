@@ -1,7 +1,6 @@
-"""Files in /dev/shm that a killed child leaves: remembered while it lives, removed once no process maps them.
+"""Files in /dev/shm that children mapped: removed once they are dead and no process maps them.
 
-UCX unlinks its segments right after opening them, so there are rarely any. Only files that a child of ours mapped are
-removed.
+They are rare, as UCX unlinks its segments right after opening them.
 """
 
 from pathlib import Path
@@ -16,11 +15,11 @@ class SharedMemoryFiles:
         self._left_over: set[str] = set()  # by dead processes
 
     def remember(self, pid: int) -> None:
-        """Record what `pid` maps now. Call this while the process lives, at the latest before a signal."""
+        """Call this while `pid` lives."""
         self._mapped.setdefault(pid, set()).update(_mapped(Path(f"/proc/{pid}")))
 
     def remove_files_of(self, pid: int) -> list[str]:
-        """Unlink what `pid`, now dead, and earlier ones mapped, unless a process still maps it. Returns: the paths."""
+        """Of `pid`, now dead, and earlier ones. Returns: the paths."""
         self._left_over |= self._mapped.pop(pid, set())
         orphans = {path for path in self._left_over if Path(path).exists()}
         if orphans:
@@ -34,7 +33,7 @@ class SharedMemoryFiles:
 def _mapped(process: Path) -> set[str]:
     try:
         lines = (process / "maps").read_text(errors="replace").splitlines()
-    except OSError:  # the process has ended, or is another user's
+    except OSError:  # ended, or another user's
         return set()
     paths = (line.split(maxsplit=5)[-1] for line in lines if f" {SHM}/" in line)
     return {path for path in paths if not path.endswith(" (deleted)")}

@@ -1,4 +1,4 @@
-"""The whole mesh on one machine: opened in the order of dependence, closed in the reverse, whatever ends it."""
+"""The whole mesh on one machine: opened in the order of dependence, closed in the reverse."""
 
 import asyncio
 import fcntl
@@ -24,19 +24,19 @@ from services.local.scaling import Scaling, answer_scaling
 from services.local.servers import ETCD, NATS, Kind, Server, running
 
 Backends = tuple[str, str]  # URLs of etcd and NATS
-RUNNING_FILE: Final = "running.json"  # in `<state_dir>/local`
-MODEL: Final = "model"  # name in the output of the process that prepares it
+RUNNING_FILE: Final = "running.json"
+MODEL: Final = "model"
 
 
 async def run_mesh(plan: Plan) -> int:
-    """Run `plan` until a signal ends it. Returns: the exit code."""
+    """Returns: the exit code."""
     output = Output([*plan.names, MODEL, "local"])
     supervision = Supervision(output, plan.stop_timeout_s)
     serving = asyncio.create_task(_serve(plan, supervision))
     try:
         with _stop_signals(serving, supervision):
             output.error((await serving).message)
-    except asyncio.CancelledError:  # by the first signal; by now everything is stopped
+    except asyncio.CancelledError:  # by a signal; everything has stopped
         output.say("local", "stopped")
         return 128 + signal.SIGINT if supervision.hurry.is_set() else 0
     except CannotStart as exc:
@@ -47,7 +47,7 @@ async def run_mesh(plan: Plan) -> int:
 
 
 async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
-    """Serve until cancelled. Returns: why a child could not be kept running. Raises: CannotStart, before any child runs."""
+    """Returns: why a child could not be kept running. Raises: CannotStart, before any child runs."""
     await check_plan(plan)
     async with AsyncExitStack() as stack:
         stack.enter_context(own_ports(plan))
@@ -73,7 +73,6 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
 
 @asynccontextmanager
 async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Backends]:
-    """The servers that the settings name, else our own."""
     given, settings = plan.settings.model_fields_set, plan.settings
     if {"etcd_url", "nats_url"} <= given:
         yield settings.etcd_url, settings.nats_url
@@ -105,7 +104,6 @@ async def _embedded(kind: Kind, home: Path, supervision: Supervision) -> AsyncIt
 
 
 async def _keep(server: Server, output: Output) -> None:
-    """Restart `server`, with its data, whenever it dies."""
     backoff = Backoff()
     while server.process is not None:
         started = time.monotonic()
@@ -123,10 +121,7 @@ async def _keep(server: Server, output: Output) -> None:
 
 
 async def prepare_model(model: str, command: Sequence[str], output: Output) -> None:
-    """Download or convert the model before any worker starts: two workers would do it twice.
-
-    Raises: CannotStart, with the last line that `command` printed.
-    """
+    """Once, before workers would do it twice. Raises: CannotStart."""
     last_line = ""
 
     def show(line: str) -> None:
@@ -143,18 +138,17 @@ async def prepare_model(model: str, command: Sequence[str], output: Output) -> N
 
 def _announcer(plan: Plan, backends: Backends, output: Output) -> Announce:
     async def announce(name: str, instance_id: str) -> None:
-        """Remove a dead child's record from etcd at once: by its silence others would notice after two seconds."""
+        """Remove a dead child's record from etcd: without that, others notice its silence after two seconds."""
         role = name.rpartition("-")[0]
         try:
             await asyncio.to_thread(remove_record, backends[0], plan.settings.namespace, role, instance_id)
-        except BackendUnavailable as exc:  # the record expires with its lease
+        except BackendUnavailable as exc:
             output.say("local", f"cannot remove {name} from etcd", level="warning", cause=exc.message)
 
     return announce
 
 
 async def _greet(children: list[Child], plan: Plan, output: Output) -> None:
-    """Print "Ready" once requests succeed."""
     models = await until_ready(children, plan.settings.served_model_name, output)
     pages = {child.spec.name: child.metrics_url for child in children if child.metrics_url}
     output.print(*greeting(plan, models[0], pages))
@@ -162,7 +156,7 @@ async def _greet(children: list[Child], plan: Plan, output: Output) -> None:
 
 @contextmanager
 def _stop_signals(serving: asyncio.Task[CannotStart], supervision: Supervision) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP cancels `serving`, whose contexts stop everything. The second one kills."""
+    """The first signal cancels `serving`, whose contexts stop everything. The second one kills."""
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
@@ -184,13 +178,12 @@ def _stop_signals(serving: asyncio.Task[CannotStart], supervision: Supervision) 
 
 
 class RunningFile:
-    """`running.json`: how to reach this mesh, for `services.inspect` and for a second `services.local`."""
+    """`running.json`: how to reach this mesh, for `services.inspect` and a second `services.local`."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def write(self, **facts: str | int | list[str] | None) -> None:
-        """Replace the content with our pid and `facts`."""
         self._stream.seek(0)
         self._stream.truncate()
         self._stream.write(json.dumps({"pid": os.getpid(), **facts}, indent=2) + "\n")
@@ -199,11 +192,11 @@ class RunningFile:
 
 @contextmanager
 def own_state(state_dir: Path, http: list[str]) -> Iterator[tuple[Path, RunningFile]]:
-    """Hold `<state_dir>/local` until the block ends. Raises: CannotStart, naming the process that holds it."""
+    """Hold `<state_dir>/local`. Raises: CannotStart, naming the holder."""
     home = state_dir / "local"
     try:
         home.mkdir(parents=True, exist_ok=True)
-        home.chmod(0o700)  # it holds passwords; an earlier run may have made it with another mode
+        home.chmod(0o700)  # an earlier run may have left another mode
         stream = (home / RUNNING_FILE).open("a+")
         os.fchmod(stream.fileno(), 0o600)
     except OSError as exc:
@@ -225,5 +218,5 @@ def _holder(home: Path) -> str:
     try:
         facts = json.loads((home / RUNNING_FILE).read_text())
         return f"a running services.local (pid {facts['pid']}, {', '.join(facts['http'])})"
-    except (OSError, ValueError, LookupError):  # it is just being written
+    except (OSError, ValueError, LookupError):  # being written
         return "another services.local"
