@@ -1,4 +1,4 @@
-"""What asyncio lacks: owned background tasks, the first of several reasons, work that gives up when told."""
+"""What asyncio lacks: owned background tasks, the first of several events, work that another task can make fail."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def first(*reasons: Awaitable[object]) -> None:
-    """Return when the first of `reasons` completes; raise what it raised."""
+    """Return when the first of `reasons` completes; raise its error."""
     tasks = [asyncio.ensure_future(reason) for reason in reasons]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -25,13 +25,12 @@ async def first(*reasons: Awaitable[object]) -> None:
 
 
 async def raises(error: Awaitable[BaseException]) -> None:
-    """Raise what `error` brings."""
     raise await error
 
 
 @contextlib.asynccontextmanager
 async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-    """Run `work` while inside. Raises: what `work` raises, at once: the body is cancelled, for it stands on this work."""
+    """Run `work` during the body. If `work` fails, the body is cancelled at once and the error raised."""
     error: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
@@ -41,13 +40,13 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
             finally:
                 task.cancel()
     except BaseExceptionGroup as failed:
-        error = failed.exceptions[-1]  # the body's own stands last
+        error = failed.exceptions[-1]  # the body's own is the last
     if error is not None:
         raise error
 
 
 class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
-    """Raises: DeadlineExceeded, "`late` <seconds> s", when the body is not over by then; its own TimeoutErrors as they are."""
+    """Raises: DeadlineExceeded with "`late` SECONDS s" if the body takes longer; the body's own TimeoutErrors pass through."""
 
     __slots__ = ("_late", "_limit", "_seconds")
 
@@ -69,7 +68,7 @@ class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
 
 
 class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
-    """Cancels its body's task if, and only if, somebody asked for that: nats-py forgets some, and passes on others' own."""
+    """A body is cancelled if, and only if, its task was. nats-py swallows some cancellations, and raises those of its tasks."""
 
     __slots__ = ("_before", "_task")
 
@@ -88,7 +87,7 @@ class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
-    """Wait until `task` is over, whatever it ends with; a cancellation of the waiting one waits for that too."""
+    """Wait until `task` has ended, even if the caller is cancelled meanwhile. Errors of `task` are not raised."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -96,36 +95,36 @@ async def ended(task: asyncio.Future[Any]) -> None:
         except asyncio.CancelledError as exc:
             cancelled = exc
     if not task.cancelled():
-        task.exception()  # seen
+        task.exception()  # marks it as retrieved
     if cancelled is not None:
         raise cancelled
 
 
 class Failure:
-    """Somebody else may learn that a piece of work is in vain."""
+    """Lets another task make a piece of work fail."""
 
     __slots__ = ("_error", "_stopped", "_task")
 
     def __init__(self) -> None:
         self._error: Exception | None = None
-        self._task: asyncio.Task[Any] | None = None  # that works
-        self._stopped = False  # by us
+        self._task: asyncio.Task[Any] | None = None  # runs the work
+        self._stopped = False  # whether `_task` was cancelled here
 
     def tell(self, error: Exception) -> None:
-        """The work is in vain; the first telling counts."""
+        """Make the work fail with `error`; later calls are ignored."""
         if self._error is not None:
             return
         self._error = error
         if self._task is not None and self._task is asyncio.current_task():
-            asyncio.get_running_loop().call_soon(self._stop)  # not now: its work may be over before it waits again
+            asyncio.get_running_loop().call_soon(self._stop)  # not now: the work may end before it waits again
         else:
             self._stop()
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, for one at a time. Raises: what was told, as soon as it is told.
+        """Run `work` and return its result; one work at a time. Raises: the error of `tell`, at once.
 
-        However this ends, `work` is over then. It runs in the task that calls, which is cancelled for it as by
-        `asyncio.timeout`: so it must not forget a cancellation, as `asyncio.wait_for` of Python 3.11 may.
+        `work` has ended when this returns or raises. It runs in the calling task, which `tell` cancels like
+        `asyncio.timeout`, so `work` must not swallow a cancellation, as `asyncio.wait_for` of Python 3.11 may.
         """
         if self._error is not None:
             work.close()
@@ -142,10 +141,10 @@ class Failure:
         finally:
             self._task = None
             if self._stopped:
-                task.uncancel()  # also when the work ended otherwise: who cancels next must not be taken for us
+                task.uncancel()  # also if the work ended otherwise, so that the next cancellation is not taken for ours
 
     async def within(self, seconds: float, late: Exception, work: Coroutine[Any, Any, T]) -> T:
-        """As `unless`; `late` is told after so many seconds."""
+        """`unless`, with `late` as the error after `seconds`."""
         timer = asyncio.get_running_loop().call_later(seconds, self.tell, late)
         try:
             return await self.unless(work)

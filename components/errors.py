@@ -1,14 +1,14 @@
-"""One tree of errors, cut by what the caller does next. HTTP codes come from the one table in `components/openai`.
+"""All errors, in a tree by what the caller does next. HTTP codes are in the table of `components/openai`.
 
-An error that crosses a process travels as `components.wire.refused.Refused` and is raised again on the other side as
-the same class, so a class name is part of the wire format: rename one only together with a new message tag.
+An error crosses processes as `components.wire.refused.Refused` and is raised again by its class name. So a class name is
+part of the wire format: rename one only with a new message tag.
 """
 
 from typing import ClassVar
 
 
 class MeshError(Exception):
-    """Base of everything kvmesh raises on purpose; `fields` are facts for the log and the span, never prose."""
+    """Base of all errors of kvmesh. `fields` are facts for the log and the span."""
 
     retryable: ClassVar[bool] = False
 
@@ -19,35 +19,35 @@ class MeshError(Exception):
 
 
 class Rejected(MeshError):
-    """The request is wrong: fix it and send it again. `param` names the offending field where there is one."""
+    """The request is wrong: change it before sending it again. The field `param` names the wrong parameter, if there is one."""
 
 
 class PromptTooLong(Rejected):
-    """Prompt plus requested tokens exceed the model's context or the worker's whole KV pool."""
+    """Prompt and requested tokens exceed the model's context or the worker's KV pages."""
 
 
 class UnknownModel(Rejected):
-    """No registered instance serves the model named."""
+    """No registered instance serves the model."""
 
 
 class UnknownResponse(Rejected):
-    """No response is stored under this id, or another client's."""
+    """No response is stored under this id, or it belongs to another client."""
 
 
 class MessageTooLarge(Rejected):
-    """A message exceeds the NATS server's `max_payload`; refused at the sender."""
+    """A message exceeds the NATS server's `max_payload`; its sender refuses it."""
 
 
 class MalformedMessage(Rejected):
-    """Bytes from the mesh that are not a message of the type expected; counted, dropped, never fatal."""
+    """The bytes received are not a message of the expected type. They are counted and dropped."""
 
 
 class IncompatibleLayout(Rejected):
-    """Prefill and decode do not agree on model or KV layout; refused before any byte moves, both values named."""
+    """Prefill and decode differ in model or KV layout. The message has both values; no byte has moved."""
 
 
 class Overloaded(MeshError):
-    """Nobody can take the request now: come back after `retry_after_s`."""
+    """No instance can take the request now: try again after `retry_after_s`."""
 
     retryable = True
 
@@ -61,101 +61,101 @@ class NoDecodeInstance(Overloaded):
 
 
 class NoPrefillInstance(Overloaded):
-    """No live prefill instance; decode computes the prompt itself, so a client never sees this."""
+    """No live prefill instance. Decode computes the prompt itself, so clients never see this."""
 
 
 class NoBootstrapInstance(Overloaded):
-    """No live bootstrap replica; decode computes the prompt itself, so a client never sees this."""
+    """No live bootstrap replica. Decode computes the prompt itself, so clients never see this."""
 
 
 class QueueFull(Overloaded):
-    """A bounded queue is full, or somebody has waited in it for too long."""
+    """A queue is full, or the request has waited in it for too long."""
 
 
 class TooManyChecks(QueueFull):
-    """Of one caller, or of all, too many constraints are waiting to be checked."""
+    """Too many constraints wait to be checked, of one client or of all."""
 
 
 class KeyLimited(Overloaded):
-    """The API key has used what it may for now; `kind` is what of: requests or tokens."""
+    """The API key is over its rate limit. The field `kind` says of what: requests or tokens."""
 
 
 class PeerLost(MeshError):
-    """The other side is gone or silent: retry elsewhere, if no token went out."""
+    """The other side has ended or is silent: retry elsewhere, if no token was sent."""
 
     retryable = True
 
 
 class NobodyListens(PeerLost):
-    """NATS finds nobody under the name of the other side: it has ended, or is reconnecting. Nothing has reached it."""
+    """NATS has no subscriber for the subject: the other side has ended or is reconnecting, and received nothing."""
 
 
 class PrefillLost(PeerLost):
-    """The prefill instance of a transfer is gone."""
+    """The prefill instance of a transfer has ended."""
 
 
 class DecodeLost(PeerLost):
-    """The decode instance of a stream is gone or silent."""
+    """The decode instance of a stream has ended or is silent."""
 
 
 class FramesLost(DecodeLost):
-    """Tokens of a stream got lost on their way and cannot be sent again; its decode instance is well."""
+    """Tokens of a stream were lost and cannot be sent again. Its decode instance is healthy."""
 
 
 class TransferFailed(PeerLost):
-    """KV did not arrive whole; nothing of it may be used."""
+    """KV did not arrive completely; none of it may be used."""
 
 
 class KvCorrupt(TransferFailed):
-    """KV arrived, but not as it was sent."""
+    """KV arrived, but differs from what was sent."""
 
 
 class StaleInstance(PeerLost):
-    """The message quotes an epoch that the instance no longer has."""
+    """The message has an epoch that the instance no longer has."""
 
 
 class KvUnavailable(MeshError):
-    """A prompt's KV did not come from prefill, and decode is told to fail then; `cause` names the class of what happened.
+    """KV did not come from prefill, and decode is set to fail then. The field `cause` has the class of the error.
 
-    No PeerLost: who asks for failures wants to see them, so nothing moves elsewhere.
+    This is no PeerLost, because it must not be retried: with that setting, users want to see failures.
     """
 
 
 class BackendUnavailable(MeshError):
-    """etcd or NATS cannot be reached, or a KV transfer backend not be used: the message gives the cause and what to do."""
+    """etcd or NATS is unreachable, or a KV transfer backend unusable. The message has the cause and what to do."""
 
     retryable = True
 
 
 class DeadlineExceeded(MeshError):
-    """Give up; the work is already cancelled."""
+    """The deadline has passed; the work is already cancelled."""
 
 
 class Cancelled(MeshError):
-    """The client has gone or asked to stop; whoever still works on the request stops too."""
+    """The client has disconnected or cancelled; all work on the request stops."""
 
 
 class InvariantBroken(MeshError):
-    """Our bug."""
+    """A defect of this process."""
 
 
 class IllegalTransition(InvariantBroken):
-    """A lifecycle was asked to make a move that its table does not have."""
+    """A lifecycle's table does not have this move."""
 
 
 class PageLeak(InvariantBroken):
-    """free + cached + held pages no longer equal the pool."""
+    """Free, cached and held pages no longer add up to the pool."""
 
 
 class PeerBroken(InvariantBroken):
-    """Another process reports an InvariantBroken: a defect of its own or of its device, or a request that breaks it.
+    """Another process reported an InvariantBroken: a defect of it or of its device, or a request that triggers one.
 
-    It counts for that instance's breaker. The request is sent to at most one other instance.
+    It counts for that instance's circuit breaker. The request is sent to at most one other instance.
     """
 
 
 class NonFiniteLogits(PeerBroken):
-    """The model computed NaN or infinity for the request: a defect of the model or its device, or a prompt that breaks it."""
+    """The model computed NaN or infinity: a defect of the model or its device, or a prompt that triggers one."""
 
 
 def _subclasses(cls: type[MeshError]) -> list[type[MeshError]]:
@@ -166,9 +166,9 @@ BY_NAME: dict[str, type[MeshError]] = {cls.__name__: cls for cls in _subclasses(
 
 
 def reported(name: str, unknown: type[MeshError] = PeerBroken) -> type[MeshError]:
-    """The class to raise for an error that another process reports as `name`; `unknown` if this process has no such class.
+    """The class of an error that another process reports as `name`; `unknown` if this process has no such class.
 
-    A defect of another process is not one of ours: InvariantBroken becomes PeerBroken.
+    Another process's InvariantBroken becomes PeerBroken: it is no defect of this one.
     """
     cls = BY_NAME.get(name, unknown)
     if issubclass(cls, PeerBroken):

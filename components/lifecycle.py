@@ -1,4 +1,4 @@
-"""A lifecycle is an enum and a table of legal moves; one method writes the state, and a tally counts who is where."""
+"""A lifecycle is an enum and a table of legal moves. One method writes the state; a tally counts how many are in each."""
 
 import logging
 from collections import Counter
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Tally(Generic[S]):
-    """How many things are in each state, terminal ones left out: the lengths of the queues that a lifecycle is made of."""
+    """How many things are in each state, without terminal ones: the lengths of a lifecycle's queues."""
 
     __slots__ = ("_counts", "_table")
 
@@ -24,15 +24,13 @@ class Tally(Generic[S]):
 
     @property
     def states(self) -> list[S]:
-        """Those that are counted."""
         return list(self._table)
 
     def __getitem__(self, state: S) -> int:
-        """Things in `state` now."""
         return self._counts[state]
 
     def moved(self, was: S | None, now: S) -> None:
-        """One thing went from `was`, None when it is new, to `now`."""
+        """`was` is None for a new thing."""
         if was is not None:
             self._counts[was] -= 1
         if now in self._table:
@@ -40,25 +38,24 @@ class Tally(Generic[S]):
 
 
 class Lifecycle(Generic[S]):
-    """The state of one thing. A state without a row in `table` is terminal."""
+    """The state of one thing. States without a row in `table` are terminal."""
 
     __slots__ = ("_name", "_table", "_tally", "state")
 
     def __init__(self, name: str, table: Mapping[S, Set[S]], start: S, tally: Tally[S] | None = None) -> None:
         self._name = name
         self._table = table
-        self.state = start  # where it is now; `advance` alone writes it. No property: engines read it for each token
+        self.state = start  # written by `advance` alone; no property, as engines read it for each token
         self._tally = tally
         if tally is not None:
             tally.moved(None, start)
 
     @property
     def is_over(self) -> bool:
-        """Whether the state is terminal."""
         return self.state not in self._table
 
     def advance(self, to: S) -> None:
-        """Move to `to`. Raises: IllegalTransition, off the table."""
+        """Raises: IllegalTransition, if the table has no such move."""
         if to not in self._table.get(self.state, frozenset()):
             raise IllegalTransition(f"{self._name}: {self.state} → {to} is not in the table")
         if log.isEnabledFor(logging.DEBUG):

@@ -9,11 +9,11 @@ from components.settings import MeshSettings
 
 S = TypeVar("S", bound=MeshSettings)
 
-FOUND: Final = ("etcd_url", "nats_url", "namespace")  # settings that the file tells
+FOUND: Final = ("etcd_url", "nats_url", "namespace")
 
 
 def local_mesh(home: Path) -> dict[str, Any]:
-    """What a mesh that runs with this state directory tells of itself, `http` among it; empty when none runs."""
+    """What a running mesh wrote into its state directory, `http` included; empty if none runs."""
     try:
         facts = json.loads((home / "local" / "running.json").read_text())
         os.kill(facts["pid"], 0)
@@ -23,7 +23,7 @@ def local_mesh(home: Path) -> dict[str, Any]:
 
 
 def beside_local_mesh(settings: S) -> S:
-    """The same settings, with those that nobody gave from the mesh that runs with this state directory."""
+    """Fill settings that are not set from the mesh that runs with this state directory."""
     facts = local_mesh(settings.home)
     missing: dict[str, Any] = {
         name: facts[name] for name in FOUND if name in facts and name not in settings.model_fields_set

@@ -1,4 +1,4 @@
-"""What every service's process does around its work: a name, a record, a reason to stop."""
+"""Process of a service: its instance id and record, how it runs, drains and stops."""
 
 import asyncio
 import contextlib
@@ -26,16 +26,14 @@ from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
-GIL_SWITCH_S: Final = (
-    0.0005  # what the event loop waits for a thread that computes in Python; by default ten times that
-)
-GC_THRESHOLDS: Final = 10_000, 10, 10  # by default 700: 6 % of a frontend's time, without full collections
-GIVE_UP_S: Final = 2.0  # for saying so, and for writes in flight
+# How long the event loop waits for a thread that computes in Python; ten times less than the default.
+GIL_SWITCH_S: Final = 0.0005
+GC_THRESHOLDS: Final = 10_000, 10, 10  # the default 700 takes 6 % of a frontend's time
+GIVE_UP_S: Final = 2.0  # for cancelling the rest after `drain_timeout_s`
 STARTED_UNIX_MS: Final = time.time_ns() // 1_000_000
 
 
 def new_instance_id() -> str:
-    """Random, and stable while the process lives."""
     return token_hex(4)
 
 
@@ -58,7 +56,7 @@ def record_maker(
     kv_events: bool = False,
     embedding: EmbeddingModel | None = None,
 ) -> Callable[[str], InstanceRecord]:
-    """Epoch → this process's record."""
+    """Return a function from an epoch to this process's record."""
 
     def make(epoch: str) -> InstanceRecord:
         return InstanceRecord(
@@ -85,7 +83,7 @@ def record_maker(
 
 
 async def stop_signal() -> None:
-    """Wait for SIGTERM or SIGINT. The handlers go with the wait: a second signal, while draining, ends the process."""
+    """Wait for SIGTERM or SIGINT. A second signal, while the process drains, ends it."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -99,30 +97,30 @@ async def stop_signal() -> None:
 
 
 def settle() -> None:
-    """Take what the start has made out of the garbage collector's sight: it stays, and a full collection would walk it all.
+    """Exclude the objects made so far from garbage collection. Call this once, when the process is ready.
 
-    Libraries leave some hundred thousand objects, 60 to 90 ms for each time. To be called once, when the process is ready.
+    Libraries leave some hundred thousand permanent objects. Each full collection would walk them in 60 to 90 ms.
     """
     gc.collect()
     gc.freeze()
 
 
 class Draining(Protocol):
-    """A service that can finish what it has and take nothing new."""
+    """A service that can finish its requests and refuse new ones."""
 
     draining: bool
 
     async def drained(self) -> None:
-        """Wait until nothing is left."""
+        """Wait until no request is left."""
 
     def stop_all(self, cause: str) -> None:
-        """Give up what is left; the other sides go on elsewhere."""
+        """Cancel the requests that are left; they continue on other instances."""
 
 
 async def drain(service: Draining, timeout_s: float, beat: Callable[[], None]) -> None:
-    """Finish what is in flight, still registered so that nobody believes us dead; give the rest up after `timeout_s`.
+    """Finish the requests in flight, and cancel the rest after `timeout_s`. `beat` sends a heartbeat that says draining.
 
-    `beat` tells everybody at once that nothing new is taken.
+    The instance stays registered meanwhile: without a record it would count as dead.
     """
     service.draining = True
     beat()
@@ -138,10 +136,10 @@ async def drain(service: Draining, timeout_s: float, beat: Callable[[], None]) -
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service's `main` on uvloop; an interrupt is a clean stop, and what prevents it from serving is one line."""
+    """Run a service's `main` on uvloop. An error that keeps it from serving is one line on stderr."""
     sys.setswitchinterval(GIL_SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # shells give 1024 for select(), which nothing here uses
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # shells set 1024 for select(), which is not used here
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     try:
         uvloop.run(main)

@@ -82,7 +82,7 @@ class MeshSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Order of precedence: arguments, `MESH_<ROLE>_`, `MESH_`. No .env file and no secrets directory."""
+        """From strongest to weakest. There is no .env file and no secrets directory."""
         return init_settings, env_settings, EnvSettingsSource(settings_cls, env_prefix="MESH_")
 
     @classmethod
@@ -177,7 +177,7 @@ def misspelled(environ: Mapping[str, str], *settings: type[BaseSettings]) -> lis
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three of `known` that `name` may be a misspelling of, the likeliest first."""
+    """Up to three of `known` that resemble `name`, the best first."""
     return difflib.get_close_matches(name, sorted(known), cutoff=LIKENESS)
 
 

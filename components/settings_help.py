@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 
 
 def help_text(settings: type[BaseSettings], shared: frozenset[str], *, everything: bool) -> str:
-    """The help of a service: of settings that are often needed, or of all. A bare MESH_ may precede those in `shared`."""
+    """The help of a service, with settings that are often needed or all. A bare MESH_ may precede those in `shared`."""
     role = role_of(settings)
     listed = list(settings_in(settings))
     shown = [s for s in listed if everything or s.path in OFTEN]
@@ -59,19 +59,18 @@ def columns() -> int:
 
 
 def described(head: str, setting: Setting) -> list[str]:
-    """`head`, and indented below it what the setting is and its default."""
+    """`head`, then description and default, indented."""
     default = f" [{setting.default}]" if setting.default else ""
     text = f"{setting.description}{default}".strip()
     return [head, *textwrap.wrap(text, columns(), initial_indent=INDENT, subsequent_indent=INDENT)]
 
 
 def role_of(settings: type[BaseSettings]) -> str:
-    """`decode` for the prefix MESH_DECODE_."""
     return str(settings.model_config["env_prefix"]).removeprefix("MESH_").removesuffix("_").lower()
 
 
 def settings_in(settings: type[BaseSettings]) -> Iterator[Setting]:
-    """All settings that an option may give; secrets are variables only."""
+    """All settings that have an option: secrets have none."""
     for name, field in settings.model_fields.items():
         yield from _of_field(name, field)
 

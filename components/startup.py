@@ -1,15 +1,15 @@
-"""Why a process ends before it serves: one line for the person at the terminal, and an exit status for its supervisor."""
+"""Reasons for a process to end before it serves: one line for the user, and an exit status for the supervisor."""
 
 import sys
 from typing import Final, NoReturn
 
 from components.errors import MeshError
 
-EX_CONFIG: Final = 78  # of sysexits.h: the settings are wrong, so another start would end the same way
+EX_CONFIG: Final = 78  # of sysexits.h: wrong settings, so a restart does not help
 
 
 class CannotServe(MeshError):
-    """The process cannot serve as things are, such as with its port taken; another start may succeed."""
+    """The process cannot serve now, for example because its port is taken; another start may succeed."""
 
 
 class WrongSettings(CannotServe):
@@ -17,7 +17,7 @@ class WrongSettings(CannotServe):
 
 
 def refuse(message: str) -> NoReturn:
-    """End the process with `message` on stderr and `EX_CONFIG`."""
+    """Print `message` to stderr and exit with `EX_CONFIG`."""
     sys.stderr.write(f"{message}\n")
     ending = SystemExit(message)
     ending.code = EX_CONFIG

@@ -1,8 +1,8 @@
-"""Whose turn it is among those who wait, for room at the frontend and for a step in an engine: by arrival, but for two things.
+"""Queue order, shared by the frontend and the engine: arrival order, with two adjustments.
 
-A step of priority is worth so many arrivals, as lower goes first; and a long prompt lets later ones pass that are shorter.
-Nobody starves: a request waits behind at most `OVERTAKERS` later arrivals for each step of priority that they are better, and
-one for each `OVERTAKEN_TOKENS` that it is longer, but fewer than for a step.
+A better (lower) priority is worth 256 arrivals per step, and a longer prompt lets shorter ones pass. No request starves:
+later arrivals overtake it at most `OVERTAKERS` times per step of priority, and once per `OVERTAKEN_TOKENS` that its
+prompt is longer, which together is less than one step.
 """
 
 from typing import Final
@@ -12,6 +12,6 @@ OVERTAKEN_TOKENS: Final = 256
 
 
 def turn(arrival: int, priority: int, num_tokens: int) -> tuple[int, int]:
-    """The least goes first. No two of one line are equal."""
+    """The least goes first; no two are equal."""
     length = min(num_tokens // OVERTAKEN_TOKENS, OVERTAKERS - 1)
     return arrival + priority * OVERTAKERS + length, arrival
