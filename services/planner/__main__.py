@@ -1,4 +1,4 @@
-"""python -m services.planner: how many workers the load needs, and a connector that makes it so."""
+"""python -m services.planner: finds how many workers the load needs, and starts and stops them through a connector."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from services.planner.planning import Planning
 
 
 async def main(settings: PlannerSettings) -> None:
-    """Plan until told to stop; the workers stay as they are then."""
+    """Plan until a signal. The workers stay as they are."""
     me = new_instance_id()
     subject = f"{settings.namespace}.planner.{me}"
     metrics = PlannerMetrics()

@@ -1,4 +1,4 @@
-"""Workers of a compose project, through the docker command line. Compose stops with SIGTERM and the file's grace period."""
+"""Workers of a compose project, through the docker command line."""
 
 import asyncio
 import logging
@@ -13,29 +13,29 @@ from components.planning.samples import PLANNED, Planned
 log = logging.getLogger(__name__)
 
 ASK_S: Final = 20.0
-SCALE_S: Final = 900.0  # a worker may drain, and another one's image be built
+SCALE_S: Final = 900.0  # draining a worker, or building an image
 STOP_S: Final = 5.0
-LAST_WORDS: Final = 300  # characters of what a command that failed has to say
+LAST_OUTPUT: Final = 300  # characters of a failed command's output
 
 
 class ComposeConnector:
-    """Services are named after roles, as in deploy/compose."""
+    """Services have the names of roles, as in deploy/compose."""
 
     def __init__(self, command: str, files: str | None = None, project: str | None = None) -> None:
-        """`files`: one, or several with a colon between, the later over the earlier."""
+        """`files`: one, or several with a colon between."""
         flags = [word for file in (files or "").split(":") if file for word in ("-f", file)]
         self._command = [*shlex.split(command), *flags, *(["-p", project] if project else [])]
-        self._under_way: dict[Planned, int] = {}  # a scaling down lasts as long as its worker drains
+        self._under_way: dict[Planned, int] = {}  # removing a worker lasts until it has drained
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def counts(self) -> Mapping[Planned, int]:
-        """Containers of each role that run, or shall while a command is under way. Raises: BackendUnavailable."""
+        """Running containers of each role; during a change, the number that was ordered. Raises: BackendUnavailable."""
         return {role: await self._count(role) for role in PLANNED}
 
     async def scale(self, change: Change) -> None:
-        """Begin to scale. A command that fails shows in the next `counts`. Raises: BackendUnavailable, when one runs."""
+        """Begin to scale. A failure shows in the next `counts`. Raises: BackendUnavailable, if a change is in progress."""
         if self._under_way:
-            raise BackendUnavailable("compose still scales")
+            raise BackendUnavailable("another change is in progress")
         self._under_way[change.role] = change.after
         task = asyncio.create_task(self._scale(change.role, change.after), name="compose-scale")
         self._tasks.add(task)
@@ -86,5 +86,5 @@ class ComposeConnector:
                 await process.wait()
             raise
         if process.returncode:
-            raise BackendUnavailable(f"{shlex.join(command)}: {err.decode(errors='replace').strip()[-LAST_WORDS:]}")
+            raise BackendUnavailable(f"{shlex.join(command)}: {err.decode(errors='replace').strip()[-LAST_OUTPUT:]}")
         return out.decode(errors="replace")

@@ -1,29 +1,85 @@
-"""What starts and stops workers: the part of a connector that the planner calls, and how one is chosen."""
+"""Connectors start and stop workers: their protocol, the one for `services.local`, and the choice by setting."""
 
+import asyncio
+import json
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
-from components.messaging.bus import Bus
+from nats.aio.msg import Msg
+
+from components.errors import BackendUnavailable, PeerLost
+from components.messaging.bus import Bus, nats_errors
 from components.planning.planner import Change
 from components.planning.samples import Planned
+from components.wire.scaling import AskCounts, Counts, ScaleRole
 from services.planner.compose import ComposeConnector
 from services.planner.config import PlannerSettings
 from services.planner.kubernetes import KubernetesConnector, Workload, in_cluster
-from services.planner.local import LocalConnector
+
+LISTEN_S: Final = 0.5
+ANSWER_S: Final = 3.0
 
 
 class Connector(Protocol):
-    """Keeps a number of workers of each role. Both calls raise MeshError when they cannot."""
+    """Keeps a number of workers of each role. Both calls raise MeshError if they fail."""
 
     async def counts(self) -> Mapping[Planned, int]:
-        """Workers that are kept, started or not; none that is on its way out."""
+        """Workers that are kept running, started or not, without those that are stopping."""
 
     async def scale(self, change: Change) -> None:
-        """Order the change; it need not have happened when this returns. A worker that goes drains before it stops."""
+        """Order a change. It may still be in progress when this returns. A worker drains before it stops."""
+
+
+class LocalConnector:
+    """Calls the `services.local` of our namespace on NATS."""
+
+    def __init__(self, bus: Bus, namespace: str) -> None:
+        self._bus = bus
+        self._namespace = namespace
+        self._subject: str | None = None
+
+    async def counts(self) -> Mapping[Planned, int]:
+        counts = await self._call("count", AskCounts())
+        return {"prefill": counts.prefill, "decode": counts.decode}
+
+    async def scale(self, change: Change) -> None:
+        """Raises: Rejected, if the number has changed meanwhile."""
+        await self._call("scale", ScaleRole(role=change.role, before=change.before, after=change.after))
+
+    async def _call(self, verb: str, request: AskCounts | ScaleRole) -> Counts:
+        if self._subject is None:
+            self._subject = await self._find()
+        try:
+            return await self._bus.call(f"{self._subject}.{verb}", request, Counts, timeout_s=ANSWER_S)
+        except PeerLost:
+            self._subject = None
+            raise
+
+    async def _find(self) -> str:
+        subjects: set[str] = set()
+
+        async def receive(message: Msg) -> None:
+            if message.data:  # else from NATS: no subscriber
+                subject = (json.loads(message.data).get("metadata") or {}).get("subject", "")
+                if subject.startswith(f"{self._namespace}.local."):
+                    subjects.add(subject)
+
+        inbox = self._bus.client.new_inbox()
+        async with self._bus.subscription(inbox, receive):
+            with nats_errors("$SRV.PING.kvmesh-local", self._bus.url):
+                await self._bus.client.publish("$SRV.PING.kvmesh-local", reply=inbox)
+            await asyncio.sleep(LISTEN_S)
+        if len(subjects) == 1:
+            return subjects.pop()
+        if subjects:
+            raise BackendUnavailable(
+                f"{len(subjects)} services.local answer in namespace {self._namespace}: there must be one"
+            )
+        raise BackendUnavailable(f"no services.local answers in namespace {self._namespace}")
 
 
 def open_connector(settings: PlannerSettings, bus: Bus) -> Connector | None:
-    """The one of the settings; None where the planner only says what it would do. Raises: BackendUnavailable."""
+    """Returns: None if the planner only reports decisions. Raises: BackendUnavailable."""
     match settings.connector:
         case "none":
             return None

@@ -1,6 +1,6 @@
 """Workers of a Kubernetes cluster, through the scale subresource of a Deployment or StatefulSet.
 
-A pod that goes gets SIGTERM and its `terminationGracePeriodSeconds`, which must be longer than the worker drains.
+A pod's `terminationGracePeriodSeconds` must be longer than its worker's drain timeout.
 """
 
 import asyncio
@@ -26,36 +26,32 @@ CHANGED_MEANWHILE: Final = 409
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What runs the workers of one role."""
-
     plural: str
     name: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`deployment/NAME` or `statefulset/NAME`. Raises: BackendUnavailable."""
+        """Read `deployment/NAME` or `statefulset/NAME`. Raises: BackendUnavailable."""
         kind, _, name = text.partition("/")
         if kind not in KINDS or not name:
-            raise BackendUnavailable(f"{text!r} is none of deployment/NAME and statefulset/NAME")
+            raise BackendUnavailable(f"{text!r} is not deployment/NAME or statefulset/NAME")
         return cls(KINDS[kind], name)
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """Where the API is, and who we are to it."""
-
     url: str
     namespace: str
-    account: Path | None = None  # with `token`, read anew for each call as it is rotated, and `ca.crt`
+    account: Path | None = None  # directory of `token`, which is rotated, and `ca.crt`
 
 
 def in_cluster(url: str | None, namespace: str | None) -> Api:
-    """The API at `url`, such as a `kubectl proxy`; else that of the cluster that this runs in. Raises: BackendUnavailable."""
+    """The API at `url`, such as a `kubectl proxy`, else that of our cluster. Raises: BackendUnavailable."""
     if url:
         return Api(url, namespace or "default")
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise BackendUnavailable("this runs in no Kubernetes cluster: set MESH_PLANNER_KUBERNETES_API")
+        raise BackendUnavailable("not in a Kubernetes cluster: set MESH_PLANNER_KUBERNETES_API")
     try:
         own = (ACCOUNT / "namespace").read_text().strip()
     except OSError as exc:
@@ -71,24 +67,24 @@ class KubernetesConnector:
         self._workloads = workloads
 
     async def counts(self) -> Mapping[Planned, int]:
-        """Replicas that are asked for. Raises: BackendUnavailable."""
+        """Ordered replicas. Raises: BackendUnavailable."""
         return {role: (await self._scale_of(role))[0] for role in PLANNED}
 
     async def scale(self, change: Change) -> None:
-        """Ask for `after` replicas. Raises: BackendUnavailable; Rejected, where somebody has changed them meanwhile."""
+        """Raises: BackendUnavailable; Rejected, if the number has changed meanwhile."""
         replicas, version = await self._scale_of(change.role)
         if replicas != change.before:
-            raise Rejected(f"{replicas} {change.role} replicas are asked for, not {change.before}")
+            raise Rejected(f"{replicas} {change.role} replicas are ordered, not {change.before}")
         patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": change.after}}
         await asyncio.to_thread(self._call, "PATCH", self._path(change.role), json.dumps(patch))
 
     async def _scale_of(self, role: Planned) -> tuple[int, str]:
-        """(replicas asked for, version of that)."""
+        """(ordered replicas, resource version)"""
         scale = await asyncio.to_thread(self._call, "GET", self._path(role))
         try:
             return int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"])
         except (LookupError, TypeError, ValueError, AttributeError) as exc:
-            raise BackendUnavailable(f"{self._path(role)} is no scale") from exc
+            raise BackendUnavailable(f"{self._path(role)} is not a scale") from exc
 
     def _path(self, role: Planned) -> str:
         workload = self._workloads[role]
@@ -108,13 +104,13 @@ class KubernetesConnector:
         except (OSError, http.client.HTTPException) as exc:
             raise BackendUnavailable(f"Kubernetes at {self._api.url}: {str(exc) or type(exc).__name__}") from exc
         if answer.status == CHANGED_MEANWHILE:
-            raise Rejected(f"{method} {path}: somebody has changed it meanwhile")
+            raise Rejected(f"{method} {path}: it has changed meanwhile")
         if answer.status != http.client.OK:
             raise BackendUnavailable(f"{method} {path}: HTTP {answer.status} {text[:200]}")
         try:
             return json.loads(text)
         except ValueError as exc:
-            raise BackendUnavailable(f"{method} {path}: no JSON") from exc
+            raise BackendUnavailable(f"{method} {path}: the answer is not JSON") from exc
 
     def _connect(self) -> tuple[http.client.HTTPConnection, dict[str, str]]:
         parts, account = urlsplit(self._api.url), self._api.account

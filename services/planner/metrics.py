@@ -1,4 +1,4 @@
-"""What the planner shows on its own page."""
+"""Metrics of the planner."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -8,29 +8,30 @@ from components.planning.samples import PLANNED, Observation
 
 
 class PlannerMetrics:
-    """Labels come from fixed sets only."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._workers = Gauge(
             "planner_workers",
-            "Workers of a role: needed by the load, wanted of the connector, serving.",
+            "Workers of a role: needed by the load, kept by the connector (wanted), serving.",
             ["role", "which"],
             registry=self.registry,
         )
-        self._leading = Gauge("planner_leading", "1 where this planner acts.", registry=self.registry)
-        self._unknown = Gauge("planner_unknown", "Registered instances that are not heard.", registry=self.registry)
-        self._offered = Gauge("planner_prompt_work", "Prompt work that arrives, in workers.", registry=self.registry)
+        self._leading = Gauge("planner_leading", "1 if this planner leads.", registry=self.registry)
+        self._unknown = Gauge(
+            "planner_unknown", "Registered instances without heartbeats or metrics.", registry=self.registry
+        )
+        self._offered = Gauge("planner_prompt_work", "Arriving prompt work, in workers.", registry=self.registry)
         self._variability = Gauge(
-            "planner_variability", "Of waits, where 1 is arrivals and lengths at random.", registry=self.registry
+            "planner_variability", "Variability of arrivals and prompt lengths; 1: random.", registry=self.registry
         )
         self._changes = Counter(
-            "planner_changes", "Workers ordered or let go.", ["role", "direction"], registry=self.registry
+            "planner_changes", "Workers added or removed.", ["role", "direction"], registry=self.registry
         )
-        self._failures = Counter("planner_change_failures", "Changes refused.", ["role"], registry=self.registry)
+        self._failures = Counter(
+            "planner_change_failures", "Changes that the connector refused.", ["role"], registry=self.registry
+        )
 
-    def saw(self, observation: Observation, verdict: Verdict, needs: Needs, *, leading: bool) -> None:
-        """One look."""
+    def show(self, observation: Observation, verdict: Verdict, needs: Needs, *, leading: bool) -> None:
         for role in PLANNED:
             self._workers.labels(role, "serving").set(observation.serving(role))
             if observation.wanted:
@@ -43,9 +44,7 @@ class PlannerMetrics:
         self._variability.set(needs.variability)
 
     def changed(self, change: Change) -> None:
-        """One worker more or fewer was ordered."""
         self._changes.labels(change.role, "up" if change.after > change.before else "down").inc()
 
     def refused(self, change: Change) -> None:
-        """The connector could not."""
         self._failures.labels(change.role).inc()

@@ -1,4 +1,4 @@
-"""What the planner sees: heartbeats of workers, and the pages of workers and frontends, all at one moment."""
+"""The planner's view of the mesh: heartbeats of workers, and metrics pages of workers and frontends."""
 
 import asyncio
 import logging
@@ -13,42 +13,37 @@ from components.messaging.heartbeats import Liveness, silent_after_s, watch_hear
 from components.planning.samples import PLANNED, FrontendSample, Observation, Planned, WorkerSample
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from services.planner.http import get
-from services.planner.pages import page_of, read_frontend, read_worker
+from services.planner.pages import get, page_of, read_frontend, read_worker
 
 log = logging.getLogger(__name__)
 
 
-class _Heard:
-    """Heartbeats of one worker."""
+class _Heartbeats:
+    """Heartbeats of one worker since the last observation."""
 
     def __init__(self, beat: Heartbeat, now_s: float) -> None:
         self.last = beat
-        self.heard_s = self._counted_s = self._looked_s = now_s
-        self._waited_s = 0.0  # by all requests together, since the last look
+        self.arrived_s = self._counted_s = self._observed_s = now_s
+        self._waited_s = 0.0  # of all requests together
 
-    def hear(self, beat: Heartbeat, now_s: float) -> None:
-        """Its next one."""
+    def add(self, beat: Heartbeat, now_s: float) -> None:
         self._count(now_s)
-        self.last, self.heard_s = beat, now_s
+        self.last, self.arrived_s = beat, now_s
 
     def mean_waiting(self, now_s: float) -> float:
-        """Requests that wait, on average over the time since the last look, which this is from now on."""
+        """Average number of waiting requests since the last observation. A new one begins now."""
         self._count(now_s)
-        passed_s = now_s - self._looked_s
+        passed_s = now_s - self._observed_s
         mean = self._waited_s / passed_s if passed_s else float(self.last.num_waiting)
-        self._looked_s, self._waited_s = now_s, 0.0
+        self._observed_s, self._waited_s = now_s, 0.0
         return mean
 
     def _count(self, now_s: float) -> None:
-        """What it said last was so until now."""
         self._waited_s += (now_s - self._counted_s) * self.last.num_waiting
         self._counted_s = now_s
 
 
 class Observer:
-    """Sees the mesh when asked."""
-
     def __init__(
         self,
         book: InstanceBook,
@@ -58,19 +53,19 @@ class Observer:
         self._book = book
         self._liveness = liveness
         self._clock = clock
-        self._pulses: dict[str, _Heard] = {}
+        self._heartbeats: dict[str, _Heartbeats] = {}
         for of_role in liveness.values():
             of_role.on_heard(self._hear)
 
     def _hear(self, beat: Heartbeat) -> None:
         now_s = self._clock()
-        if (known := self._pulses.get(beat.instance_id)) is None:
-            self._pulses[beat.instance_id] = _Heard(beat, now_s)
+        if (known := self._heartbeats.get(beat.instance_id)) is None:
+            self._heartbeats[beat.instance_id] = _Heartbeats(beat, now_s)
         else:
-            known.hear(beat, now_s)
+            known.add(beat, now_s)
 
     async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
-        """Now; instances that do not answer are named as unknown."""
+        """Instances that do not answer are listed as unknown."""
         unknown: list[str] = []
         records = {role: self._book.of_role(role) for role in PLANNED}
         workers, frontends = await asyncio.gather(
@@ -78,7 +73,7 @@ class Observer:
             asyncio.gather(*(self._frontend(record, unknown) for record in self._book.of_role("frontend"))),
         )
         known = {record.instance_id for role in PLANNED for record in records[role]}
-        self._pulses = {name: pulse for name, pulse in self._pulses.items() if name in known}
+        self._heartbeats = {name: heard for name, heard in self._heartbeats.items() if name in known}
         return Observation(
             at_s=self._clock(),
             wanted=wanted,
@@ -93,22 +88,22 @@ class Observer:
         return [sample for sample in samples if sample is not None]
 
     async def _worker(self, record: InstanceRecord, alive: set[str], unknown: list[str]) -> WorkerSample | None:
-        pulse, url = self._pulses.get(record.instance_id), page_of(record)
+        heard, url = self._heartbeats.get(record.instance_id), page_of(record)
         silent = (
-            pulse is None
-            or pulse.last.epoch != record.epoch
-            or self._clock() - pulse.heard_s > silent_after_s(pulse.last.next_s)
+            heard is None
+            or heard.last.epoch != record.epoch
+            or self._clock() - heard.arrived_s > silent_after_s(heard.last.next_s)
         )
-        if pulse is None or silent or url is None or record.instance_id not in alive:
+        if heard is None or silent or url is None or record.instance_id not in alive:
             unknown.append(record.instance_id)
             return None
         try:
             counters = read_worker(await get(url))
         except MeshError as exc:
-            log.debug("page not read", extra={"instance": record.instance_id, "cause": exc.message})
+            log.debug("cannot read metrics page", extra={"instance": record.instance_id, "cause": exc.message})
             unknown.append(record.instance_id)
             return None
-        beat = pulse.last
+        beat = heard.last
         return WorkerSample(
             instance_id=record.instance_id,
             busy_s=counters.busy_s,
@@ -118,7 +113,7 @@ class Observer:
             accepted=beat.accepted,
             queued_tokens=beat.queued_tokens,
             running=beat.num_running,
-            waiting=pulse.mean_waiting(self._clock()),
+            waiting=heard.mean_waiting(self._clock()),
             used_pages=beat.total_pages - beat.free_pages - beat.cached_pages,
             total_pages=beat.total_pages,
             draining=beat.draining,
@@ -128,14 +123,13 @@ class Observer:
         try:
             return read_frontend(record.instance_id, await get(page_of(record) or ""))
         except MeshError as exc:
-            log.debug("page not read", extra={"instance": record.instance_id, "cause": exc.message})
+            log.debug("cannot read metrics page", extra={"instance": record.instance_id, "cause": exc.message})
             unknown.append(record.instance_id)
             return None
 
 
 @asynccontextmanager
 async def open_observer(bus: Bus, namespace: str, book: InstanceBook) -> AsyncIterator[Observer]:
-    """An observer that hears heartbeats while inside."""
     async with (
         watch_heartbeats(bus, namespace, "prefill", book) as prefills,
         watch_heartbeats(bus, namespace, "decode", book) as decodes,

@@ -1,5 +1,6 @@
-"""Metrics pages of workers and frontends, read into samples."""
+"""Metrics pages of workers and frontends: their addresses, an HTTP GET, and the samples in them."""
 
+import asyncio
 import math
 import socket
 from collections import defaultdict
@@ -11,16 +12,18 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from components.errors import MalformedMessage
+from components.errors import MalformedMessage, PeerLost
 from components.planning.samples import FrontendSample, Histogram
 from components.wire.instances import InstanceRecord
 
+LARGEST_BYTES: Final = 16 * 1024 * 1024
+TIMEOUT_S: Final = 2.0
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a worker's page counts."""
+    """From a worker's page."""
 
     busy_s: float
     steps: int
@@ -29,7 +32,7 @@ class Counters:
 
 
 def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str | None:
-    """URL of an instance's page. One that says loopback and stands on another host is asked for under that host's name."""
+    """URL of an instance's page. A loopback address of another host is replaced by that host's name."""
     url = record.metrics or record.http
     if url is None:
         return None
@@ -39,8 +42,38 @@ def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str
     return f"{url}/metrics"
 
 
+async def get(url: str) -> str:
+    """The body of `http://…`. Raises: PeerLost, unless the status is 200."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 80
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                # In HTTP/1.0 the body ends with the connection.
+                writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode("latin-1"))
+                head, _, body = (await _read_all(reader, url)).partition(b"\r\n\r\n")
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError) as exc:  # ValueError: an invalid host name
+        raise PeerLost(f"{url} cannot be read: {str(exc) or type(exc).__name__}") from exc
+    status = head.split(b"\r\n", 1)[0].split(b" ")[1:2]
+    if status != [b"200"]:
+        raise PeerLost(f"{url} answers {b' '.join(status).decode(errors='replace') or 'nothing'}")
+    return body.decode(errors="replace")
+
+
+async def _read_all(reader: asyncio.StreamReader, url: str) -> bytes:
+    data = bytearray()
+    while part := await reader.read(2**16):
+        data += part
+        if len(data) > LARGEST_BYTES:
+            raise PeerLost(f"{url} is longer than {LARGEST_BYTES} bytes")
+    return bytes(data)
+
+
 def read_worker(text: str) -> Counters:
-    """Of a worker's page. Raises: MalformedMessage, where it is none."""
+    """Raises: MalformedMessage."""
     values = {sample.name: sample.value for sample in _samples(text) if not sample.labels}
     try:
         return Counters(
@@ -50,11 +83,11 @@ def read_worker(text: str) -> Counters:
             generated_tokens=int(values["generation_tokens_total"]),
         )
     except (KeyError, ValueError) as exc:
-        raise MalformedMessage(f"a worker's page without a number for {exc.args[0]}") from exc
+        raise MalformedMessage(f"the worker's page has no number for {exc.args[0]}") from exc
 
 
 def read_frontend(instance_id: str, text: str) -> FrontendSample:
-    """Of a frontend's page; histograms of all models and routes together. Raises: MalformedMessage."""
+    """Histograms are summed over models and routes. Raises: MalformedMessage."""
     samples = list(_samples(text))
     return FrontendSample(
         instance_id,
@@ -67,11 +100,11 @@ def _samples(text: str) -> Iterable[Sample]:
     try:
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError as exc:
-        raise MalformedMessage(f"no page of metrics: {exc}") from exc
+        raise MalformedMessage(f"not a metrics page: {exc}") from exc
 
 
 def _histogram(samples: Iterable[Sample], name: str) -> Histogram:
-    """Empty where nothing was observed yet: there are no labels then, and so no buckets."""
+    """Empty before the first observation: the page has no buckets then."""
     counts: dict[float, float] = defaultdict(float)
     total_s = 0.0
     for sample in samples:
@@ -79,10 +112,10 @@ def _histogram(samples: Iterable[Sample], name: str) -> Histogram:
             try:
                 counts[float(sample.labels["le"])] += sample.value
             except (KeyError, ValueError) as exc:
-                raise MalformedMessage(f"a bucket of {name} without a bound") from exc
+                raise MalformedMessage(f"a bucket of {name} has no bound") from exc
         elif sample.name == f"{name}_sum":
             total_s += sample.value
     bounds = sorted(counts)
     if bounds and not math.isinf(bounds[-1]):
-        raise MalformedMessage(f"{name} without a last bucket")
+        raise MalformedMessage(f"{name} has no last bucket")
     return Histogram(tuple(bounds), tuple(counts[bound] for bound in bounds), total_s)

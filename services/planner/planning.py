@@ -1,4 +1,4 @@
-"""The planner at work: look, decide, act where this process leads, tell."""
+"""The planner's loop: observe, decide, act if this process leads, and report."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ KEPT_CHANGES: Final = 10
 
 
 class Planning:
-    """One planner process, whether it leads or not: one that waits has seen the load when its time comes."""
+    """Observes also while another planner leads, so that it knows the load when it takes over."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Planning:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is the observer's: what it saw and what was done about it are compared."""
+        """`clock` must be the observer's, because times of observations and changes are compared."""
         self._clock = clock
         self._settings = settings
         self._observer = observer
@@ -47,32 +47,30 @@ class Planning:
         self._metrics = metrics
         self._planner = Planner(settings.targets(), settings.bounds(), settings.pace())
         self._seen = Observation(clock(), {}, {})
-        self._verdict = Verdict({}, None, "nothing was seen yet")
-        self._said = ""  # of what would be done
-        self._silent = False  # whether the connector's silence was told
+        self._verdict = Verdict({}, None, "no observation yet")
+        self._reported = ""  # the change last reported without a connector
+        self._silent = False  # whether the connector did not answer
         self._changes: deque[str] = deque(maxlen=KEPT_CHANGES)
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             started_s = time.monotonic()
             await self.step()
             await asyncio.sleep(max(0.0, self._settings.every_s - (time.monotonic() - started_s)))
 
     async def step(self) -> None:
-        """One look, and what follows from it."""
         seen = await self._observer.observe(await self._wanted())
-        if self._connector is None:  # whatever is there was wanted by somebody
+        if self._connector is None:
             seen = replace(seen, wanted={role: seen.serving(role) for role in PLANNED})
         verdict = self._planner.see(seen)
         leading = self._leadership.is_held()
         self._seen, self._verdict = seen, verdict
-        self._metrics.saw(seen, verdict, self._planner.needs, leading=leading)
-        log.debug("looked", extra={"hold": verdict.hold, "unknown": len(seen.unknown), "leading": leading})
+        self._metrics.show(seen, verdict, self._planner.needs, leading=leading)
+        log.debug("observed", extra={"hold": verdict.hold, "unknown": len(seen.unknown), "leading": leading})
         if verdict.change is None:
-            self._said = ""
+            self._reported = ""
         elif self._connector is None:
-            self._say(verdict.change)
+            self._report(verdict.change)
         elif leading:
             await self._act(self._connector, verdict.change)
 
@@ -89,11 +87,11 @@ class Planning:
         self._silent = False
         return counts
 
-    def _say(self, change: Change) -> None:
+    def _report(self, change: Change) -> None:
         text = f"{change.role} from {change.before} to {change.after}"
-        if text != self._said:
+        if text != self._reported:
             log.info("would scale", extra=_facts(change))
-            self._said = text
+            self._reported = text
             self._keep(change, "would be ")
 
     async def _act(self, connector: Connector, change: Change) -> None:
@@ -114,11 +112,9 @@ class Planning:
         self._changes.append(f"{at} {how}{change.role} {change.before} → {change.after}: {change.why}")
 
     def endpoints(self) -> list[Endpoint]:
-        """What is answered."""
         return [Endpoint("plan", AskPlan, self.plan)]
 
     async def plan(self, _: AskPlan) -> PlanTold:
-        """What is known and thought now."""
         return PlanTold(
             leading=self._leadership.is_held(),
             connector=self._settings.connector,

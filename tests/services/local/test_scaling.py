@@ -11,7 +11,7 @@ import pytest
 from components.errors import MeshError, Rejected
 from components.messaging.bus import connect_bus
 from components.planning.planner import Change
-from services.planner.local import LocalConnector
+from services.planner.connectors import LocalConnector
 from tests.conftest import RunService, ServiceProcess
 from tests.services.local.test_supervisor import alive, eventually, gone
 

@@ -9,8 +9,7 @@ from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from components.wire.instances import InstanceRecord
 from engine.ports import StepStats
 from services.frontend.metrics import FrontendMetrics
-from services.planner.http import get
-from services.planner.pages import Counters, page_of, read_frontend, read_worker
+from services.planner.pages import Counters, get, page_of, read_frontend, read_worker
 
 RECORD = InstanceRecord(
     instance_id="i",
