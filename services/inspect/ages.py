@@ -1,4 +1,4 @@
-"""How long ago, as one would say it."""
+"""Ages for people to read."""
 
 
 def age(seconds: float) -> str:

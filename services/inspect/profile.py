@@ -1,4 +1,4 @@
-"""Profile one worker: order it, wait, fetch the file in parts."""
+"""Profile one worker: start the recording, wait, fetch the file in parts."""
 
 import asyncio
 import gzip
@@ -14,34 +14,31 @@ from typing import Any, BinaryIO, Final
 from rich.console import Console
 
 from components.discovery.registry import join_registry
-from components.errors import BackendUnavailable, DeadlineExceeded, MeshError, PeerLost
+from components.errors import DeadlineExceeded, MeshError, PeerLost
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
 from components.urls import without_password
 from components.wire.instances import InstanceRecord, Role
 from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
+from services.inspect.connection import one_line_errors
 
 CONNECT_S: Final = 8.0
-START_S: Final = 60.0  # the engine starts a profile after its step, and its first start takes a second or two
-ANSWER_S: Final = 5.0  # a worker that collects events answers nobody meanwhile
+START_S: Final = 60.0  # the engine starts recording after its current step
+ANSWER_S: Final = 5.0  # a worker answers no calls while it collects events
 TRIES: Final = 3
 GZIP_LEVEL: Final = 6
 BLANK: Final = re.compile(r"\s*")
-WRITE_S: Final = 120.0  # from the end of the recording to a file
+WRITE_S: Final = 120.0  # from the end of the recording until the worker has its file
 
 
 async def profile_worker(
     settings: MeshSettings, console: Console, role: Role, instance: str | None, *, seconds: float, out: Path | None
 ) -> None:
-    """Record `seconds` of one worker of `role` into `out`. Exits with a sentence when there is no profile to be had."""
-    logging.getLogger("components.messaging.bus").setLevel(logging.CRITICAL)  # said below, with what to do
-    try:
+    """Record `seconds` of one worker of `role` into `out`. Exits with one line if that fails."""
+    logging.getLogger("components.messaging.bus").setLevel(logging.CRITICAL)  # errors are printed below
+    with one_line_errors(etcd_url=settings.etcd_url):
         async with asyncio.timeout(CONNECT_S):
             record = await _choose(settings, role, instance)
-    except TimeoutError:
-        raise SystemExit(
-            f"no answer from etcd at {without_password(settings.etcd_url)}: name it with --etcd-url"
-        ) from None
     who = f"{role} {record.instance_id}"
     path = out or Path(f"profile-{role}-{record.instance_id}.json.gz")
     try:
@@ -63,7 +60,7 @@ async def profile_worker(
         raise SystemExit(f"{path} cannot be written: {exc.strerror}") from None
     if last.steps == 0:
         console.print(
-            f"[yellow]{who} was idle: it computed nothing in {last.seconds:.1f} s. Send it requests meanwhile."
+            f"[yellow]{who} was idle: it computed nothing in {last.seconds:.1f} s. Send requests while it records."
         )
     size_mb = (last.size_bytes or 0) / 1e6
     console.print(f"{path}: {last.seconds:.1f} s of {who}, {last.steps} steps, {size_mb:.1f} MB. Open it in Perfetto.")
@@ -71,7 +68,7 @@ async def profile_worker(
 
 @contextmanager
 def _arriving(path: Path) -> Iterator[BinaryIO]:
-    """A file that stands at `path` once it is whole. Opened before a worker is asked: what cannot be written is said first."""
+    """A file that is renamed to `path` when it is complete. Open it before the recording, so that errors come first."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("w+b") as file:
@@ -86,22 +83,22 @@ def _arriving(path: Path) -> Iterator[BinaryIO]:
 
 
 def join_segments(text: str) -> dict[str, Any]:
-    """One Chrome trace of those that stand in `text` one after the other; their times have one origin."""
+    """Join the Chrome traces in `text`. Their times have one origin."""
     decoder = json.JSONDecoder()
     whole: dict[str, Any] = {}
     named: set[tuple[Any, ...]] = set()
     at = 0
-    while (at := BLANK.match(text, at).end()) < len(text):  # type: ignore[union-attr]  # it matches nothing, too
+    while (at := BLANK.match(text, at).end()) < len(text):  # type: ignore[union-attr]  # it matches the empty string, too
         segment, at = decoder.raw_decode(text, at)
         events = whole.setdefault("traceEvents", [])
         for event in segment.pop("traceEvents"):
-            if event.get("ph") == "M":  # the name of a process or thread: once
+            if event.get("ph") == "M":  # the name of a process or thread
                 name = (event["name"], event.get("pid"), event.get("tid"))
                 if name in named:
                     continue
                 named.add(name)
             events.append(event)
-        segment.pop("traceName", None)  # a temporary file of the worker's
+        segment.pop("traceName", None)  # a temporary file of the worker
         whole = {**segment, **whole}
     return whole
 
@@ -122,15 +119,11 @@ async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> I
 async def _fetch(
     nats_url: str, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]
 ) -> ProfilePart:
-    """Have a profile recorded and write the whole trace into `file`; returns the last part, with its facts."""
+    """Record a profile and write the whole trace into `file`. Returns: the last part, with its facts."""
     async with AsyncExitStack() as stack:
-        try:
+        with one_line_errors(nats_url=nats_url):
             async with asyncio.timeout(CONNECT_S):
                 bus = await stack.enter_async_context(connect_bus(nats_url, "inspect"))
-        except TimeoutError:
-            raise BackendUnavailable(
-                f"no answer from NATS at {without_password(nats_url)}: name it with --nats-url"
-            ) from None
         order = StartProfile(seconds=seconds)
         profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
         started()
@@ -147,7 +140,7 @@ async def _fetch(
 
 
 async def _part(bus: Bus, subject: str, wanted: FetchProfile) -> ProfilePart:
-    """One part, asked for again when the answer is late: of a worker that died meanwhile NATS then says so."""
+    """One part. Ask again after a late answer: if the worker has died, NATS then reports that it is gone."""
     for _ in range(TRIES - 1):
         with suppress(DeadlineExceeded):
             return await bus.call(f"{subject}.profile_part", wanted, ProfilePart, timeout_s=ANSWER_S)

@@ -1,4 +1,4 @@
-"""Where a prompt would go, asked of those who would choose: a frontend, then the decode instance that it names."""
+"""Where a prompt would go: a frontend chooses a decode instance, which then chooses a prefill instance."""
 
 import asyncio
 import math
@@ -8,30 +8,23 @@ from rich.console import Console
 from rich.table import Table
 
 from components.discovery.registry import join_registry
-from components.errors import DeadlineExceeded, MeshError, PeerLost
+from components.errors import DeadlineExceeded, PeerLost
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
-from components.urls import without_password
 from components.wire.instances import InstanceRecord
 from components.wire.routes import ExplainRoute, RouteExplained
 from components.wire.tokens import num_tokens
+from services.inspect.connection import one_line_errors
 
 CONNECT_S = 8.0
 ANSWER_S = 5.0
 
 
 async def show_route(settings: MeshSettings, console: Console, asked: ExplainRoute) -> None:
-    """Print both choices. Exits with a sentence where nobody can be asked."""
-    try:
+    """Print both choices. Exits with one line if no frontend answers."""
+    with one_line_errors(etcd_url=settings.etcd_url, nats_url=settings.nats_url):
         async with asyncio.timeout(CONNECT_S + 2 * ANSWER_S):
             await _show(settings, console, asked)
-    except TimeoutError:
-        raise SystemExit(
-            f"no answer from etcd at {without_password(settings.etcd_url)} or NATS at {without_password(settings.nats_url)}: "
-            "name them with --etcd-url and --nats-url (services.local prints both)"
-        ) from None
-    except MeshError as exc:
-        raise SystemExit(exc.message) from None
 
 
 async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -> None:
@@ -41,7 +34,7 @@ async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -
     ):
         frontends = registry.book.of_role("frontend")
         if not frontends:
-            raise SystemExit("no frontend is registered, and nobody else knows the model's words")
+            raise SystemExit("no frontend is registered, and only a frontend can tokenize the prompt")
         frontend, answer = await _first_answer(bus, frontends, asked)
         tokens = num_tokens(answer.token_ids)
         title = f"frontend {frontend.instance_id}: a decode instance for {tokens} tokens"
@@ -55,13 +48,13 @@ async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -
         answer = await _explain(bus, decode, follow)
         _print(console, f"decode {decode.instance_id}: a prefill instance", answer)
         if not answer.chosen:
-            console.print(f"It would compute the prompt itself: {answer.why}.")
+            console.print(f"Decode would compute the prompt itself: {answer.why}.")
 
 
 async def _first_answer(
     bus: Bus, frontends: list[InstanceRecord], asked: ExplainRoute
 ) -> tuple[InstanceRecord, RouteExplained]:
-    """Of a frontend that is there: one that was killed stands in etcd for a while. Raises: what the last one did."""
+    """Ask one frontend after another: the record of a killed one stays in etcd for a while. Raises: the last one's error."""
     for frontend in frontends[:-1]:
         with suppress(PeerLost, DeadlineExceeded):
             return frontend, await _explain(bus, frontend, asked)
@@ -74,7 +67,7 @@ async def _explain(bus: Bus, record: InstanceRecord, asked: ExplainRoute) -> Rou
 
 def _print(console: Console, title: str, answer: RouteExplained) -> None:
     if not answer.candidates:
-        console.print(f"{title}, by {answer.policy}: nobody ({answer.why})")
+        console.print(f"{title}, by {answer.policy}: none ({answer.why})")
         return
     table = Table(title=f"{title}, by {answer.policy}")
     for name in ("", "instance", "cached", "queued", "running", "pages", "breaker", "cost"):

@@ -1,4 +1,4 @@
-"""One request as a tree: who did what, when after acceptance, for how long."""
+"""One request as a tree of spans: the process, the start after acceptance, the duration."""
 
 import time
 from collections import defaultdict
@@ -13,31 +13,28 @@ from components.telemetry.trace_store import Span
 from services.inspect.ages import age
 
 BAR_WIDTH: Final = 24
-SHOWN_ID: Final = 16  # hex digits of a trace id; `trace` takes its beginning
+SHOWN_ID: Final = 16  # hex digits of a trace id
 NARROW_BAR_WIDTH: Final = 10
 ROOMY: Final = 110  # columns
-OLD_S: Final = 180.0  # a trace that old is hardly of the request that was just sent
+OLD_S: Final = 180.0  # an older trace is marked with its age
 REQUEST_ID: Final = "kvmesh.request_id"
 
 
 def trace_table(spans: Sequence[Span], width: int = ROOMY, *, wide: bool = False) -> Table:
-    """The spans of one trace as an indented tree; a span whose parent was not kept stands at the root.
+    """The spans of one trace as an indented tree. A span whose parent was not kept is at the root.
 
-    Args:
-        spans: of one trace.
-        width: columns of the terminal; below `ROOMY` there is no room for attributes.
-        wide: all attributes, however long the lines get.
+    `width` is the terminal's; below `ROOMY` attributes are left out. With `wide` all attributes are shown.
     """
     shows_facts, bar_width = wide or width >= ROOMY, BAR_WIDTH if wide or width >= ROOMY else NARROW_BAR_WIDTH
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     root = spans[0]
     table = Table(title=_title(spans, root, end - start), title_justify="left", box=None, pad_edge=False)
-    for name in ("span", "start", "ms", "", "who"):
+    for name in ("span", "start", "ms", "", "process"):
         table.add_column(
-            name, justify="right" if name in ("start", "ms") else "left", no_wrap=not wide or name != "who"
+            name, justify="right" if name in ("start", "ms") else "left", no_wrap=not wide or name != "process"
         )
     if not wide:
-        table.caption, table.caption_justify = "--wide: with all attributes", "left"
+        table.caption, table.caption_justify = "--wide: all attributes", "left"
     for depth, span in _in_order(spans):
         style = "red" if span.status == "ERROR" else ""
         table.add_row(
@@ -86,7 +83,6 @@ def _facts(span: Span, *, wide: bool) -> str:
 
 
 def trace_line(spans: Sequence[Span]) -> str:
-    """One trace of a list: when it began, what became of it."""
     root = next((span for span in spans if span.parent_id is None), spans[0])
     total_ms = (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e6
     status = "cancelled" if "kvmesh.cancelled" in root.attributes else {"UNSET": "OK"}.get(root.status, root.status)
@@ -95,6 +91,6 @@ def trace_line(spans: Sequence[Span]) -> str:
 
 
 def clock(unix_ns: int) -> str:
-    """The time of day here, and the date of another day."""
+    """Local time of day, with the date if that is not today."""
     then, now = (datetime.fromtimestamp(s).astimezone() for s in (unix_ns / 1e9, time.time()))
     return f"{then:%H:%M:%S}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M:%S}"

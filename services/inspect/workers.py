@@ -1,9 +1,9 @@
-"""Instances as etcd knows them beside what NATS answers: a difference is what one is looking for."""
+"""Instances and planners of a mesh: what etcd holds beside what NATS answers. Differences point to faults."""
 
 import asyncio
 import json
 import time
-from typing import Any
+from typing import Any, Final
 
 from nats.aio.msg import Msg
 from rich.console import Console
@@ -13,28 +13,27 @@ from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
-from components.urls import without_password
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
+from components.wire.plan import AskPlan, PlanTold
 from services.inspect.ages import age
+from services.inspect.connection import one_line_errors
 
-LISTEN_S = 1.2  # for answers to $SRV.STATS
-BESIDE = ("kvmesh-planner", "kvmesh-local")  # answer on NATS and serve no requests, so they are not in etcd
-RIGHT = ("pid", "up", "run", "wait", "held", "pages", "errors")  # columns of numbers
-WORKERS: tuple[Role, ...] = ("decode", "prefill")
-ROLES: tuple[Role, ...] = ("frontend", "bootstrap", *WORKERS)
+CONNECT_S: Final = 8.0
+ANSWER_S: Final = 3.0
+STATS_S: Final = 1.2  # wait for answers to $SRV.STATS
+PING_S: Final = 0.5  # wait for answers to $SRV.PING
+NOT_IN_ETCD: Final = ("kvmesh-planner", "kvmesh-local")  # they answer on NATS, but serve no requests
+NUMBERS: Final = ("pid", "up", "run", "wait", "held", "pages", "errors")
+WORKERS: Final[tuple[Role, ...]] = ("decode", "prefill")
+ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", *WORKERS)
 
 
 async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False) -> None:
-    """Print the tables."""
-    try:
-        async with asyncio.timeout(8):
+    """Exits with one line if etcd or NATS does not answer."""
+    with one_line_errors(etcd_url=settings.etcd_url, nats_url=settings.nats_url):
+        async with asyncio.timeout(CONNECT_S):
             await _show(settings, console, wide=wide)
-    except TimeoutError:
-        raise SystemExit(
-            f"no answer from etcd at {without_password(settings.etcd_url)} or NATS at {without_password(settings.nats_url)}: "
-            "name them with --etcd-url and --nats-url (services.local prints both)"
-        ) from None
 
 
 async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None:
@@ -50,33 +49,38 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None
             summary(records, settings.namespace), "", load_table(records, beats, services, wide=wide), sep="\n"
         )
         console.print("", address_table(records), sep="\n")
-        strangers = services.keys() - {r.instance_id for r in records}
-        for instance_id in sorted(strangers):
+        unregistered = services.keys() - {r.instance_id for r in records}
+        for instance_id in sorted(unregistered):
             console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id]['name']} {instance_id}")
 
 
 async def _services(bus: Bus, namespace: str) -> dict[str, dict[str, Any]]:
-    """Answers to `$SRV.STATS` by instance id; services of other namespaces on this NATS answer too, and are left out."""
-    found: dict[str, dict[str, Any]] = {}
+    """Answers to `$SRV.STATS` by instance id."""
+    found = {}
+    for answer in await _answers(bus, "$SRV.STATS", namespace, STATS_S):
+        if answer["name"] not in NOT_IN_ETCD and (instance_id := answer["metadata"].get("instance_id")):
+            found[instance_id] = answer
+    return found
+
+
+async def _answers(bus: Bus, subject: str, namespace: str, seconds: float) -> list[dict[str, Any]]:
+    """Answers of NATS micro services within `seconds`, without those of other meshes on this NATS."""
+    found = []
 
     async def receive(message: Msg) -> None:
-        if not message.data:  # NATS itself: nobody is there
-            return
-        answer = json.loads(message.data)
-        about = answer.get("metadata") or {}
-        ours = about.get("subject", "").startswith(f"{namespace}.") and answer["name"] not in BESIDE
-        if ours and (instance_id := about.get("instance_id")):
-            found[instance_id] = answer
+        if message.data:  # empty: NATS has no subscriber
+            answer = json.loads(message.data)
+            if (answer.get("metadata") or {}).get("subject", "").startswith(f"{namespace}."):
+                found.append(answer)
 
     inbox = bus.client.new_inbox()
     async with bus.subscription(inbox, receive):
-        await bus.client.publish("$SRV.STATS", reply=inbox)
-        await asyncio.sleep(LISTEN_S)
+        await bus.client.publish(subject, reply=inbox)
+        await asyncio.sleep(seconds)
     return found
 
 
 def summary(records: list[InstanceRecord], namespace: str) -> str:
-    """A line above the tables: how many of which model."""
     models = sorted({name for record in records for name in (record.model, *record.adapters) if name})
     return f"namespace {namespace}: {len(records)} instances" + (f" of {', '.join(models)}" if models else "")
 
@@ -84,10 +88,10 @@ def summary(records: list[InstanceRecord], namespace: str) -> str:
 def load_table(
     records: list[InstanceRecord], beats: dict[str, Heartbeat], services: dict[str, dict[str, Any]], *, wide: bool
 ) -> Table:
-    """What each instance is and does; `wide` has everything, and needs some 150 columns."""
+    """With `wide` about 150 columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("role", "instance", "pid", "up", "state", "run", "wait", "held", "pages", "errors"):
-        table.add_column(name, no_wrap=True, justify="right" if name in RIGHT else "left")
+        table.add_column(name, no_wrap=True, justify="right" if name in NUMBERS else "left")
     for name in ("epoch", "host", "model", "pages free/cached/held", "calls by NATS") if wide else ():
         table.add_column(name, no_wrap=True)
     for record in records:
@@ -97,7 +101,6 @@ def load_table(
 
 
 def address_table(records: list[InstanceRecord]) -> Table:
-    """Where each instance answers over HTTP: clients at a frontend, Prometheus at `/metrics` of each page."""
     table = Table(box=None, pad_edge=False)
     for name in ("role", "instance", "serves clients at", "metrics and health at"):
         table.add_column(name, no_wrap=True, overflow="fold")
@@ -120,7 +123,6 @@ def _row(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any]
 
 
 def _state(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any] | None) -> str:
-    """What etcd and NATS disagree on is what one is looking for."""
     if service is None:
         return "[red]no answer"
     if beat is None and record.kv is not None:
@@ -133,3 +135,35 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any
     endpoints = [] if service is None else service["endpoints"]
     calls = " ".join(f"{e['name']}:{e['num_requests']}" for e in endpoints if e["num_requests"])
     return [record.epoch, record.host, " ".join([record.model or "", *record.adapters]), pages, calls]
+
+
+async def show_planners(settings: MeshSettings, console: Console) -> None:
+    """Print a table for each planner. Exits with one line if there is none."""
+    with one_line_errors(nats_url=settings.nats_url):
+        async with asyncio.timeout(CONNECT_S), connect_bus(settings.nats_url, "inspect") as bus:
+            services = await _answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace, PING_S)
+            subjects = sorted({service["metadata"]["subject"] for service in services})
+            plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanTold, timeout_s=ANSWER_S)) for s in subjects]
+    if not plans:
+        raise SystemExit(f"no planner answers in namespace {settings.namespace}: python -m services.planner starts one")
+    for subject, plan in plans:
+        show_plan(subject, plan, console)
+
+
+def show_plan(subject: str, plan: PlanTold, console: Console) -> None:
+    state = "leads" if plan.leading else "does not lead: another planner does, or etcd is unreachable"
+    table = Table(
+        title=f"planner {subject.rpartition('.')[2]}, connector {plan.connector}: {state}", title_justify="left"
+    )
+    for name in ("role", "min..max", "serving", "wanted", "needed", "why"):
+        table.add_column(name)
+    for role, one in (("prefill", plan.prefill), ("decode", plan.decode)):
+        numbers = ["?" if number is None else str(number) for number in (one.wanted, one.needed)]
+        table.add_row(role, f"{one.least}..{one.most}", str(one.serving), *numbers, one.why)
+    console.print(table)
+    if plan.hold:
+        console.print(f"no change now: {plan.hold}")
+    if plan.unknown:
+        console.print(f"[yellow]no heartbeat or metrics from: {' '.join(plan.unknown)}")
+    for change in plan.changes:
+        console.print(change)

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from components.wire.plan import PlanTold, RolePlan
-from services.inspect.planner import show_plan
+from services.inspect.workers import show_plan
 
 
 def shown(plan: PlanTold) -> str:
@@ -36,6 +36,6 @@ def test_a_plan_tells_who_leads_what_is_needed_and_what_was_done() -> None:
     ]
     unknown = next(line for line in text.splitlines() if "1..1" in line)
     assert [cell.strip() for cell in unknown.split("│")[4:6]] == ["?", "?"]
-    assert "nothing is changed: waiting for prefill to be 3" in text
-    assert "not heard: f00" in text
+    assert "no change now: waiting for prefill to be 3" in text
+    assert "no heartbeat or metrics from: f00" in text
     assert "10:00:00 prefill 2 → 3" in text
