@@ -1,4 +1,4 @@
-"""Process of a service: its instance id and record, how it runs, drains and stops."""
+"""A service's process: its record, how it runs, drains and stops."""
 
 import asyncio
 import contextlib

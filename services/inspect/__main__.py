@@ -48,9 +48,9 @@ MESH: Final = {
 
 
 def command(options: dict[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command that takes `options` too, and gets settings made of them as its first argument.
+    """Register a command whose first argument is settings made of `options`.
 
-    Settings are, in this order: options, the environment, what a `services.local` here wrote, the defaults.
+    These come first, then the environment, then what a `services.local` here wrote.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -114,7 +114,7 @@ def traces(settings: MeshSettings, *, count: Annotated[int, typer.Option(help="t
     store = TraceStore(settings.home)
     with _readable(settings.home):
         kept = [store.trace(trace_id) for trace_id in store.last_trace_ids(count)]
-    for spans in filter(None, kept):  # a trace may have been removed meanwhile
+    for spans in filter(None, kept):  # removed meanwhile
         console.print(trace_line(spans), soft_wrap=True)
 
 
@@ -160,7 +160,6 @@ def env(settings: MeshSettings) -> None:
 
 
 def shell_variables(settings: MeshSettings) -> dict[str, str]:
-    """Variables of kvmesh's services, of etcdctl and of the nats command."""
     members = endpoints(settings.etcd_url)
     variables = {
         "MESH_ETCD_URL": settings.etcd_url,
@@ -175,7 +174,6 @@ def shell_variables(settings: MeshSettings) -> dict[str, str]:
 
 
 def _console(*, wide: bool) -> Console:
-    """With `wide`, lines may be longer than the terminal's."""
     if not wide:
         return console
     return Console(file=console.file, width=max(console.width, WIDE), force_terminal=console.is_terminal)

@@ -1,4 +1,4 @@
-"""Profile one worker: start the recording, wait, fetch the file in parts."""
+"""Profile one worker: record, wait, fetch the file in parts."""
 
 import asyncio
 import gzip
@@ -34,7 +34,6 @@ WRITE_S: Final = 120.0  # from the end of the recording until the worker has its
 async def profile_worker(
     settings: MeshSettings, console: Console, role: Role, instance: str | None, *, seconds: float, out: Path | None
 ) -> None:
-    """Record `seconds` of one worker of `role` into `out`. Exits with one line if that fails."""
     logging.getLogger("components.messaging.bus").setLevel(logging.CRITICAL)  # errors are printed below
     with one_line_errors(etcd_url=settings.etcd_url):
         async with asyncio.timeout(CONNECT_S):
@@ -68,7 +67,7 @@ async def profile_worker(
 
 @contextmanager
 def _arriving(path: Path) -> Iterator[BinaryIO]:
-    """A file that is renamed to `path` when it is complete. Open it before the recording, so that errors come first."""
+    """A file that is renamed to `path` when complete. Open it before recording, so that errors come first."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("w+b") as file:
@@ -92,7 +91,7 @@ def join_segments(text: str) -> dict[str, Any]:
         segment, at = decoder.raw_decode(text, at)
         events = whole.setdefault("traceEvents", [])
         for event in segment.pop("traceEvents"):
-            if event.get("ph") == "M":  # the name of a process or thread
+            if event.get("ph") == "M":
                 name = (event["name"], event.get("pid"), event.get("tid"))
                 if name in named:
                     continue
@@ -119,7 +118,7 @@ async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> I
 async def _fetch(
     nats_url: str, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]
 ) -> ProfilePart:
-    """Record a profile and write the whole trace into `file`. Returns: the last part, with its facts."""
+    """Returns: the last part, with the facts of the whole."""
     async with AsyncExitStack() as stack:
         with one_line_errors(nats_url=nats_url):
             async with asyncio.timeout(CONNECT_S):
@@ -140,7 +139,7 @@ async def _fetch(
 
 
 async def _part(bus: Bus, subject: str, wanted: FetchProfile) -> ProfilePart:
-    """One part. Ask again after a late answer: if the worker has died, NATS then reports that it is gone."""
+    """After a late answer ask again: NATS then reports whether the worker is gone."""
     for _ in range(TRIES - 1):
         with suppress(DeadlineExceeded):
             return await bus.call(f"{subject}.profile_part", wanted, ProfilePart, timeout_s=ANSWER_S)

@@ -21,7 +21,6 @@ ANSWER_S = 5.0
 
 
 async def show_route(settings: MeshSettings, console: Console, asked: ExplainRoute) -> None:
-    """Print both choices. Exits with one line if no frontend answers."""
     with one_line_errors(etcd_url=settings.etcd_url, nats_url=settings.nats_url):
         async with asyncio.timeout(CONNECT_S + 2 * ANSWER_S):
             await _show(settings, console, asked)
@@ -54,7 +53,7 @@ async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -
 async def _first_answer(
     bus: Bus, frontends: list[InstanceRecord], asked: ExplainRoute
 ) -> tuple[InstanceRecord, RouteExplained]:
-    """Ask one frontend after another: the record of a killed one stays in etcd for a while. Raises: the last one's error."""
+    """Ask one frontend after another: a killed one's record stays in etcd for a while."""
     for frontend in frontends[:-1]:
         with suppress(PeerLost, DeadlineExceeded):
             return frontend, await _explain(bus, frontend, asked)

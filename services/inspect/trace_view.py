@@ -1,4 +1,4 @@
-"""One request as a tree of spans: the process, the start after acceptance, the duration."""
+"""One request as a tree of spans."""
 
 import time
 from collections import defaultdict
@@ -21,10 +21,7 @@ REQUEST_ID: Final = "kvmesh.request_id"
 
 
 def trace_table(spans: Sequence[Span], width: int = ROOMY, *, wide: bool = False) -> Table:
-    """The spans of one trace as an indented tree. A span whose parent was not kept is at the root.
-
-    `width` is the terminal's; below `ROOMY` attributes are left out. With `wide` all attributes are shown.
-    """
+    """A span whose parent was not kept is at the root. Attributes need `wide`, or a width of `ROOMY` columns."""
     shows_facts, bar_width = wide or width >= ROOMY, BAR_WIDTH if wide or width >= ROOMY else NARROW_BAR_WIDTH
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     root = spans[0]

@@ -1,4 +1,4 @@
-"""Instances and planners of a mesh: what etcd holds beside what NATS answers. Differences point to faults."""
+"""Instances and planners of a mesh: what etcd holds beside what NATS answers."""
 
 import asyncio
 import json
@@ -30,7 +30,6 @@ ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", *WORKERS)
 
 
 async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False) -> None:
-    """Exits with one line if etcd or NATS does not answer."""
     with one_line_errors(etcd_url=settings.etcd_url, nats_url=settings.nats_url):
         async with asyncio.timeout(CONNECT_S):
             await _show(settings, console, wide=wide)
@@ -55,7 +54,6 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None
 
 
 async def _services(bus: Bus, namespace: str) -> dict[str, dict[str, Any]]:
-    """Answers to `$SRV.STATS` by instance id."""
     found = {}
     for answer in await _answers(bus, "$SRV.STATS", namespace, STATS_S):
         if answer["name"] not in NOT_IN_ETCD and (instance_id := answer["metadata"].get("instance_id")):
@@ -64,7 +62,7 @@ async def _services(bus: Bus, namespace: str) -> dict[str, dict[str, Any]]:
 
 
 async def _answers(bus: Bus, subject: str, namespace: str, seconds: float) -> list[dict[str, Any]]:
-    """Answers of NATS micro services within `seconds`, without those of other meshes on this NATS."""
+    """Answers of this mesh's micro services within `seconds`."""
     found = []
 
     async def receive(message: Msg) -> None:
@@ -138,7 +136,6 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any
 
 
 async def show_planners(settings: MeshSettings, console: Console) -> None:
-    """Print a table for each planner. Exits with one line if there is none."""
     with one_line_errors(nats_url=settings.nats_url):
         async with asyncio.timeout(CONNECT_S), connect_bus(settings.nats_url, "inspect") as bus:
             services = await _answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace, PING_S)

@@ -44,7 +44,7 @@ async def stubborn(seen: list[str], finish: asyncio.Event) -> None:
             seen.append("over")
 
 
-def test_the_first_reason_counts_and_the_others_are_over() -> None:
+def test_first_returns_with_the_first_reason_and_ends_the_others() -> None:
     async def test() -> None:
         seen: list[str] = []
         finish = asyncio.Event()
@@ -57,7 +57,7 @@ def test_the_first_reason_counts_and_the_others_are_over() -> None:
     in_loop(test)
 
 
-def test_an_error_brought_is_an_error_raised() -> None:
+def test_an_awaited_error_is_raised() -> None:
     async def brings() -> BaseException:
         return Broken()
 
@@ -82,7 +82,7 @@ def test_background_work_is_over_when_the_body_is() -> None:
     in_loop(test)
 
 
-def test_background_work_that_dies_takes_the_body_with_it() -> None:
+def test_background_work_that_fails_cancels_the_body() -> None:
     """A dead outbox or heartbeat once went unnoticed until the process left: it looked alive and did nothing."""
 
     async def test() -> None:
@@ -93,7 +93,7 @@ def test_background_work_that_dies_takes_the_body_with_it() -> None:
     in_loop(test)
 
 
-def test_the_bodys_own_error_comes_out_of_background_work_as_it_was() -> None:
+def test_the_bodys_own_error_leaves_background_unchanged() -> None:
     async def test() -> None:
         async def body(error: BaseException, cause: Exception | None = None) -> None:
             async with background(asyncio.Event().wait(), "work"):
@@ -108,7 +108,7 @@ def test_the_bodys_own_error_comes_out_of_background_work_as_it_was() -> None:
     in_loop(test)
 
 
-def test_work_that_is_not_in_vain_brings_its_result() -> None:
+def test_work_without_failure_returns_its_result() -> None:
     async def test() -> None:
         failure = Failure()
         assert await failure.unless(asyncio.sleep(0, "result")) == "result"
@@ -118,7 +118,7 @@ def test_work_that_is_not_in_vain_brings_its_result() -> None:
     in_loop(test)
 
 
-def test_work_in_vain_is_cancelled_and_the_first_telling_is_raised() -> None:
+def test_a_failure_cancels_the_work_and_its_first_error_is_raised() -> None:
     async def test() -> None:
         seen: list[str] = []
         finish = asyncio.Event()
@@ -134,7 +134,7 @@ def test_work_in_vain_is_cancelled_and_the_first_telling_is_raised() -> None:
     in_loop(test)
 
 
-def test_a_telling_before_the_work_keeps_it_from_beginning() -> None:
+def test_a_failure_before_the_work_prevents_it() -> None:
     async def test() -> None:
         began: list[str] = []
 
@@ -150,7 +150,7 @@ def test_a_telling_before_the_work_keeps_it_from_beginning() -> None:
     in_loop(test)
 
 
-def test_work_that_takes_too_long_is_told_so_and_its_time_limit_goes_with_it() -> None:
+def test_work_that_takes_too_long_fails_and_its_timer_is_cancelled() -> None:
     async def test() -> None:
         failure = Failure()
         assert await failure.within(0.001, Broken("late"), asyncio.sleep(0, "result")) == "result"
@@ -166,14 +166,14 @@ def test_work_that_takes_too_long_is_told_so_and_its_time_limit_goes_with_it() -
     in_loop(test)
 
 
-def test_a_failure_that_nobody_waits_for_is_fine() -> None:
+def test_a_failure_without_work_has_no_effect() -> None:
     async def test() -> None:
         Failure().tell(Broken())
 
     in_loop(test)
 
 
-def test_a_deadline_that_passes_while_work_in_vain_ends_still_waits_for_its_end() -> None:
+def test_a_deadline_during_the_end_of_failed_work_still_waits_for_that_end() -> None:
     """A write in flight is such work: the pages were given back while NIXL still read them."""
 
     async def test() -> None:
@@ -195,7 +195,7 @@ def test_a_deadline_that_passes_while_work_in_vain_ends_still_waits_for_its_end(
     in_loop(test)
 
 
-def test_a_telling_by_the_work_itself_stops_it_where_it_waits_next() -> None:
+def test_work_that_fails_itself_stops_at_its_next_await() -> None:
     async def test() -> None:
         failure = Failure()
 
@@ -216,7 +216,7 @@ def test_a_telling_by_the_work_itself_stops_it_where_it_waits_next() -> None:
     in_loop(test)
 
 
-def test_a_telling_in_the_moment_of_the_result_leaves_nothing_behind() -> None:
+def test_a_failure_at_the_moment_of_the_result_leaves_no_cancellation() -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
         for tell_first in (True, False):
@@ -246,7 +246,7 @@ def test_a_telling_in_the_moment_of_the_result_leaves_nothing_behind() -> None:
     in_loop(test)
 
 
-def test_a_cancellation_from_outside_is_none_of_the_failures() -> None:
+def test_a_cancellation_from_outside_is_not_taken_for_a_failure() -> None:
     async def test() -> None:
         for told in (False, True):
             failure = Failure()
@@ -261,7 +261,7 @@ def test_a_cancellation_from_outside_is_none_of_the_failures() -> None:
     in_loop(test)
 
 
-def test_work_in_vain_that_ends_otherwise_leaves_no_cancellation_behind() -> None:
+def test_failed_work_that_ends_otherwise_leaves_no_cancellation() -> None:
     """Who is cancelled next, by a client that leaves or a deadline, would not be taken for that."""
 
     async def test() -> None:
@@ -303,7 +303,7 @@ def test_a_deadline_around_it_and_one_within_stay_deadlines() -> None:
     in_loop(test)
 
 
-def test_waiting_for_an_end_outlasts_every_cancellation_and_passes_one_on() -> None:
+def test_ended_outlasts_every_cancellation_and_raises_one() -> None:
     async def test() -> None:
         finish = asyncio.Event()
         work = asyncio.create_task(finish.wait())

@@ -63,7 +63,7 @@ def test_every_state_is_reached_and_reaches_an_end(states: type[StrEnum]) -> Non
 
 
 @pytest.mark.parametrize("states", TABLES)
-def test_a_tally_knows_how_many_are_in_each_state_that_is_no_end(states: type[StrEnum]) -> None:
+def test_a_tally_counts_each_state_that_is_not_terminal(states: type[StrEnum]) -> None:
     table, start = TABLES[states], next(iter(states))
     tally = Tally(table)
     assert tally.states == list(table)

@@ -20,7 +20,7 @@ def running(home: Path, pid: int) -> None:
     (home / "local" / "running.json").write_text(json.dumps(facts))
 
 
-def test_a_planner_finds_the_mesh_by_its_state_directory_and_what_is_given_wins(
+def test_a_planner_finds_the_mesh_by_its_state_directory_and_set_values_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for ever at etcd's usual port, where nobody was."""

@@ -31,7 +31,7 @@ class Service:
             self.empty.set()
 
 
-def test_a_leaving_service_takes_nothing_new_and_finishes_what_it_has() -> None:
+def test_a_draining_service_refuses_new_requests_and_finishes_the_others() -> None:
     async def test() -> None:
         service = Service()
         told: list[bool] = []
@@ -46,7 +46,7 @@ def test_a_leaving_service_takes_nothing_new_and_finishes_what_it_has() -> None:
     asyncio.run(test())
 
 
-def test_what_does_not_finish_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_do_not_finish_in_time_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("components.process.GIVE_UP_S", 0.01)
 
     async def test(*, obeys: bool) -> None:
@@ -82,7 +82,7 @@ def test_a_signal_is_a_clean_stop(number: signal.Signals) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_keeps_a_service_from_starting_is_said_in_one_line(error: MeshError) -> None:
+def test_an_error_that_prevents_the_start_is_one_line(error: MeshError) -> None:
     """The engine's own errors came as a traceback: one of them had the name of an error that `run` knows, but was another."""
 
     async def main() -> None:

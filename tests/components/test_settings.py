@@ -91,7 +91,7 @@ def test_every_name_that_may_follow_a_bare_prefix_is_a_setting() -> None:
     assert {name for settings in ALL for name in settings.model_fields} >= OF_SOME
 
 
-def test_verification_is_asked_of_decode_alone_or_of_the_whole_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_is_set_for_decode_or_for_the_whole_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not DecodeSettings.read([]).verify_kv
     assert DecodeSettings.read(["--verify-kv"]).verify_kv
     monkeypatch.setenv("MESH_VERIFY_KV", "true")
@@ -148,7 +148,7 @@ def test_a_wrong_value_stops_the_start_and_names_its_setting(
     assert told in str(stopped.value)
 
 
-def test_another_roles_variables_and_a_shared_engine_are_no_fault() -> None:
+def test_variables_of_other_roles_are_ignored() -> None:
     environ = {"MESH_PREFILL_ANYTHING": "1", "MESH_ENGINE__DTYPE": "x", "MESH_MODEL": "m", "PATH": "/bin"}
     assert misspelled(environ, DecodeSettings) == []
     assert misspelled(environ, BootstrapSettings) == []
@@ -163,7 +163,7 @@ def helped(settings: type[MeshSettings], option: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("settings", ALL)
-def test_help_has_what_is_often_needed_and_help_all_everything_that_the_service_uses(
+def test_help_lists_common_settings_and_help_all_those_of_the_service(
     settings: type[MeshSettings], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--help` of decode had 266 lines, and settings that nobody reads there."""
@@ -179,13 +179,13 @@ def test_help_has_what_is_often_needed_and_help_all_everything_that_the_service_
     assert "--api-keys " not in full
 
 
-def test_an_option_that_is_none_is_one_line() -> None:
+def test_an_unknown_option_is_one_line() -> None:
     """It was the usage of all settings, 54 lines."""
     with pytest.raises(SystemExit, match=r"^settings: unrecognized arguments: --prot 3$"):
         DecodeSettings.read(["--prot", "3"])
 
 
-def test_a_nested_setting_stands_in_help_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_a_nested_setting_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
     text = helped(DecodeSettings, "--help-all", capsys)
     assert re.search(r"^  --engine.kv-memory-gb X +MESH_ENGINE__KV_MEMORY_GB$", text, re.MULTILINE)
     assert re.search(r"^  --engine.mock.speedup X +MESH_ENGINE__MOCK__SPEEDUP$", text, re.MULTILINE)

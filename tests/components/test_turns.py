@@ -7,7 +7,7 @@ priorities, lengths = st.integers(-128, 128), st.integers(0, 10**7)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**4), priorities, priorities, lengths, lengths)
-def test_nobody_is_passed_more_often_than_his_priority_and_his_length_allow(
+def test_a_request_is_overtaken_no_more_often_than_priority_and_length_allow(
     arrival: int, later: int, priority: int, other_priority: int, length: int, other_length: int
 ) -> None:
     passed = turn(arrival + later, other_priority, other_length) < turn(arrival, priority, length)

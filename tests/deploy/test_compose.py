@@ -62,7 +62,7 @@ def test_every_nested_variable_is_a_setting_of_the_engine() -> None:
                 assert name.partition("ENGINE__")[2].lower() in fields
 
 
-def test_what_the_caller_may_set_has_the_names_of_settings() -> None:
+def test_variables_of_the_caller_have_names_of_settings() -> None:
     known = {f"MESH_{name.upper()}" for name in SHARED} | {
         f"MESH_{role.upper()}_{name.upper()}" for role in OURS for name in settings_of(role).model_fields
     }
@@ -98,7 +98,7 @@ def test_services_run_the_module_of_their_name_after_etcd_and_nats(role: str) ->
     }
 
 
-def test_all_our_services_share_one_image_but_the_planner() -> None:
+def test_all_our_services_except_the_planner_share_one_image() -> None:
     ours = {name: service for name, service in load(BASE)["services"].items() if name not in BACKENDS}
     assert set(ours) == {*OURS, "model"}
     assert {service["image"] for service in ours.values()} == {"kvmesh", "kvmesh-planner"}

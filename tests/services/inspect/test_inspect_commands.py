@@ -60,7 +60,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_nothing_kept_is_said_with_what_to_do(run_service: RunService, tmp_path: Path) -> None:
+def test_without_a_trace_the_error_says_what_to_do(run_service: RunService, tmp_path: Path) -> None:
     process = run_service("services.inspect", "trace", "last", "--state-dir", str(tmp_path))
     assert process.popen.wait(20) == 1
     said = f"no trace is kept in {tmp_path}: send a request first, or name the services' --state-dir"
@@ -81,13 +81,13 @@ def test_a_trace_is_found_by_the_id_that_a_client_was_given(home: Path, which: s
     assert "older: 1 spans" in text
 
 
-def test_an_id_that_is_not_kept_is_said(home: Path) -> None:
+def test_an_unknown_trace_id_is_reported(home: Path) -> None:
     code, text = invoke("trace", "nosuch", "--state-dir", str(home))
     assert code == 1
     assert "no kept trace begins with 'nosuch'" in text
 
 
-def test_a_file_that_is_no_store_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace_store_is_reported(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
     for args in (("trace", "last"), ("traces",)):
         code, text = invoke(*args, "--state-dir", str(tmp_path))

@@ -12,7 +12,7 @@ def shown(plan: PlanTold) -> str:
     return console.export_text()
 
 
-def test_a_plan_tells_who_leads_what_is_needed_and_what_was_done() -> None:
+def test_a_plan_shows_the_leader_the_needs_and_the_changes() -> None:
     prefill = RolePlan(least=1, most=4, serving=2, wanted=3, needed=4, why="prompts keep 2.10 workers busy")
     plan = PlanTold(
         leading=True,

@@ -81,7 +81,7 @@ def test_a_trace_fits_into_80_columns_and_shows_all_attributes_when_asked(monkey
     assert "route.compared=xxxx" in "".join(rendered(trace_table(spans, 220, wide=True), 400))
 
 
-def test_a_trace_says_when_it_was_if_that_is_not_just_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_trace_shows_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 10_000.0)
     fresh, old = (span("root", None, (10_000 - age_s) * 1000, 10_000_000) for age_s in (5, 35 * 60))
     assert "ago" not in rendered(trace_table([fresh]))[0]
@@ -96,14 +96,14 @@ def test_a_trace_says_when_it_was_if_that_is_not_just_now(monkeypatch: pytest.Mo
         (span("r", None, 0, 1, cancelled="the client has gone"), "cancelled"),
     ],
 )
-def test_a_line_of_a_list_tells_the_time_and_what_became_of_it(one: Span, status: str) -> None:
+def test_a_line_of_the_list_has_time_and_status(one: Span, status: str) -> None:
     line = trace_line([one])
     assert line.split()[-2:] == [status, "r"]
     assert re.match(r"1970-01-0\d \d\d:\d\d:\d\d  f{16}  ", line)
     assert len(line) <= 90
 
 
-def test_a_span_whose_parent_was_not_kept_stands_at_the_root() -> None:
+def test_a_span_whose_parent_was_not_kept_is_at_the_root() -> None:
     rows = [line for line in rendered(trace_table([span("orphan", "lost", 0, 0)])) if "decode-1" in line]
     assert rows[0].startswith("orphan")
     assert "█" in rows[0], "a span without duration is seen too"
@@ -119,7 +119,7 @@ def stats(errors: int = 0) -> dict[str, Any]:
     }
 
 
-def test_workers_stand_with_what_etcd_knows_beside_what_nats_answers() -> None:
+def test_workers_are_shown_with_facts_of_etcd_and_of_nats() -> None:
     beat = Heartbeat(
         instance_id="d1",
         epoch="e1",
@@ -153,7 +153,7 @@ def test_workers_stand_with_what_etcd_knows_beside_what_nats_answers() -> None:
     ]
 
 
-def test_a_worker_that_does_not_answer_and_one_that_does_not_beat_are_seen() -> None:
+def test_a_worker_without_answer_and_one_without_heartbeat_are_marked() -> None:
     frontend_record = record("f1", role="frontend")
     lines = rendered(load_table([record("d1", kv=endpoint()), frontend_record], {}, {"f1": stats()}, wide=False), 80)
     [decode], [frontend] = ([line for line in lines if name in line] for name in ("d1", "f1"))

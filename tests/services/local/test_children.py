@@ -58,7 +58,7 @@ def test_backoff_doubles_to_its_limit_and_starts_over_after_a_long_life() -> Non
     assert backoff.after(30.0) == 0.5
 
 
-def test_a_killed_child_is_restarted_and_its_signal_said() -> None:
+def test_a_killed_child_is_restarted_and_its_signal_reported() -> None:
     async def scenario(child: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
         await until("ready")
         os.kill(int((await until(r"pid=(\d+)"))[1]), signal.SIGKILL)
@@ -80,7 +80,7 @@ def test_a_child_that_keeps_dying_waits_longer_each_time(monkeypatch: pytest.Mon
     assert re.findall(r"died \(exit code 3\), restart in (\S+) s", shown) == ["0.05", "0.1", "0.2"]
 
 
-def test_a_child_that_is_waiting_for_its_next_try_stops_at_once() -> None:
+def test_a_child_that_waits_for_its_restart_stops_at_once() -> None:
     async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
         await until("restart in")
 

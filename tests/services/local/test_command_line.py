@@ -162,6 +162,6 @@ def test_devices_are_for_all_workers_or_for_those_of_a_role(
 
 
 @pytest.mark.parametrize("given", ["", "frontend=cuda", "decode=", "decode=cuda:0,decode=cuda:1", "cpu,cuda", "cuda,"])
-def test_a_device_for_nobody_or_twice_is_refused(given: str) -> None:
+def test_a_device_for_an_unknown_role_or_given_twice_is_refused(given: str) -> None:
     with pytest.raises(typer.BadParameter, match="prefill=cuda:0,decode=cuda:1"):
         device_settings([given])

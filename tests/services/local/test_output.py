@@ -31,7 +31,7 @@ def test_facts_follow_the_event_under_the_service_name(output: Output, shown: io
 @pytest.mark.parametrize(
     "raw", ["[1763.5] UCX ERROR [red]not markup[/]", "{not json", '{"json": "but no event"}', "[]"]
 )
-def test_a_line_that_is_not_ours_is_shown_as_it_is(output: Output, shown: io.StringIO, raw: str) -> None:
+def test_a_line_that_is_no_json_log_is_shown_unchanged(output: Output, shown: io.StringIO, raw: str) -> None:
     assert output.show("decode-0", raw) is None
     assert shown.getvalue().endswith(f"  decode-0    {raw}\n")
 
@@ -66,7 +66,7 @@ def test_progress_without_sensible_numbers_is_ignored(
     assert shown.getvalue() == ""
 
 
-def test_a_terminal_gets_bars_and_is_given_back() -> None:
+def test_a_terminal_gets_bars_and_its_cursor_back() -> None:
     shown = io.StringIO()
     output = Output(["decode-0"], Console(file=shown, force_terminal=True, width=100, _environ={"TERM": "xterm"}))
     output.show("decode-0", line("progress", task="loading", done=3, total=10))

@@ -17,7 +17,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
         return Plan.read({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 2})
 
 
-def test_a_port_is_one_mesh_s_while_nobody_listens_yet_and_free_again_after_it(plan: Plan) -> None:
+def test_a_port_is_held_before_a_frontend_listens_and_free_after_the_mesh(plan: Plan) -> None:
     with (
         own_ports(plan),
         pytest.raises(CannotStart, match=rf"cannot listen on 127.0.0.1:{plan.frontend.port}: Address already"),
@@ -27,7 +27,7 @@ def test_a_port_is_one_mesh_s_while_nobody_listens_yet_and_free_again_after_it(p
         pass
 
 
-def test_a_port_that_others_share_already_is_refused(plan: Plan) -> None:
+def test_a_port_that_another_process_shares_is_refused(plan: Plan) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", plan.frontend.port))
@@ -43,7 +43,7 @@ def test_a_port_that_others_share_already_is_refused(plan: Plan) -> None:
         ("no.such.host.invalid", r"'no\.such\.host\.invalid' is no address of this machine"),
     ],
 )
-def test_an_address_of_another_machine_is_not_said_to_be_in_use(
+def test_the_error_for_another_machines_address_is_not_in_use(
     host: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It said: free it, or give another --port."""

@@ -45,7 +45,7 @@ def test_children_come_in_the_order_of_dependence_and_find_the_servers() -> None
         ("0", ["9000", "9001"], "false"),
     ],
 )
-def test_several_frontends_share_one_port_unless_told_otherwise(
+def test_several_frontends_share_one_port_unless_set_otherwise(
     share: str, ports: list[str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESH_FRONTEND_PORT", "9000")
@@ -57,7 +57,7 @@ def test_several_frontends_share_one_port_unless_told_otherwise(
     assert plan.urls == [f"http://127.0.0.1:{port}" for port in dict.fromkeys(ports)]
 
 
-def test_frontends_with_keys_and_a_certificate_are_greeted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_greeting_has_https_and_a_key_if_frontends_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"frontend_tls_cert": "c.pem", "frontend_tls_key": "k.pem", "frontend_api_keys_file": "keys.toml"}
     for name, value in {**values, "frontend_port": "9000"}.items():
         monkeypatch.setenv(f"MESH_{name.upper()}", value)
@@ -153,7 +153,7 @@ def test_a_misspelled_variable_and_a_wrong_value_are_named(
         Plan.read(ONE_EACH)
 
 
-def test_a_relative_state_directory_is_the_same_for_servers_that_work_in_their_own(
+def test_a_relative_state_directory_becomes_absolute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NATS did not start: it looked for its configuration below its own directory."""

@@ -74,7 +74,7 @@ def test_workers_come_and_go_one_at_a_time_and_names_are_never_used_again(mesh: 
     assert process.terminate(5) == 0, process.logged()
 
 
-def test_one_that_cannot_start_is_given_up_and_the_mesh_goes_on(mesh: Callable[..., ServiceProcess]) -> None:
+def test_a_new_worker_that_cannot_start_is_given_up_and_the_mesh_stays(mesh: Callable[..., ServiceProcess]) -> None:
     process = mesh("grown=dies-early")
 
     async def scenario(local: LocalConnector) -> None:
@@ -87,7 +87,7 @@ def test_one_that_cannot_start_is_given_up_and_the_mesh_goes_on(mesh: Callable[.
     assert process.terminate(5) == 0, process.logged()
 
 
-def test_a_stop_gives_one_that_is_leaving_no_second_signal(mesh: Callable[..., ServiceProcess]) -> None:
+def test_a_stop_sends_a_retiring_worker_no_second_signal(mesh: Callable[..., ServiceProcess]) -> None:
     """A second SIGTERM would end a draining worker in the middle of its streams."""
     process = mesh("grown=drains")
 
@@ -104,7 +104,7 @@ def test_a_stop_gives_one_that_is_leaving_no_second_signal(mesh: Callable[..., S
     assert not alive(process)
 
 
-def test_without_a_mesh_the_connector_says_so(nats_url: str, namespace: str) -> None:
+def test_without_a_mesh_the_connector_reports_that(nats_url: str, namespace: str) -> None:
     async def main() -> None:
         async with connect_bus(nats_url, "test") as bus:
             with pytest.raises(MeshError, match=f"no services.local answers in namespace {namespace}"):

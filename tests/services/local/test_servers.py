@@ -32,7 +32,7 @@ def test_nats_answers_with_jetstream_and_eight_megabytes_of_payload(nats_url: st
 
 
 @pytest.mark.mesh
-def test_etcd_serves_a_write_to_who_has_the_password(etcd_url: str) -> None:
+def test_etcd_accepts_a_write_with_the_password(etcd_url: str) -> None:
     with etcd_client(etcd_url) as client:
         client.put("a", "b")
         assert client.get("a")[0] == b"b"
@@ -61,7 +61,7 @@ def test_a_web_page_cannot_empty_the_registry(etcd_url: str, headers: dict[str, 
 
 
 @pytest.mark.mesh
-def test_nobody_without_the_password_gets_in(etcd_url: str, nats_url: str) -> None:
+def test_without_the_password_access_is_refused(etcd_url: str, nats_url: str) -> None:
     with pytest.raises(BackendUnavailable, match=r"refuses us .*name user and password"), etcd_client(_bare(etcd_url)):
         pass
     wrong = etcd_url.replace(str(urlsplit(etcd_url).password), "guess")

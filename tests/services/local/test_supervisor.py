@@ -130,7 +130,7 @@ def test_a_second_interrupt_kills_at_once(mesh: Callable[..., ServiceProcess]) -
     assert not alive(process)
 
 
-def test_a_child_that_never_gets_ready_ends_the_run_with_its_own_words(mesh: Callable[..., ServiceProcess]) -> None:
+def test_a_child_that_never_gets_ready_ends_the_run_with_its_last_line(mesh: Callable[..., ServiceProcess]) -> None:
     process = mesh("prefill=dies-early")
     assert process.popen.wait(10) == 1
     assert "prefill-0    Traceback of fake: no such thing" in process.logged()

@@ -134,7 +134,7 @@ async def test_kubernetes_is_asked_for_replicas_of_the_scale_subresource(api: st
     assert any(asked[1] == "/apis/apps/v1/namespaces/serving/statefulsets/d/scale" for asked in Scales.asked)
 
 
-async def test_two_who_scale_kubernetes_at_once_change_it_once(api: str) -> None:
+async def test_two_planners_that_scale_kubernetes_at_once_change_it_once(api: str) -> None:
     kubernetes = connector(api)
     with pytest.raises(Rejected, match="2 prefill replicas are ordered, not 1"):
         await kubernetes.scale(Change("prefill", 1, 2, ""))
@@ -144,7 +144,7 @@ async def test_two_who_scale_kubernetes_at_once_change_it_once(api: str) -> None
     assert Scales.replicas == {"p": 2, "d": 1}
 
 
-async def test_what_kubernetes_does_not_have_is_said(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_of_kubernetes_are_reported(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailable, match=r"HTTP 404 .*not found"):
         await connector(api, prefill="deployment/none").counts()
     Scales.replicas["p"] = 0  # no `replicas` in its answer

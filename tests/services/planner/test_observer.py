@@ -47,7 +47,7 @@ class Mesh:
             liveness.heard(beat)
 
 
-async def test_a_worker_is_its_page_and_its_heartbeats_and_waits_are_a_mean() -> None:
+async def test_a_sample_joins_page_and_heartbeats_and_averages_waiting_requests() -> None:
     metrics, mesh = WorkerMetrics(), Mesh()
     metrics.record(StepStats(prompt_tokens=100, step_s=0.2))
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
@@ -73,7 +73,7 @@ async def test_a_worker_is_its_page_and_its_heartbeats_and_waits_are_a_mean() ->
         assert (leaving.serving("prefill"), leaving.draining("prefill"), leaving.unknown) == (0, 1, [])
 
 
-async def test_who_is_silent_or_cannot_be_read_is_unknown() -> None:
+async def test_an_instance_that_is_silent_or_unreadable_is_unknown() -> None:
     metrics, mesh = WorkerMetrics(), Mesh()
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
         mesh.register("heard", "decode", url)

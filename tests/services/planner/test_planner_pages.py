@@ -23,7 +23,7 @@ RECORD = InstanceRecord(
 )
 
 
-def test_a_workers_page_tells_what_it_did() -> None:
+def test_a_workers_page_has_its_counters() -> None:
     metrics = WorkerMetrics()
     metrics.record(StepStats(prompt_tokens=100, decode_tokens=3, step_s=0.2))
     metrics.record(StepStats(decode_tokens=4, step_s=0.1))
@@ -35,7 +35,7 @@ def test_a_workers_page_tells_what_it_did() -> None:
         read_worker("# HELP nothing\n")
 
 
-def test_a_frontends_page_tells_of_all_models_together() -> None:
+def test_histograms_of_a_frontends_page_are_summed_over_models() -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     assert read_frontend("f", generate_latest(metrics.registry).decode()).ttft.count == 0
     metrics.time_to_first_token.labels("a", "chat").observe(0.2)
@@ -51,17 +51,17 @@ def test_a_frontends_page_tells_of_all_models_together() -> None:
         read_frontend("f", "{}{}{")
 
 
-def test_a_page_on_loopback_of_another_host_is_asked_for_by_that_hosts_name() -> None:
+def test_a_loopback_page_of_another_host_is_read_by_that_hosts_name() -> None:
     assert page_of(RECORD, "box") == "http://127.0.0.1:9/metrics"
     assert page_of(RECORD, "other") == "http://box:9/metrics"
 
 
-def test_a_frontend_is_asked_on_its_own_page_for_others_may_share_its_port() -> None:
+def test_a_frontends_own_page_is_read_because_its_port_may_be_shared() -> None:
     assert page_of(replace(RECORD, metrics="http://127.0.0.1:10"), "box") == "http://127.0.0.1:10/metrics"
 
 
 @pytest.mark.anyio
-async def test_a_page_is_fetched_and_what_is_none_is_said() -> None:
+async def test_a_page_is_fetched_and_failures_are_reported() -> None:
     metrics = WorkerMetrics()
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
         assert "engine_step_seconds_count 0.0" in await get(f"{url}/metrics")

@@ -18,12 +18,12 @@ def test_ranges_come_from_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["0..3", "3..2", "many", "1..", "-1"])
-def test_a_range_that_is_none_is_refused(text: str) -> None:
+def test_a_malformed_range_is_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="give MIN"):
         PlannerSettings(prefill=text)
 
 
-def test_other_services_do_not_stumble_over_its_variables() -> None:
+def test_other_services_ignore_its_variables() -> None:
     environ = {"MESH_PLANNER_PREFILL": "1..2", "MESH_PLANNER_TTFT_MS": "3"}
     assert misspelled(environ, DecodeSettings) == []
     assert misspelled(environ, PlannerSettings) == []

@@ -55,7 +55,7 @@ def planning(fleet: Fleet, *, acts: bool = True, leads: bool = True) -> tuple[Pl
     return Planning(settings, fleet, connector, leadership, PlannerMetrics(), clock=clock), leadership
 
 
-async def test_who_leads_acts_and_who_waits_acts_when_it_leads() -> None:
+async def test_the_leader_acts_and_another_planner_acts_once_it_leads() -> None:
     fleet = Fleet()
     plan, leadership = planning(fleet, leads=False)
     for _ in range(20):
@@ -77,7 +77,7 @@ async def test_who_leads_acts_and_who_waits_acts_when_it_leads() -> None:
     assert len(fleet.ordered) == 1
 
 
-async def test_without_a_connector_it_says_once_what_it_would_do(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_a_connector_a_decision_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     plan, _ = planning(fleet, acts=False)
     with caplog.at_level(logging.INFO):
@@ -90,7 +90,7 @@ async def test_without_a_connector_it_says_once_what_it_would_do(caplog: pytest.
 
 
 @pytest.mark.parametrize("up_s", [10.0, 1e9], ids=["just started", "long up"])
-async def test_a_connector_that_fails_is_left_for_a_while(up_s: float, caplog: pytest.LogCaptureFixture) -> None:
+async def test_after_a_failed_change_the_planner_waits(up_s: float, caplog: pytest.LogCaptureFixture) -> None:
     """On a machine that had just started it was asked every five seconds: the pause was measured on another clock."""
     fleet = Fleet()
     fleet.fleet.now_s = up_s
@@ -103,7 +103,7 @@ async def test_a_connector_that_fails_is_left_for_a_while(up_s: float, caplog: p
     assert vars(refused[0])["cause"] == "no room"
 
 
-async def test_a_connector_that_is_silent_is_said_once_and_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_silent_connector_is_reported_once_and_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     fleet.silent = True
     plan, _ = planning(fleet)
