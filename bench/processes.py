@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 from urllib.request import urlopen
 
-from services.local.process import tethered
+from services.local.child_process import tethered
 from services.local.shared_memory import SharedMemoryFiles
 
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")

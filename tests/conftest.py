@@ -24,7 +24,7 @@ from hypothesis import settings as hypothesis_settings
 
 from components.process import GC_THRESHOLDS
 from engine.model.resolve import model_dir
-from services.local.process import tethered
+from services.local.child_process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
 
 # Where processes share the tests, each computes on one core: threads of two would wait for each other at every barrier.

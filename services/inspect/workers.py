@@ -86,7 +86,7 @@ def summary(records: list[InstanceRecord], namespace: str) -> str:
 def load_table(
     records: list[InstanceRecord], beats: dict[str, Heartbeat], services: dict[str, dict[str, Any]], *, wide: bool
 ) -> Table:
-    """With `wide` about 150 columns."""
+    """`wide` needs about 150 columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("role", "instance", "pid", "up", "state", "run", "wait", "held", "pages", "errors"):
         table.add_column(name, no_wrap=True, justify="right" if name in NUMBERS else "left")

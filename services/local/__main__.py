@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from components.settings_help import columns
+from services.local.child_process import CannotStart
 from services.local.options import adapters, assigned, device_settings, setting_lines
 from services.local.plan import TIERS, Plan
-from services.local.process import CannotStart
 from services.local.supervisor import run_mesh
 
 ABOUT_SET = (

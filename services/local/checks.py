@@ -18,8 +18,8 @@ from engine.lora.config import read_adapter_config
 from engine.lora.identity import ADAPTER_WEIGHTS
 from engine.machine_memory import check_fits
 from engine.model.mock_model import is_mock
+from services.local.child_process import CannotStart, run
 from services.local.plan import Plan
-from services.local.process import CannotStart, run
 
 ALWAYS_THERE: Final = ("nixl", "nixl/UCX", "fake")
 CUDA: Final = Path("/dev/nvidiactl")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from components.startup import EX_CONFIG
+from services.local.child_process import CannotStart, describe_exit, run, stop
 from services.local.output import Output
-from services.local.process import CannotStart, describe_exit, run, stop
 from services.local.shared_memory import SharedMemoryFiles
 
 FIRST_DELAY_S: Final = 0.5

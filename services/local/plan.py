@@ -1,6 +1,6 @@
 """What `services.local` runs, and the environment of each child process.
 
-Options have become variables of this process before, so children inherit them.
+Its options are variables of this process by now, so children inherit them.
 """
 
 import os
@@ -17,8 +17,8 @@ from engine.cpu_time import usable_cores
 from services.bootstrap.config import BootstrapSettings
 from services.decode.config import DecodeSettings
 from services.frontend.config import FrontendSettings
+from services.local.child_process import CannotStart
 from services.local.children import ChildSpec
-from services.local.process import CannotStart
 from services.prefill.config import PrefillSettings
 
 TIERS: Final = ("bootstrap", "prefill", "decode", "frontend")  # each needs those before it
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def shared(self) -> bool:
-        """Whether several frontends share one port: the default here, but not of a frontend."""
+        """Several frontends share one port, unless `share_port` is set to false."""
         given = "share_port" in self.frontend.model_fields_set
         return self.counts["frontend"] > 1 and (self.frontend.share_port or not given)
 

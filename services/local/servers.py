@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from components.urls import without_password
-from services.local.process import CannotStart, describe_exit, kill, spawn, stop
+from services.local.child_process import CannotStart, describe_exit, kill, spawn, stop
 
 HOST: Final = "127.0.0.1"
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024

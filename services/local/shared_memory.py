@@ -19,7 +19,7 @@ class SharedMemoryFiles:
         self._mapped.setdefault(pid, set()).update(_mapped(Path(f"/proc/{pid}")))
 
     def remove_files_of(self, pid: int) -> list[str]:
-        """Of `pid`, now dead, and earlier ones. Returns: the paths."""
+        """Unlink files of `pid`, now dead, and of earlier ones. Returns: the paths."""
         self._left_over |= self._mapped.pop(pid, set())
         orphans = {path for path in self._left_over if Path(path).exists()}
         if orphans:

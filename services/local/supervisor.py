@@ -15,10 +15,10 @@ from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable
 from components.urls import without_password
 from services.local.checks import check_plan, own_ports
+from services.local.child_process import CannotStart, describe_exit, kill, run
 from services.local.children import Announce, Backoff, Child, Supervision, running_children
 from services.local.output import Output
 from services.local.plan import TIERS, Plan
-from services.local.process import CannotStart, describe_exit, kill, run
 from services.local.ready import greeting, until_ready
 from services.local.scaling import Scaling, answer_scaling
 from services.local.servers import ETCD, NATS, Kind, Server, running
@@ -121,7 +121,7 @@ async def _keep(server: Server, output: Output) -> None:
 
 
 async def prepare_model(model: str, command: Sequence[str], output: Output) -> None:
-    """Once, before workers would do it twice. Raises: CannotStart."""
+    """Run `command` before any worker starts: two would do its work twice. Raises: CannotStart."""
     last_line = ""
 
     def show(line: str) -> None:

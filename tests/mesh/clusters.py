@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
-from services.local.process import tethered
+from services.local.child_process import tethered
 from services.local.servers import ETCD, HOST, NATS, NATS_USER, Kind, Site, _ask
 
 MEMBERS: Final = 3

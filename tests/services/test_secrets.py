@@ -15,9 +15,9 @@ from components.discovery.etcd import etcd_client, refused, unreachable
 from components.errors import BackendUnavailable
 from components.messaging import bus
 from services.frontend.config import FrontendSettings
+from services.local.child_process import CannotStart
 from services.local.options import assigned
 from services.local.plan import Plan
-from services.local.process import CannotStart
 
 SECRET = "sk-0123456789abcdefgh"
 ETCD_URL = f"http://root:{SECRET}@127.0.0.1:1"

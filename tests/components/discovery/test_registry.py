@@ -13,7 +13,7 @@ from components.discovery.registry import PAGE, Registration, Registry, join_reg
 from components.errors import BackendUnavailable, StaleInstance
 from components.urls import without_password
 from components.wire.instances import dump_record
-from services.local.process import kill
+from services.local.child_process import kill
 from services.local.servers import ETCD, Server, running
 from tests.components.discovery.records import record
 

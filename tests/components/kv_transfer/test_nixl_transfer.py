@@ -29,7 +29,7 @@ from components.kv_transfer.nixl_transfer import (
 )
 from components.kv_transfer.pieces import Pieces, cut
 from components.wire.instances import KvEndpoint
-from services.local.process import tethered
+from services.local.child_process import tethered
 from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages, of_size
 from tests.components.kv_transfer.pools import brute_force
 

@@ -30,7 +30,7 @@ from components.wire.generate import CancelStreams, GenerateRequest, StreamsCanc
 from components.wire.refused import Refused, raised
 from components.wire.rooms import KvComing, RoomOk
 from components.wire.sampling import Sampling
-from services.local.process import kill
+from services.local.child_process import kill
 from services.local.servers import NATS, running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]

@@ -9,8 +9,8 @@ import pytest
 
 from engine import machine_memory
 from services.local.checks import check_plan
+from services.local.child_process import CannotStart
 from services.local.plan import TIERS, Plan
-from services.local.process import CannotStart
 from tests.services.frontend.test_api_keys import CERTIFICATE
 
 COUNTS = dict.fromkeys(TIERS, 1)

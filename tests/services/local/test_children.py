@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from services.local import children
+from services.local.child_process import run
 from services.local.children import Backoff, Child, ChildSpec, Supervision, running_children
 from services.local.output import Output
-from services.local.process import run
 from services.local.shared_memory import SharedMemoryFiles
 
 FAKE = str(Path(__file__).with_name("fake_service.py"))

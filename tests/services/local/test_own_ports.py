@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from services.local.checks import own_ports
+from services.local.child_process import CannotStart
 from services.local.plan import Plan
-from services.local.process import CannotStart
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 from components.settings import misspelled
 from engine.config import EngineConfig
+from services.local.child_process import CannotStart
 from services.local.options import assigned
 from services.local.plan import Plan, reachable
-from services.local.process import CannotStart
 from services.local.ready import greeting
 
 ONE_EACH = dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1)

@@ -14,7 +14,7 @@ import pytest
 from components.discovery.etcd import etcd_client
 from components.errors import BackendUnavailable
 from services.local import servers
-from services.local.process import CannotStart, kill
+from services.local.child_process import CannotStart, kill
 from services.local.servers import ETCD, NATS, Kind, Server, running
 
 

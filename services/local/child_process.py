@@ -14,7 +14,7 @@ from typing import IO, Final
 from components.errors import MeshError
 
 _TETHER: Final = str(Path(__file__).with_name("tether.py"))
-KILL_WAIT_S: Final = 5.0  # longer: stuck in the kernel
+KILL_WAIT_S: Final = 5.0  # a process that takes longer is stuck in the kernel
 DRAIN_S: Final = 1.0  # for a dead child's last lines
 LONGEST_LINE_BYTES: Final = 2**20
 
@@ -33,7 +33,7 @@ def tethered() -> list[str]:
 async def spawn(
     command: Sequence[str], *, output: int | IO[bytes], env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Process:
-    """In a session of its own: Ctrl-C does not reach it, and `kill` reaches all that it started."""
+    """`command` gets its own session: Ctrl-C does not reach it, and `kill` reaches all that it started."""
     return await asyncio.create_subprocess_exec(
         *tethered(),
         *command,
@@ -92,7 +92,7 @@ async def _each_line(stream: asyncio.StreamReader, show: Callable[[str], object]
 
 
 async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
-    """Returns: whether it ended by itself, before `timeout_s` or `hurry`."""
+    """Send SIGTERM, then SIGKILL. Returns: whether the process ended before `timeout_s` or `hurry`."""
     if process.returncode is not None:
         return True
     process.terminate()
