@@ -31,8 +31,8 @@ def main(
     model: Model = "smollm2-135m",
 ) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
-    split = {"prefill": prefill, "bootstrap": 1, "decode": decode}
-    whole = {"prefill": 0, "bootstrap": 0, "decode": aggregated or prefill + decode}
+    split = {"prefill": prefill, "decode": decode}
+    whole = {"prefill": 0, "decode": aggregated or prefill + decode}
     with ExitStack() as stack:
         one = stack.enter_context(start_kvmesh("disaggregated", model, split, {}))
         other = stack.enter_context(start_kvmesh("aggregated", model, whole, {}))

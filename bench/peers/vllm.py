@@ -46,8 +46,8 @@ class Mode(StrEnum):
 
 
 MESHES: Final = {
-    Mode.aggregated: {"prefill": 0, "bootstrap": 0, "decode": 1},
-    Mode.disaggregated: {"prefill": 1, "bootstrap": 1, "decode": 1},
+    Mode.aggregated: {"prefill": 0, "decode": 1},
+    Mode.disaggregated: {"prefill": 1, "decode": 1},
 }
 
 

@@ -12,7 +12,7 @@ import typer
 from components.settings_help import columns
 from services.local.child_process import CannotStart
 from services.local.options import adapters, assigned, device_settings, setting_lines
-from services.local.plan import TIERS, Plan
+from services.local.plan import Plan
 from services.local.supervisor import run_mesh
 
 ABOUT_SET = (
@@ -40,7 +40,9 @@ def main(
             help="smollm2-135m, a directory, a hub id, a GGUF file, a config.json, or mock [smollm2-135m]",
         ),
     ] = None,
-    prefill: Annotated[int, typer.Option(metavar="N", min=0, help="prefill workers; 0: decode computes prompts")] = 1,
+    prefill: Annotated[
+        int, typer.Option(metavar="N", min=0, help="prefill workers; 0: decode computes prompts, no bootstrap runs")
+    ] = 1,
     decode: Annotated[int, typer.Option(metavar="N", min=1, help="decode workers")] = 1,
     frontend: Annotated[int, typer.Option(metavar="N", min=1, help="HTTP frontends, all on one port")] = 1,
     host: Annotated[
@@ -99,7 +101,7 @@ def main(
     if twice := given.keys() & assignments.keys():
         raise typer.BadParameter(f"{min(twice)} is given by an option, too", param_hint="--set")
     os.environ.update(given | assignments)  # read below, and inherited by the services
-    counts = dict(zip(TIERS, (1, prefill, decode, frontend), strict=True))
+    counts = {"bootstrap": min(prefill, 1), "prefill": prefill, "decode": decode, "frontend": frontend}
     try:
         plan = Plan.read(counts)
     except CannotStart as exc:

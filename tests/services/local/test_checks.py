@@ -39,11 +39,11 @@ def refusal(**variables: str) -> str:
 
 def test_a_plan_as_it_is_by_default_is_not_refused() -> None:
     check()
-    check({"bootstrap": 1, "prefill": 0, "decode": 1, "frontend": 1})
+    check({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 1})
 
 
 def test_settings_of_workers_that_are_not_started_are_not_checked() -> None:
-    check({"bootstrap": 1, "prefill": 0, "decode": 1, "frontend": 1}, prefill_engine__dtype="float8")
+    check({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 1}, prefill_engine__dtype="float8")
 
 
 @pytest.mark.parametrize(
