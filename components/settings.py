@@ -172,7 +172,9 @@ def misspelled(environ: Mapping[str, str], *settings: type[BaseSettings]) -> lis
         field, nested, rest = name.partition("__")
         if name.startswith("MESH_") and not name.startswith(others) and field.upper() not in known:
             hints = [f"{near}{nested}{rest}" for near in nearest(field.upper(), known)[:1]]
-            faults.append(f"unknown setting {name}: {suggestion(hints)}")
+            is_of_others = any(field.removeprefix(prefix).lower() in SHARED for prefix in prefixes.values())
+            hint = "its service does not use it" if is_of_others else suggestion(hints)
+            faults.append(f"unknown setting {name}: {hint}")
     return faults
 
 

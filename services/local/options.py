@@ -60,6 +60,8 @@ def _unknown(name: str, variables: Mapping[str, str]) -> typer.BadParameter:
     by_variable = {variable: name for name, variable in variables.items()}
     if name.upper() in by_variable:
         return _wrong(f"{name} is a variable: write --set {by_variable[name.upper()]}=VALUE")
+    if (shared := name.partition(".")[2]) in variables:
+        return _wrong(f"unknown setting {name}: did you mean {shared}?")
     ends = [known for known in variables if known.endswith(f".{name}")]  # threads → engine.threads
     return _wrong(f"unknown setting {name}: {suggestion(ends[:3] or nearest(name, variables))}")
 

@@ -88,6 +88,10 @@ def test_every_name_for_set_is_a_variable_that_a_service_reads() -> None:
         ("max_local_prefill=1", "unknown setting max_local_prefill: did you mean decode.max_local_prefill?"),
         ("threads=2", "did you mean engine.threads or"),
         ("frontend.max_local_prefill=1", "unknown setting frontend.max_local_prefill"),
+        (
+            "frontend.transfer_timeout_s=1",
+            "unknown setting frontend.transfer_timeout_s: did you mean transfer_timeout_s?",
+        ),
         ("zzz=1", "unknown setting zzz: --help-all lists every name"),
         ("MESH_DECODE_VERIFY_KV=true", "MESH_DECODE_VERIFY_KV is a variable: write --set decode.verify_kv=VALUE"),
         ("engine.threads", "engine.threads: write engine.threads=VALUE"),
