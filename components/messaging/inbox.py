@@ -1,13 +1,13 @@
-"""A frontend's side of token streams: frames arrive from decode instances, and their items are dealt to the readers."""
+"""A frontend's side of token streams: frames arrive from decode instances, and their items are pushed to the readers."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 from nats.aio.msg import Msg
 
@@ -31,13 +31,19 @@ log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
 
-Listener = Callable[
-    [list[StreamItem]], bool
-]  # returns whether it has taken them; what it does not take the reader gets
+
+class Reader(Protocol):
+    """Where a stream's items go."""
+
+    def take(self, item: StreamItem) -> None:
+        """Called for everything that arrived in one turn of the event loop, joined into one item."""
+
+    def fail(self, error: MeshError) -> None:
+        """The stream is over. Called once, after the last item."""
 
 
 class InStream:
-    """One stream as its reader sees it."""
+    """One stream from a decode instance. Its items wait until `start`, then each is pushed to a reader."""
 
     def __init__(self, stream_id: int, instance_id: str, epoch: str, refusals: Refusals | None = None) -> None:
         self.stream_id = stream_id
@@ -46,15 +52,21 @@ class InStream:
         self._refusals = refusals or Refusals()
         self._items: list[StreamItem] = []
         self._error: MeshError | None = None
-        self.failure = Failure()  # for whoever waits for something else about this stream
-        self.listener: Listener | None = None  # is shown first what comes while the reader waits
+        self.failure = Failure()  # for a caller that waits for something else about this stream
+        self._reader: Reader | None = None
         self._next_seq = 0
-        self._reader: asyncio.Future[None] | None = None  # waits for an item, or for the end
+
+    def start(self, reader: Reader) -> None:
+        """Push to `reader` what has arrived, and from now on all that arrives."""
+        self._reader = reader
+        self.deal()
+        if self._error is not None:
+            self._end(self._error)
 
     def put(self, item: StreamItem) -> bool:
-        """An item arrived. A number seen before is a duplicate and dropped; a missing one ends the stream.
+        """Add an item. Drop a number seen before; a missing number ends the stream.
 
-        Returns: whether the reader waits, and this is the first item for it: `deal` when all that has come is here.
+        Returns: whether a reader is there and this is its first new item, so that `deal` must follow.
         """
         if item.seq < self._next_seq:
             self._refusals.count("tokens", DUPLICATE)
@@ -68,56 +80,44 @@ class InStream:
         return self._reader is not None and len(self._items) == 1
 
     def deal(self) -> None:
-        """Give what has come to the listener, or wake the reader if that does not take it."""
-        if self._reader is None or self._reader.done():
+        """Push what has arrived to the reader."""
+        items, reader = self._items, self._reader
+        if reader is None or not items:
             return
-        if self.listener is None:
-            self._wake()
-            return
+        self._items = []
+        item = items[0] if len(items) == 1 else _joined(items)
         try:
-            taken = self.listener(self._items)
-        except Exception as exc:  # noqa: BLE001 - it is this stream's alone: others have items in the same frame
-            self._items = []
+            if item.token_ids or item.error is None:
+                reader.take(item)
+        except Exception as exc:  # noqa: BLE001 - it ends this stream alone: the frame has items of others
             self.fail(exc if isinstance(exc, MeshError) else _broken(exc))
             return
-        if taken:
-            self._items = []
-        else:
-            self._wake()
+        if item.error is not None:
+            self.fail(raised(item.error))
 
     def fail(self, error: MeshError) -> None:
-        """The stream ends here; items that arrived before are still read."""
+        """End the stream, after the items that arrived before."""
+        if self._error is not None:
+            return
+        self.deal()
         self._error = self._error or error
-        self.failure.tell(error)
-        self._wake()
+        self.failure.tell(self._error)
+        self._end(self._error)
 
-    def _wake(self) -> None:
+    def stop(self) -> None:
+        """Push nothing more."""
+        self._reader = None
+        self._items = []
+
+    def _end(self, error: MeshError) -> None:
         reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
-
-    async def next(self) -> list[StreamItem]:
-        """Everything that has arrived, at least one item. Raises: what ended the stream, once all items are read.
-
-        For one reader.
-        """
-        while not self._items:
-            if self._error is not None:
-                raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        items, self._items = self._items, []
-        error = items[-1].error
-        if error is not None:
-            items.pop()
-            self.fail(raised(error))
-            return items or await self.next()
-        return items
+        if reader is not None:
+            reader.fail(error)
 
 
 @dataclass(slots=True)
 class _Source:
-    """One decode instance: its frames, and the streams that they are for."""
+    """One decode instance: its frames and its open streams."""
 
     arrivals: Arrivals
     streams: dict[int, InStream] = field(default_factory=dict)
@@ -133,30 +133,28 @@ class StreamInbox:
         refusals: Refusals | None = None,
         together: AbstractContextManager[object] | None = None,
     ) -> None:
-        """Read the frames that come on `subject`.
-
+        """
         Args:
-            subject: of this frontend.
+            subject: NATS subject of this frontend's frames.
             resend: asks an instance to send its frames again, from a number on.
-            refusals: count what is dropped.
-            together: within it items are dealt to their readers, those of all frames that came at once.
+            refusals: counts what is dropped.
+            together: entered while the items of one turn of the event loop are pushed to their readers.
         """
         self.subject = subject
         self._resend = resend
         self._refusals = refusals or Refusals()
         self._together = together or nullcontext()
-        self._waiting: list[InStream] = []  # streams with items to deal
+        self._waiting: list[InStream] = []  # streams with items to push
         self._sources: dict[str, _Source] = {}  # by instance id
         self._ids = count()
 
     def __len__(self) -> int:
-        """Open streams."""
         return sum(len(source.streams) for source in self._sources.values())
 
     def open(self, instance_id: str, epoch: str) -> InStream:
-        """A stream to read from this instance; its id goes into the request.
+        """Open a stream from an instance; its id goes into the request.
 
-        Ids count up: those of streams that are opened one right after another follow each other.
+        Streams that are opened one right after another have consecutive ids.
         """
         source = self._source(instance_id)
         stream = InStream(next(self._ids), instance_id, epoch, self._refusals)
@@ -165,29 +163,29 @@ class StreamInbox:
         return stream
 
     def close(self, stream: InStream) -> None:
-        """Nobody reads it any more: late items are dropped."""
+        """Drop late items of the stream."""
+        stream.stop()
         source = self._sources.get(stream.instance_id)
         if source is not None and source.streams.pop(stream.stream_id, None) is not None:
             source.arrivals.is_wanted = bool(source.streams)
 
     def fail_instance(self, instance_id: str, error: MeshError) -> None:
-        """The instance is gone or silent: its streams end."""
+        """End the streams of an instance that is gone or silent."""
         source = self._sources.get(instance_id)
         if source is not None:
             for stream in list(source.streams.values()):
                 stream.fail(error)
 
     def forget_instance(self, instance_id: str) -> None:
-        """The instance has ended: no frame of it will come any more."""
+        """Forget an instance that has ended: it sends no more frames."""
         source = self._sources.pop(instance_id, None)
         if source is not None:
             source.arrivals.stop()
 
     async def receive(self, message: Msg) -> None:
-        """A frame arrived."""
         try:
             frame = unpack_frame(message.data)
-        except OtherFrameVersion as exc:  # its streams would wait for ever
+        except OtherFrameVersion as exc:  # its streams would wait to their deadline
             self._refusals.count("tokens", exc)
             log.warning("frame refused", extra={"cause": exc.message})
             self.fail_instance(exc.instance_id, DecodeLost(exc.message))
@@ -203,14 +201,13 @@ class StreamInbox:
             self._refusals.count("tokens", DUPLICATE)
 
     async def look(self) -> None:
-        """Ask quiet instances whether frames were lost, for ever."""
+        """Ask quiet instances every LOOK_S whether frames were lost."""
         while True:
             await asyncio.sleep(LOOK_S)
             for source in list(self._sources.values()):
                 source.arrivals.look()
 
     def stop(self) -> None:
-        """Ask for no more frames."""
         for source in self._sources.values():
             source.arrivals.stop()
 
@@ -227,11 +224,11 @@ class StreamInbox:
         return source
 
     def _put(self, frame: TokenFrame) -> None:
-        """Give the items of a frame, whose turn it is, to their streams."""
+        """Give the items of the next frame to their streams."""
         streams, waiting = self._sources[frame.instance_id].streams, self._waiting
         is_first = not waiting
         for item in frame.items:
-            stream = streams.get(item.stream_id)  # None: closed, and its last items were on their way
+            stream = streams.get(item.stream_id)  # None: closed while its last items were on their way
             if stream is not None and stream.put(item):
                 waiting.append(stream)
         if is_first and waiting:
@@ -244,9 +241,20 @@ class StreamInbox:
                 stream.deal()
 
 
+def _joined(items: Sequence[StreamItem]) -> StreamItem:
+    """One item with the tokens of all."""
+    head, last = items[0], items[-1]
+    return head._replace(
+        token_ids=[token_id for item in items for token_id in item.token_ids],
+        finish=last.finish,
+        error=last.error,
+        logprobs=None if head.logprobs is None else [entry for item in items for entry in item.logprobs or ()],
+    )
+
+
 def _broken(cause: Exception) -> InvariantBroken:
-    """What ended a stream, where only a defect of ours can."""
-    error = InvariantBroken(f"a stream's listener: {cause}")
+    """The error for a defect in our own reader: not one that moves a stream."""
+    error = InvariantBroken(f"a stream's reader: {cause}")
     error.__cause__ = cause
     return error
 
@@ -255,7 +263,7 @@ def _broken(cause: Exception) -> InvariantBroken:
 async def open_inbox(
     bus: Bus, subject: str, together: AbstractContextManager[object] | None = None
 ) -> AsyncIterator[StreamInbox]:
-    """An inbox that receives while inside. `subject` is `<namespace>.frontend.<instance id>.tokens`."""
+    """Open an inbox that receives while inside. `subject` is `<namespace>.frontend.<instance id>.tokens`."""
     namespace = subject.partition(".")[0]
 
     async def resend(instance_id: str, first: int) -> FramesResent:

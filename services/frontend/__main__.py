@@ -35,8 +35,8 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.explain import explaining
 from services.frontend.keys import KeyRing, follow_keys
+from services.frontend.mesh_client import MeshClient
 from services.frontend.operations import Operations, workers_of
-from services.frontend.router import MeshClient
 from services.frontend.stored import open_stored
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from services.frontend.body import Body
 from services.frontend.conversation import encode_conversation, plan_answer
 from services.frontend.event_streams import EventStream, chunks
 from services.frontend.generation import Generation, Piece
-from services.frontend.stream import Headers, Reply
+from services.frontend.reply import Headers, Reply
 
 
 class Answer(NamedTuple):
@@ -110,8 +110,8 @@ def _told_prompt(
     choice, count = generation.choices[index], request.prompt_logprobs
     token_ids = choice.prompt.token_ids
     told = None
-    if count is not None and choice.prompt_told is not None:
-        told = prompt_parts(token_ids, choice.prompt_told, count, generation.text.token_bytes.of)
+    if count is not None and choice.prompt_logprobs is not None:
+        told = prompt_parts(token_ids, choice.prompt_logprobs, count, generation.text.token_bytes.of)
     return token_ids if request.return_token_ids else None, told
 
 

@@ -6,13 +6,11 @@ from typing import Protocol
 
 from pydantic import BaseModel
 
-from components.http_connection import BodyPush
 from components.openai.errors import ApiError
 from components.openai.events import DONE, NOTHING, Events, More, member
 from components.openai.fields import GenerationFields
 from components.openai.logprobs import ShownToken
 from services.frontend.generation import Generation, Piece
-from services.frontend.stream import Reply
 
 
 class EventStream(Protocol):
@@ -26,27 +24,6 @@ class EventStream(Protocol):
 
     def fail(self, error: ApiError) -> bytes:
         """The last words of a stream that broke."""
-
-
-class EventOutlet:
-    """See `services.frontend.generation.Outlet`: pieces become events and leave in the same turn of the loop."""
-
-    __slots__ = ("_events", "_push", "_reply")
-
-    def __init__(self, reply: Reply, push: BodyPush, events: EventStream) -> None:
-        self._reply = reply
-        self._push = push
-        self._events = events
-
-    @property
-    def is_open(self) -> bool:
-        """Once the first event is out, and while the client reads."""
-        return self._reply.streaming and self._push.is_open
-
-    def send(self, piece: Piece) -> None:
-        """Its event."""
-        if data := self._events.piece(piece):
-            self._push.send(data)
 
 
 class ChunkStream:

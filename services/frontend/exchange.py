@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from uuid import uuid4
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from components.aio import time_limit
 from components.errors import InvariantBroken, MeshError, Rejected
-from components.http_connection import PUSH, BodyPush
+from components.http_connection import PUSH
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check import Unusable
@@ -29,13 +29,13 @@ from services.frontend.body import Body, read_json_body
 from services.frontend.config import FrontendSettings
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.endpoints import Answer, Dialect
-from services.frontend.event_streams import EventOutlet, EventStream
+from services.frontend.event_streams import EventStream
 from services.frontend.gate import NOBODY, Caller, caller_of
 from services.frontend.generation import Generation, Piece, PromptSpec
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
-from services.frontend.stream import Reply
+from services.frontend.reply import Reply
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ class Exchange(Response):
         self._events: EventStream | None = None  # of a request for a stream, once there is something to send
         self._started = time.perf_counter()
         self._caller: Caller = NOBODY
-        self._push: BodyPush | None = None  # of a server that has one
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
@@ -75,8 +74,8 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request."""
         self._caller = caller_of(scope)
-        self._push = scope.get(PUSH)
-        reply = Reply(send, self._dialect.headers(self._caller.label or self._request_id))
+        headers = self._dialect.headers(self._caller.label or self._request_id)
+        reply = Reply(send, headers, scope.get(PUSH))
         with tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span:
             try:
                 # the mesh knows the deadline too; this also covers a client that does not read
@@ -123,13 +122,9 @@ class Exchange(Response):
                     await place.admitted()
             self._generation = generation
             if request.stream:
-                self._events = events = self._dialect.events(generation)
-                outlet = None if self._push is None else EventOutlet(reply, self._push, events)
-                async with aclosing(generation.pieces(outlet)) as pieces:
-                    await self._stream(reply, generation, pieces, events)
+                await self._stream(reply, generation)
             else:
-                async with aclosing(generation.pieces()) as pieces:
-                    await self._collect(reply, request, generation, pieces)
+                await self._collect(reply, request, generation)
 
     async def _prepare(
         self, scope: Scope, request: GenerationFields, model: ServedModel, limit: int | None
@@ -195,32 +190,38 @@ class Exchange(Response):
             choices=choices,
         )
 
-    async def _stream(
-        self, reply: Reply, generation: Generation, pieces: AsyncGenerator[Piece, None], events: EventStream
-    ) -> None:
-        unfinished = len(generation.choices)
-        async for piece in pieces:
-            data = events.piece(piece)
-            if piece.finish is not None:
-                unfinished -= 1
-                if unfinished == 0:
-                    data += await events.end()
-            if not reply.streaming:
-                with self._first_token(generation):
-                    await reply.events(data, last=unfinished == 0)
-            elif data:
-                await reply.events(data, last=unfinished == 0)
+    async def _stream(self, reply: Reply, generation: Generation) -> None:
+        self._events = events = self._dialect.events(generation)
 
-    async def _collect(
-        self, reply: Reply, request: GenerationFields, generation: Generation, pieces: AsyncGenerator[Piece, None]
-    ) -> None:
-        parts: list[list[Piece]] = [[] for _ in generation.choices]
-        async for piece in pieces:
-            if self._awaits_first_token:
+        def show(piece: Piece, is_last: bool) -> bool:
+            data = events.piece(piece)
+            if is_last:  # leaves with what `end` adds
+                reply.hold(data)
+                return False
+            return not data or reply.write(data)
+
+        async with generation.running(show):
+            is_over = False
+            while not is_over:
+                await generation.woken()
+                is_over = generation.is_over
+                if is_over:
+                    reply.hold(await events.end())
                 with self._first_token(generation):
-                    parts[piece.choice].append(piece)
-            else:
-                parts[piece.choice].append(piece)
+                    await reply.flush(last=is_over)
+
+    async def _collect(self, reply: Reply, request: GenerationFields, generation: Generation) -> None:
+        parts: list[list[Piece]] = [[] for _ in generation.choices]
+
+        def show(piece: Piece, _: bool) -> bool:
+            parts[piece.choice].append(piece)
+            return not self._awaits_first_token
+
+        async with generation.running(show):
+            while not generation.is_over:
+                await generation.woken()
+                with self._first_token(generation):
+                    pass
         told, tells_ids = request.alternatives is not None, bool(request.return_token_ids)
         choices = [Answer.of(mine, told=told, tells_ids=tells_ids) for mine in parts]
         answer = await self._dialect.answer(choices, generation)
@@ -238,7 +239,10 @@ class Exchange(Response):
 
     @contextmanager
     def _first_token(self, generation: Generation) -> Generator[None, None, None]:
-        """Around what is done with the first token: its span begins when the token arrived."""
+        """Measure what is done with the first token, from its arrival; later ones are not measured."""
+        if not self._awaits_first_token:
+            yield
+            return
         self._awaits_first_token = False
         ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
         with tracing.tracer.start_as_current_span("frontend.first_token", start_time=generation.first_unix_ns):

@@ -24,7 +24,7 @@ from services.frontend.body import Body
 from services.frontend.endpoints import Answer, Conversing
 from services.frontend.event_streams import EventStream
 from services.frontend.generation import Generation, Piece
-from services.frontend.stream import Headers
+from services.frontend.reply import Headers
 
 COUNT_ROUTE: Final = "/v1/messages/count_tokens"
 

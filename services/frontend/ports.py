@@ -1,12 +1,11 @@
 """What the HTTP side needs of the mesh."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from components.wire.embedding_model import EmbeddingModel
-from components.wire.logprobs import TokenLogprobs
+from components.wire.generate import StreamItem
 from components.wire.sampling import Sampling
 
 
@@ -22,16 +21,6 @@ class Prompt:
     deadline_unix_ms: int
     priority: int = 0  # lower goes first
     session: str = ""  # prompts with the same one belong together
-
-
-class TokenDelta(NamedTuple):
-    """Every token that has arrived since the last delta, so that one delta is one write to the client."""
-
-    token_ids: list[int]
-    finish: str | None  # "stop" or "length", with the last tokens
-    num_cached_tokens: int  # of the prompt; meaningful in branch 0's first delta
-    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
-    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # from its second token on; in branch 0's first delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +57,38 @@ class FleetRoom(NamedTuple):
     num_waiting: int  # requests accepted that hold no page yet, each of n branches for itself, of all frontends
 
 
-Offer = Callable[[TokenDelta], bool]  # returns whether it has taken the delta
+class Sink(Protocol):
+    """Where the tokens of a prompt's branches go, called from the event loop as they arrive."""
+
+    def take(self, branch: int, item: StreamItem) -> bool:
+        """Take the next tokens of a branch. Returns False if the branch is to be cancelled."""
+
+    def fail(self, error: Exception) -> None:
+        """A branch has ended with this error, and will not continue."""
+
+
+class Branch(Protocol):
+    """One branch that runs."""
+
+    def close(self) -> None:
+        """Cancel the branch if it still runs. Its sink is called no more."""
 
 
 class Mesh(Protocol):
     """The mesh as a request sees it."""
 
     def models(self) -> list[ServedModel]:
-        """What can be asked for now; a look into memory."""
+        """Models that a request may name now; reads memory only."""
 
     def room(self) -> FleetRoom:
-        """What decode carries; a look into memory."""
+        """The load of decode; reads memory only."""
 
     async def embed(self, texts: Texts) -> list[bytes]:
         """Vectors of `texts`, in their order: float32[dimensions] each, little-endian. Raises: MeshError."""
 
-    def generate(
-        self, prompt: Prompt, offer: Offer | None = None
-    ) -> AbstractAsyncContextManager[Sequence[AsyncGenerator[TokenDelta, None]]]:
-        """The tokens of each branch of `prompt`, while inside.
+    async def generate(self, prompt: Prompt, sink: Sink) -> Sequence[Branch]:
+        """Have the branches of `prompt` generated; close each of them in the end.
 
-        Closing a generator cancels the work on its branch, leaving the context that on all of them.
-        For a prompt of one branch, `offer` is shown each delta between the first and the last that comes while whoever reads
-        the branch waits, and what it takes the branch does not yield: no task has to wake for it.
-        Raises: MeshError, on entering, before a branch's first delta or between two.
+        `sink` gets each token once, in order, though a branch may move between instances.
+        Raises: MeshError, if no instance accepts the prompt; later errors go to `sink`.
         """

@@ -32,8 +32,8 @@ from services.frontend.endpoints import Answer, Conversing
 from services.frontend.event_streams import EventStream
 from services.frontend.gate import owner_of
 from services.frontend.generation import Generation, Piece
+from services.frontend.reply import Reply
 from services.frontend.stored import Remembered, StoredResponses, items_before
-from services.frontend.stream import Reply
 
 log = logging.getLogger(__name__)
 

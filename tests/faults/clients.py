@@ -10,6 +10,7 @@ from components.messaging.deadline import now_ms
 from components.wire.sampling import Sampling
 from services.frontend.ports import Prompt
 from tests.faults.nodes import MODEL, Frontend
+from tests.services.frontend.reading import reading
 
 
 class Answer(NamedTuple):
@@ -65,7 +66,7 @@ class Client:
         try:
             async with (
                 time_limit(self.life_s, "the request took longer than"),
-                frontend.mesh.generate(prompt) as (deltas,),
+                reading(frontend.mesh, prompt) as (deltas,),
             ):
                 async for delta in deltas:
                     self.heard()

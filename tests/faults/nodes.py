@@ -44,7 +44,7 @@ from services.decode.remote_prefill import RemotePrefill
 from services.decode.streams import ActiveRequests
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.router import MeshClient
+from services.frontend.mesh_client import MeshClient
 from services.prefill.handlers import PrefillService
 from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats

@@ -24,14 +24,16 @@ from components.messaging.deadline import now_ms
 from components.messaging.fleet import watch_fleet
 from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.inbox import open_inbox
+from components.wire.generate import StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
 from engine.model.mock_model import is_mock
-from services.frontend.ports import Prompt, TokenDelta
-from services.frontend.router import MeshClient
+from services.frontend.mesh_client import MeshClient
+from services.frontend.ports import Prompt
 from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded
+from tests.services.frontend.reading import reading
 
 REPO: Final = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S: Final = 60.0
@@ -203,7 +205,7 @@ class Client:
         """What each branch becomes."""
         prompt = Prompt(uuid4().hex, model, list(token_ids), sampling, salt, now_ms() + 120_000)
 
-        async def read(deltas: AsyncGenerator[TokenDelta, None]) -> Answer:
+        async def read(deltas: AsyncGenerator[StreamItem, None]) -> Answer:
             answer = Answer()
             async for delta in deltas:
                 answer.token_ids += delta.token_ids
@@ -212,7 +214,7 @@ class Client:
             return answer
 
         with tracer.start_as_current_span("test"):  # a request is traced when whoever sends it says so
-            async with self.mesh.generate(prompt) as streams:
+            async with reading(self.mesh, prompt) as streams:
                 return list(await asyncio.gather(*map(read, streams)))
 
     async def until_usable(self, role: Role, count: int = 1, timeout_s: float = 20.0) -> list[InstanceRecord]:

@@ -1,11 +1,13 @@
 """Frames from a decode instance to a frontend, numbered as it numbers them."""
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from components.messaging.inbox import StreamInbox
-from components.wire.generate import FramesResent, TokenFrame
+from components.errors import MeshError
+from components.messaging.inbox import InStream, StreamInbox
+from components.wire.generate import FramesResent, StreamItem, TokenFrame
 from tests.components.wire.frames import pack_frame
 
 
@@ -17,6 +19,34 @@ class Message:
 async def nothing_lost(_instance_id: str, first: int) -> FramesResent:
     """The answer of an instance that has made no other frames."""
     return FramesResent(oldest=first, next=first, made=first)
+
+
+class Read:
+    """What was read from a stream; a `components.messaging.inbox.Reader`."""
+
+    def __init__(self, stream: InStream) -> None:
+        self.items: list[StreamItem] = []
+        self.error: MeshError | None = None
+        self._came = asyncio.Event()
+        stream.start(self)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [item.token_ids for item in self.items]
+
+    def take(self, item: StreamItem) -> None:
+        self.items.append(item)
+        self._came.set()
+
+    def fail(self, error: MeshError) -> None:
+        assert self.error is None, "it is reported once"
+        self.error = error
+        self._came.set()
+
+    async def came(self) -> None:
+        """Wait for the next item, or for the error."""
+        await self._came.wait()
+        self._came.clear()
 
 
 class Numbered:

@@ -13,9 +13,10 @@ from components.messaging.outbox import OutStream, StreamOutbox, open_outbox
 from components.wire.generate import FRAME_VERSION, FramesResent, ResendFrames, StreamItem, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from tests.components.messaging.fake_bus import FakeBus
-from tests.components.messaging.frames import Message, Numbered, nothing_lost
+from tests.components.messaging.frames import Message, Numbered, Read, nothing_lost
 
 pytestmark = pytest.mark.anyio
+TOLD = TokenLogprobs(-1.0)
 
 
 async def turns(count: int = 20) -> None:
@@ -31,29 +32,24 @@ class Ends:
 
     def __post_init__(self) -> None:
         self.deliver = Numbered(self.inbox).deliver
-        self.reader: InStream = self.inbox.open("d", "e")
-        self.sender = OutStream(self.inbox.subject, self.reader.stream_id)
-
-    async def read(self) -> list[int]:
-        return [token for item in await self.reader.next() for token in item.token_ids]
+        self.stream: InStream = self.inbox.open("d", "e")
+        self.sender = OutStream(self.inbox.subject, self.stream.stream_id)
 
 
-async def test_a_reader_gets_everything_that_has_arrived_in_order() -> None:
+async def test_a_reader_gets_everything_that_has_arrived_in_order_as_one_item() -> None:
     ends = Ends()
-    await ends.deliver(ends.sender.tokens([1]))
-    await ends.deliver(ends.sender.tokens([2, 3]), ends.sender.tokens([4], "length"))
-    items = await ends.reader.next()
-    assert [i.token_ids for i in items] == [[1], [2, 3], [4]]
-    assert [i.finish for i in items] == [None, None, "length"]
+    await ends.deliver(ends.sender.tokens([1], num_cached_tokens=5, logprobs=[TOLD]))
+    await ends.deliver(ends.sender.tokens([2, 3], logprobs=[TOLD] * 2), ends.sender.tokens([4], "length"))
+    assert Read(ends.stream).items == [StreamItem(0, 0, [1, 2, 3, 4], "length", None, 5, 0, [TOLD] * 3)]
 
 
-async def test_a_reader_waits_for_the_next_item() -> None:
+async def test_what_comes_later_is_pushed_to_the_reader_in_the_next_turn() -> None:
     ends = Ends()
-    reading = asyncio.create_task(ends.read())
-    await asyncio.sleep(0)
-    assert not reading.done()
-    await ends.deliver(ends.sender.tokens([7]))
-    assert await reading == [7]
+    read = Read(ends.stream)
+    for token in (7, 8):
+        await ends.deliver(ends.sender.tokens([token]))
+        await asyncio.sleep(0)
+    assert read.tokens == [[7], [8]]
 
 
 async def test_a_frame_of_another_version_ends_the_streams_of_its_instance() -> None:
@@ -62,32 +58,35 @@ async def test_a_frame_of_another_version_ends_the_streams_of_its_instance() -> 
     other = ends.inbox.open("other", "e")
     old = msgpack.unpackb(Numbered(ends.inbox).frame(ends.sender.tokens([1])).data)
     await ends.inbox.receive(Message(msgpack.packb([FRAME_VERSION + 1, *old[1:]])))
-    with pytest.raises(DecodeLost, match=f"version {FRAME_VERSION + 1} from decode d, this process reads"):
-        await ends.reader.next()
+    error = Read(ends.stream).error
+    assert isinstance(error, DecodeLost)
+    assert f"version {FRAME_VERSION + 1} from decode d, this process reads" in str(error)
     sent = OutStream(ends.inbox.subject, other.stream_id)
     await ends.deliver(sent.tokens([7]), instance_id="other")
-    assert [item.token_ids for item in await other.next()] == [[7]]
+    assert Read(other).tokens == [[7]]
 
 
-async def test_a_gap_ends_the_stream_after_what_came_before_it() -> None:
+@pytest.mark.parametrize("starts", ["before", "after"])
+async def test_a_gap_ends_the_stream_after_what_came_before_it(starts: str) -> None:
     ends = Ends()
+    read = Read(ends.stream) if starts == "before" else None
     one, _, three, four = (ends.sender.tokens([i]) for i in range(4))
     for item in (one, three, four):
         await ends.deliver(item)
-    assert await ends.read() == [0]
-    for _ in range(2):
-        with pytest.raises(DecodeLost, match="tokens 1 to 1 of the stream are missing"):
-            await ends.reader.next()
-
-
-async def test_a_gap_wakes_a_reader() -> None:
-    ends = Ends()
-    reading = asyncio.create_task(ends.read())
     await asyncio.sleep(0)
+    read = read or Read(ends.stream)
+    assert read.tokens == [[0]]
+    assert isinstance(read.error, DecodeLost)
+    assert "tokens 1 to 1 of the stream are missing" in str(read.error)
+
+
+async def test_a_gap_before_any_token_ends_the_stream() -> None:
+    ends = Ends()
+    read = Read(ends.stream)
     ends.sender.tokens([0])
     await ends.deliver(ends.sender.tokens([1]))
-    with pytest.raises(DecodeLost):
-        await reading
+    assert isinstance(read.error, DecodeLost)
+    assert not read.items
 
 
 async def test_a_duplicate_is_dropped() -> None:
@@ -95,52 +94,57 @@ async def test_a_duplicate_is_dropped() -> None:
     one, two = ends.sender.tokens([1]), ends.sender.tokens([2])
     for item in (one, one, two, one, two):
         await ends.deliver(item)
-    assert await ends.read() == [1, 2]
+    assert Read(ends.stream).tokens == [[1, 2]]
 
 
 async def test_an_error_item_ends_the_stream_with_that_error_after_its_tokens() -> None:
     ends = Ends()
     await ends.deliver(ends.sender.tokens([1]), ends.sender.error(QueueFull("full", retry_after_s=3)))
-    assert await ends.read() == [1]
-    with pytest.raises(QueueFull, match="full") as raised:
-        await ends.reader.next()
-    assert raised.value.retry_after_s == 3
+    read = Read(ends.stream)
+    assert read.tokens == [[1]]
+    assert isinstance(read.error, QueueFull)
+    assert read.error.retry_after_s == 3
     alone = Ends()
     await alone.deliver(alone.sender.error(InvariantBroken("bug")))
-    with pytest.raises(InvariantBroken):
-        await alone.reader.next()
+    read = Read(alone.stream)
+    assert isinstance(read.error, InvariantBroken)
+    assert not read.items
 
 
 async def test_frames_of_another_instance_and_of_closed_streams_are_ignored() -> None:
     ends = Ends()
+    read = Read(ends.stream)
     await ends.deliver(ends.sender.tokens([1]), instance_id="stranger")
     await ends.deliver(OutStream("x", 999).tokens([1]))
     await ends.inbox.receive(Message(b"garbage"))
-    again = OutStream(ends.inbox.subject, ends.reader.stream_id)
+    again = OutStream(ends.inbox.subject, ends.stream.stream_id)
     await ends.deliver(again.tokens([2]))
-    assert await ends.read() == [2]
-    ends.inbox.close(ends.reader)
-    ends.inbox.close(ends.reader)
+    await asyncio.sleep(0)
+    assert read.tokens == [[2]]
     await ends.deliver(again.tokens([3]))
-    assert not ends.reader._items
+    ends.inbox.close(ends.stream)
+    ends.inbox.close(ends.stream)
+    await ends.deliver(again.tokens([4]))
+    await asyncio.sleep(0)
+    assert read.tokens == [[2]], "nothing is pushed after the close, also not what had arrived"
     assert not len(ends.inbox)
 
 
-async def test_a_lost_instance_ends_its_streams_alone_and_whoever_waits_for_something_else_hears_too() -> None:
+async def test_a_lost_instance_ends_its_streams_alone_and_stops_other_waits_for_them() -> None:
     inbox = StreamInbox("s", nothing_lost)
     lost, other = inbox.open("gone", "e"), inbox.open("here", "e")
     waiting = asyncio.create_task(lost.failure.unless(asyncio.sleep(60)))
     await asyncio.sleep(0)
+    read, beside = Read(lost), Read(other)
     inbox.fail_instance("gone", DecodeLost("silent"))
-    inbox.fail_instance("gone", DecodeLost("told twice"))
-    with pytest.raises(DecodeLost, match="silent"):
-        await lost.next()
+    inbox.fail_instance("gone", DecodeLost("reported twice"))
+    assert str(read.error) == "silent"
     with pytest.raises(DecodeLost, match="silent"):
         await waiting
-    assert other._error is None
+    assert beside.error is None
 
 
-async def test_what_comes_at_once_is_dealt_together() -> None:
+async def test_what_comes_at_once_is_pushed_together() -> None:
     seen: list[Any] = []
 
     class Together:
@@ -150,66 +154,36 @@ async def test_what_comes_at_once_is_dealt_together() -> None:
         def __exit__(self, *error: object) -> None:
             seen.append("end")
 
+    class Noting(Read):
+        def take(self, item: StreamItem) -> None:
+            seen.append(item.token_ids)
+
     inbox = StreamInbox("s", nothing_lost, together=Together())
     streams = [inbox.open("d", "e") for _ in range(2)]
     senders = [OutStream("s", stream.stream_id) for stream in streams]
-    read: list[asyncio.Task[list[StreamItem]]] = []
-
-    def take(items: list[StreamItem]) -> bool:
-        seen.append([item.token_ids for item in items])
-        return True
-
     for stream in streams:
-        stream.listener = take
-        read.append(asyncio.create_task(stream.next()))
-    await asyncio.sleep(0)
+        Noting(stream)
     numbered = Numbered(inbox)
     for token in (1, 2):
         await numbered.deliver(*(sender.tokens([token]) for sender in senders))
     assert seen == []
     await asyncio.sleep(0)
-    assert seen == ["begin", [[1], [2]], [[1], [2]], "end"]
-    assert not any(task.done() for task in read)
+    assert seen == ["begin", [1, 2], [1, 2], "end"]
 
 
-async def test_what_the_listener_does_not_take_the_reader_gets() -> None:
-    ends = Ends()
-    taken: list[int] = []
+@pytest.mark.parametrize(("cause", "ends_with"), [(QueueFull("full"), QueueFull), (KeyError("bug"), InvariantBroken)])
+async def test_a_reader_that_fails_ends_its_stream_alone(cause: Exception, ends_with: type[Exception]) -> None:
+    class Failing(Read):
+        def take(self, item: StreamItem) -> None:
+            raise cause
 
-    def listener(items: list[StreamItem]) -> bool:
-        if items[-1].finish is not None:
-            return False
-        taken.extend(token for item in items for token in item.token_ids)
-        return True
-
-    ends.reader.listener = listener
-    await ends.deliver(ends.sender.tokens([1]))  # nobody waits for it
-    assert await ends.read() == [1]
-    reading = asyncio.create_task(ends.read())
-    await asyncio.sleep(0)
-    for item in (ends.sender.tokens([2]), ends.sender.tokens([3])):
-        await ends.deliver(item)
-        await asyncio.sleep(0)
-    await ends.deliver(ends.sender.tokens([4], "length"))
-    assert await reading == [4]
-    assert taken == [2, 3]
-
-
-@pytest.mark.parametrize(("cause", "told"), [(QueueFull("full"), QueueFull), (KeyError("bug"), InvariantBroken)])
-async def test_a_listener_that_fails_ends_its_stream_alone(cause: Exception, told: type[Exception]) -> None:
     ends = Ends()
     other = ends.inbox.open("d", "e")
-    reading = [asyncio.create_task(stream.next()) for stream in (ends.reader, other)]
-    await asyncio.sleep(0)
-
-    def listener(items: list[StreamItem]) -> bool:
-        raise cause
-
-    ends.reader.listener = listener
+    failing, beside = Failing(ends.stream), Read(other)
     await ends.deliver(ends.sender.tokens([1]), OutStream("s", other.stream_id).tokens([2]))
-    with pytest.raises(told):
-        await reading[0]
-    assert [item.token_ids for item in await reading[1]] == [[2]]
+    await asyncio.sleep(0)
+    assert isinstance(failing.error, ends_with)
+    assert beside.tokens == [[2]]
 
 
 @pytest.fixture
@@ -287,10 +261,7 @@ async def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_othe
         assert tokens_by_frame(bus, quick.stream_id)[-1][-1] == 60, "an end waits for an interval at most"
     for _, data in bus.frames:
         await inbox.receive(Message(data))
-    items = await readers[0].next()
-    assert [token for item in items for token in item.token_ids] == list(range(61)), (
-        "in order, and no number is missing"
-    )
+    assert Read(readers[0]).tokens == [list(range(61))], "in order, and no number is missing"
 
 
 async def test_what_gathered_leaves_before_an_item_that_says_more(outbox: tuple[StreamOutbox, FakeBus]) -> None:
@@ -334,7 +305,7 @@ async def test_a_frame_that_could_not_leave_is_sent_when_the_frontend_asks_for_i
     await turns()
     for _, data in bus.frames[1:]:
         await inbox.receive(Message(data))
-    assert [item.token_ids for item in await reader.next()] == [[1], [2]]
+    assert Read(reader).tokens == [[1, 2]]
 
 
 async def test_a_frame_too_large_for_nats_ends_its_streams_with_that_error(
@@ -352,8 +323,7 @@ async def test_a_frame_too_large_for_nats_ends_its_streams_with_that_error(
     for _, data in bus.frames:
         await inbox.receive(Message(data))
     for reader in readers:
-        with pytest.raises(MessageTooLarge):
-            await reader.next()
+        assert isinstance(Read(reader).error, MessageTooLarge)
 
 
 async def test_closing_an_outbox_sends_what_is_queued() -> None:
@@ -380,12 +350,10 @@ async def test_streams_cross_nats_in_order_side_by_side(nats_url: str, namespace
             await asyncio.sleep(0)
 
         async def read(stream: InStream) -> list[int]:
-            tokens: list[int] = []
-            while True:
-                items = await stream.next()
-                tokens += [t for i in items for t in i.token_ids]
-                if items[-1].finish:
-                    return tokens
+            reading = Read(stream)
+            while not (reading.items and reading.items[-1].finish):
+                await reading.came()
+            return [token for tokens in reading.tokens for token in tokens]
 
         async with asyncio.timeout(10):
             assert await asyncio.gather(*map(read, readers)) == [list(range(30))] * 20
@@ -393,11 +361,11 @@ async def test_streams_cross_nats_in_order_side_by_side(nats_url: str, namespace
 
 async def test_the_logprobs_of_two_prompts_do_not_share_a_frame() -> None:
     """Each may be megabytes, and NATS takes eight: a frame that it refuses is lost with all that is in it."""
-    bus, told = FakeBus(), [TokenLogprobs(-1.0)]
+    bus = FakeBus()
     async with open_outbox(bus, "d", lambda: "e", lambda: 1) as outbox:
         streams = [OutStream("front", i) for i in range(5)]
         for i, stream in enumerate(streams):
-            outbox.put(stream, stream.tokens([i], prompt_logprobs=told if i in (1, 2) else None))
+            outbox.put(stream, stream.tokens([i], prompt_logprobs=[TOLD] if i in (1, 2) else None))
         await outbox.flushed()
     frames = [[item.stream_id for item in unpack_frame(data).items] for _, data in bus.frames]
     assert frames == [[0, 1], [2], [3, 4]]

@@ -3,16 +3,16 @@
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry import trace
 
 from components.errors import MeshError
 from components.text.tokenizer import TextModel
+from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
-from services.frontend.ports import FleetRoom, Offer, Prompt, ServedModel, Texts, TokenDelta
+from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 
 MODEL = "tiny"
 CONTEXT = 512
@@ -61,35 +61,12 @@ class FakeMesh:
     def room(self) -> FleetRoom:
         return self.fleet
 
-    @asynccontextmanager
-    async def generate(
-        self, prompt: Prompt, offer: Offer | None = None
-    ) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
+    async def generate(self, prompt: Prompt, sink: Sink) -> "list[FakeBranch]":
         self.prompts.append(prompt)
         self.spans.append(trace.get_current_span().get_span_context())
-        branches = [self._branch(prompt, i, offer) for i in range(prompt.sampling.n)]
-        try:
-            yield branches
-        finally:
-            for branch in branches:
-                await branch.aclose()
+        return [FakeBranch(self, prompt, i, sink) for i in range(prompt.sampling.n)]
 
-    async def _branch(self, prompt: Prompt, branch: int, offer: Offer | None) -> AsyncGenerator[TokenDelta, None]:
-        self.running += 1
-        told = False
-        try:
-            async for delta in self._deltas(prompt, branch):
-                if offer is not None and told and delta.finish is None and offer(delta):
-                    continue  # whoever reads waits: this runs for it
-                told = True
-                yield delta
-        except (GeneratorExit, asyncio.CancelledError):
-            self.cancelled += 1
-            raise
-        finally:
-            self.running -= 1
-
-    async def _deltas(self, prompt: Prompt, branch: int) -> AsyncGenerator[TokenDelta, None]:
+    async def _deltas(self, prompt: Prompt, branch: int) -> AsyncGenerator[StreamItem, None]:
         answer = self.answers[branch % len(self.answers)] if self.answers else self.answer
         whole = self.text._encode(answer, add_special_tokens=False)
         sampling = prompt.sampling
@@ -108,12 +85,54 @@ class FakeMesh:
             told = None if sampling.logprobs is None else [logprobs_of(t, sampling.logprobs) for t in chunk]
             asked = sampling.prompt_logprobs if branch == 0 and number == 0 else None
             of_prompt = None if asked is None else [logprobs_of(t, asked) for t in prompt.token_ids[1:]]
-            yield TokenDelta(chunk, finish, 2, told, of_prompt)
+            yield item_of(chunk, finish, told, of_prompt)
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(5):
             while self.running:
                 await asyncio.sleep(0.001)
+
+
+class FakeBranch:
+    """One branch: a task that pushes its items."""
+
+    def __init__(self, mesh: FakeMesh, prompt: Prompt, index: int, sink: Sink) -> None:
+        self._mesh, self._index, self._sink = mesh, index, sink
+        self._is_open = True
+        mesh.running += 1
+        self._task = asyncio.create_task(self._run(mesh._deltas(prompt, index)))
+
+    def close(self) -> None:
+        if self._end():
+            self._mesh.cancelled += 1
+            self._task.cancel()
+
+    def _end(self) -> bool:
+        was_open, self._is_open = self._is_open, False
+        self._mesh.running -= was_open
+        return was_open
+
+    async def _run(self, items: AsyncGenerator[StreamItem, None]) -> None:
+        try:
+            async for item in items:
+                wanted = self._sink.take(self._index, item)
+                if item.finish is not None:
+                    self._end()
+                elif not wanted:
+                    self.close()
+                await asyncio.sleep(0)  # each item comes in a turn of its own
+        except Exception as exc:  # noqa: BLE001 - the request ends with it
+            self._end()
+            self._sink.fail(exc)
+
+
+def item_of(
+    token_ids: list[int],
+    finish: str | None,
+    logprobs: list[TokenLogprobs] | None = None,
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None,
+) -> StreamItem:
+    return StreamItem(0, 0, token_ids, finish, None, 2, 0, logprobs, prompt_logprobs)
 
 
 def vector_of(token_ids: Sequence[int], size: int) -> bytes:

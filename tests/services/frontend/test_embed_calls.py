@@ -17,8 +17,8 @@ from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.tokens import unpack_tokens
 from services.frontend.embed_calls import TOKENS_A_CALL
+from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Texts
-from services.frontend.router import MeshClient
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
@@ -68,7 +68,7 @@ async def mesh() -> AsyncIterator[Mesh]:
     for _ in range(3):
         await asyncio.sleep(0)
     assert not len(made.inbox), "a stream was left open"
-    assert not made.client._cancels
+    assert not made.client._sending
 
 
 async def test_texts_go_in_shares_to_all_instances_and_come_back_in_order(mesh: Mesh) -> None:

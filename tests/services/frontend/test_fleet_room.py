@@ -9,7 +9,7 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.instances import KvEndpoint
 from services.frontend.ports import FleetRoom
 from tests.components.discovery.records import record
-from tests.services.frontend.test_router import Decode, Mesh, answers
+from tests.services.frontend.test_mesh_client import Decode, Mesh, answers
 
 pytestmark = pytest.mark.anyio
 

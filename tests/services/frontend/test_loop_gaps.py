@@ -14,11 +14,12 @@ from components.http_server import serve_http
 from components.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from components.process import GIL_SWITCH_S
 from components.text.tokenizer import TextModel
+from components.wire.generate import StreamItem
 from components.wire.logprobs import PackedLogprobs, pack_logprobs
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.ports import Prompt, ServedModel, TokenDelta
-from tests.services.frontend.fake_mesh import MODEL, FakeMesh, logprobs_of
+from services.frontend.ports import Prompt, ServedModel
+from tests.services.frontend.fake_mesh import MODEL, FakeMesh, item_of, logprobs_of
 from tests.services.frontend.raw_http import send
 
 pytestmark = pytest.mark.anyio
@@ -169,12 +170,11 @@ async def test_thousands_of_blocks_of_one_turn_take_linear_time(mesh: FakeMesh, 
 class LongPrompts(FakeMesh):
     """A mesh that tells of prompts what comes over the wire; the fake's own tokens would take long to make."""
 
-    async def _deltas(self, prompt: Prompt, branch: int) -> AsyncGenerator[TokenDelta, None]:
+    async def _deltas(self, prompt: Prompt, branch: int) -> AsyncGenerator[StreamItem, None]:
         token_ids, alternatives = prompt.token_ids, prompt.sampling.prompt_logprobs
         told = [logprobs_of(7, alternatives or 0)] * (len(token_ids) - 1)
-        yield TokenDelta(
-            [7], "length", 0, None, PackedLogprobs(await asyncio.to_thread(pack_logprobs, told), len(told))
-        )
+        packed = await asyncio.to_thread(pack_logprobs, told)
+        yield item_of([7], "length", None, PackedLogprobs(packed, len(told)))
 
 
 def json_of(answer: bytes) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from components.errors import DecodeLost, PrefillLost
+from components.errors import DecodeLost, InvariantBroken, PrefillLost
 from components.http_server import serve_http
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
@@ -164,7 +164,8 @@ async def test_a_request_over_its_time_limit_is_cancelled(mesh: FakeMesh, text: 
     assert mesh.cancelled == 1
 
 
-async def test_tokens_that_end_without_a_reason_are_an_error(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
-    mesh.answer = ""
-    answer = await http.post(CHAT, json={**HELLO, "stream": False})
-    assert answer.status_code == 500
+async def test_a_defect_of_the_mesh_before_the_first_token_is_an_error(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    mesh.fail_at, mesh.failure = 0, InvariantBroken("a stream's reader: ...")
+    for stream in (False, True):
+        answer = await http.post(CHAT, json={**HELLO, "stream": stream})
+        assert answer.status_code == 500

@@ -1,15 +1,14 @@
-"""The frontend's side of the mesh: send a request, read its streams, and go on elsewhere when an instance dies."""
+"""The frontend's side of the mesh: sends requests, reads their streams, moves a stream whose instance is lost."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from msgspec import structs
+from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
 from components.errors import DecodeLost, MeshError, NobodyListens
@@ -18,7 +17,7 @@ from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.inbox import InStream, StreamInbox
 from components.routing.router import Route
-from components.telemetry.spans import record_span, tracer
+from components.telemetry.spans import record_span, tracer, use_span
 from components.wire.codec import Struct
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
@@ -26,7 +25,7 @@ from components.wire.tokens import pack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls
-from services.frontend.ports import FleetRoom, Offer, Prompt, ServedModel, TokenDelta
+from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 
 DISPATCH_TIMEOUT_S: Final = 10.0
 RECONNECT_S: Final = 2.0  # after our own reconnect others have reconnected, too
@@ -35,18 +34,18 @@ ASK_AGAIN_S: Final = 0.1
 
 @dataclass(slots=True)
 class Stream:
-    """One branch's tokens, from one instance."""
+    """One branch's tokens from one instance."""
 
     record: InstanceRecord
     inner: InStream
     route: Route
-    over: bool = False  # read to its end, or cancelled
-    spoke: bool = False  # it has brought tokens
-    closed: bool = False
+    is_over: bool = False  # it has ended, or is cancelled
+    has_begun: bool = False  # it has brought tokens
+    is_closed: bool = False
 
 
 class MeshClient:
-    """See `services.frontend.ports.Mesh`."""
+    """`services.frontend.ports.Mesh` over NATS."""
 
     def __init__(
         self,
@@ -61,10 +60,10 @@ class MeshClient:
         self._inbox = inbox
         self._decodes = decodes.alive
         self._model = model
-        self._cancels: set[asyncio.Task[None]] = set()
+        self._sending: set[asyncio.Task[None]] = set()  # messages that are on their way
         self._served: list[ServedModel] = []  # by the instances that were there last
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
-        self.embed = EmbedCalls(bus, inbox, self.choice, model, self._tell_later).embed
+        self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
         self._decodes.on_lost(self._instance_lost)
 
     def models(self) -> list[ServedModel]:
@@ -95,55 +94,28 @@ class MeshClient:
                 waiting += max(said.num_waiting, said.num_requests - said.num_running - said.num_reserved)
         return FleetRoom(held, capacity or None, waiting)
 
-    @asynccontextmanager
-    async def generate(
-        self, prompt: Prompt, offer: Offer | None = None
-    ) -> AsyncIterator[list[AsyncGenerator[TokenDelta, None]]]:
-        """The tokens of each branch of `prompt`. One whose instance is lost goes on elsewhere, from the tokens it has.
+    async def embed(self, texts: Texts) -> list[bytes]:
+        return await self._embed_calls.embed(texts)
 
-        The branches begin together, on an instance that computes the prompt once for them. From then on each goes its own
-        way, and one that moves does so alone, as a request with the seed of its branch: draws depend on (seed, position)
-        alone, so the tokens that follow are those the lost instance would have made.
+    async def generate(self, prompt: Prompt, sink: Sink) -> "list[Branch]":
+        """The branches of `prompt`, running.
+
+        They begin together on an instance that computes the prompt once. Then each moves alone, as a request with the seed
+        of its branch: draws depend on (seed, position) alone, so the tokens that follow are those that the lost instance
+        would have made.
         """
         attempts = Attempts()
-        streams = await self._dispatch(prompt, attempts)
+        streams = await self.dispatch(prompt, attempts)
         branches = [
-            self._follow(_of_branch(prompt, i), stream, deepcopy(attempts), offer) for i, stream in enumerate(streams)
+            Branch(self, _of_branch(prompt, i), stream, deepcopy(attempts), index=i, sink=sink)
+            for i, stream in enumerate(streams)
         ]
-        try:
-            yield branches
-        finally:
-            for branch, stream in zip(branches, streams, strict=True):
-                await branch.aclose()
-                self._close(stream)  # it may not have begun to follow
+        for branch in branches:
+            branch.start()
+        return branches
 
-    async def _follow(
-        self, prompt: Prompt, stream: Stream, attempts: Attempts, offer: Offer | None
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """The tokens of one branch, whose request is on its way already."""
-        generated: list[int] = []
-        while True:
-            try:
-                while not stream.over:
-                    delta = _delta(await stream.inner.next(), first=not generated)
-                    if not stream.spoke:
-                        stream.spoke = True
-                        stream.route.succeeded()
-                        if offer is not None:
-                            stream.inner.listener = partial(_offered, offer, generated)
-                    stream.over = delta.finish is not None
-                    generated += delta.token_ids
-                    yield delta
-            except MOVING as exc:
-                self.choice.note_move(prompt, stream.route, exc, attempts)
-            else:
-                return
-            finally:
-                self._close(stream)
-            (stream,) = await self._dispatch(_rest_of(prompt, generated), attempts)
-
-    async def _dispatch(self, prompt: Prompt, attempts: Attempts) -> list[Stream]:
-        """A stream for each branch, from an instance that has accepted the request; `attempts` counts those that did not."""
+    async def dispatch(self, prompt: Prompt, attempts: Attempts) -> list[Stream]:
+        """Streams, one a branch, from an instance that has accepted the request; `attempts` counts those that did not."""
         while True:
             record, route = await self.choice.choose(prompt, attempts)
             streams = [
@@ -161,18 +133,19 @@ class MeshClient:
             finally:
                 if not accepted:
                     for stream in streams:
-                        self._close(stream)
+                        self.close(stream)
 
-    def _close(self, stream: Stream) -> None:
-        """Nobody reads it any more, whatever has become of it."""
-        if stream.closed:
+    def close(self, stream: Stream) -> None:
+        """Read no more of the stream, and cancel its work if that is not over. Idempotent."""
+        if stream.is_closed:
             return
-        stream.closed = True
+        stream.is_closed = True
         stream.route.over()
         self._inbox.close(stream.inner)
-        if not stream.over:
-            stream.over = True
-            self._cancel_later(stream)
+        if not stream.is_over:
+            stream.is_over = True
+            cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.inner.stream_id])
+            self._send_later(f"{stream.record.subject}.cancel", cancelling)
 
     async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> int:
         """Have `record` take the request, whose first stream this is. Returns: how many it has taken with it."""
@@ -203,26 +176,86 @@ class MeshClient:
                         raise
                     await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted, and the instance may not be back yet
 
-    def _cancel_later(self, stream: Stream) -> None:
-        """Tell decode that nobody reads."""
-        cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.inner.stream_id])
-        self._tell_later(f"{stream.record.subject}.cancel", cancelling)
+    def _send_later(self, subject: str, message: Struct) -> None:
+        """Publish from a task of its own: the caller is being closed or cancelled, and cannot wait."""
 
-    def _tell_later(self, subject: str, message: Struct) -> None:
-        """Whoever is being closed or cancelled cannot wait for a message to leave."""
-
-        async def tell() -> None:
-            with contextlib.suppress(MeshError):  # a lost instance needs no telling
+        async def send() -> None:
+            with contextlib.suppress(MeshError):  # a lost instance needs no message
                 await self._bus.publish(subject, message)
 
-        task = asyncio.create_task(tell())
-        self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
+        task = asyncio.create_task(send())
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
     def _instance_lost(self, record: InstanceRecord, why: str) -> None:
         self._inbox.fail_instance(record.instance_id, DecodeLost(f"decode {record.instance_id}: {why}"))
         if self._decodes.find(record.instance_id) is None:  # it has ended; one that is silent may be back
             self._inbox.forget_instance(record.instance_id)
+
+
+class Branch:
+    """One branch of a prompt: reads its stream, and moves to another instance if that fails."""
+
+    __slots__ = ("_attempts", "_client", "_generated", "_index", "_moving", "_prompt", "_sink", "_span", "_stream")
+
+    def __init__(
+        self, client: MeshClient, prompt: Prompt, stream: Stream, attempts: Attempts, *, index: int, sink: Sink
+    ) -> None:
+        self._client = client
+        self._prompt = prompt
+        self._index = index
+        self._stream = stream
+        self._attempts = attempts
+        self._sink = sink
+        self._span = trace.get_current_span()  # items come outside the request's task
+        self._generated: list[int] = []
+        self._moving: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Pass on what has arrived and all that arrives."""
+        self._stream.inner.start(self)
+
+    def take(self, item: StreamItem) -> None:
+        stream = self._stream
+        if not stream.has_begun:
+            stream.has_begun = True
+            stream.route.succeeded()
+            if item.sent_unix_ns and not self._generated:
+                record_span("frontend.receive", item.sent_unix_ns, parent=self._span)
+        stream.is_over = item.finish is not None
+        self._generated += item.token_ids
+        if not self._sink.take(self._index, item) or stream.is_over:
+            self.close()
+
+    def fail(self, error: MeshError) -> None:
+        if isinstance(error, MOVING):
+            self._moving = asyncio.create_task(self._move(error))
+        else:
+            self.close()
+            self._sink.fail(error)
+
+    def close(self) -> None:
+        """Read no more, and cancel the work. Idempotent."""
+        self._client.close(self._stream)
+        moving, self._moving = self._moving, None
+        if moving is not None:
+            moving.cancel()
+
+    async def _move(self, why: MeshError) -> None:
+        """Continue on another instance, from the tokens that are here."""
+        failed = self._stream
+        try:
+            with use_span(self._span, record_exception=False, set_status_on_exception=False):
+                self._client.choice.note_move(self._prompt, failed.route, why, self._attempts)
+                self._client.close(failed)
+                rest = _rest_of(self._prompt, self._generated)
+                [self._stream] = await self._client.dispatch(rest, self._attempts)
+        except Exception as exc:  # noqa: BLE001 - the request ends with it
+            self._client.close(failed)
+            self._sink.fail(exc)
+            return
+        self._moving = None
+        self.start()
 
 
 def _served(name: str, records: Sequence[InstanceRecord], parent: str | None = None) -> ServedModel:
@@ -251,26 +284,3 @@ def _rest_of(prompt: Prompt, generated: list[int]) -> Prompt:
         prompt_logprobs=None,
     )
     return replace(prompt, token_ids=[*prompt.token_ids, *generated], sampling=sampling)
-
-
-def _offered(offer: Offer, generated: list[int], items: list[StreamItem]) -> bool:
-    """Whether `offer` takes these items; then their tokens are among the `generated`."""
-    if items[-1].finish is not None or items[-1].error is not None:
-        return False
-    delta = _delta(items, first=False)
-    if not offer(delta):
-        return False
-    generated += delta.token_ids
-    return True
-
-
-def _delta(items: list[StreamItem], *, first: bool) -> TokenDelta:
-    head, last = items[0], items[-1]
-    if first and head.sent_unix_ns:
-        record_span("frontend.receive", head.sent_unix_ns)
-    if len(items) == 1:  # as good as always
-        told = head.logprobs
-        return TokenDelta(head.token_ids, head.finish, head.num_cached_tokens, told, head.prompt_logprobs)
-    token_ids = [token for item in items for token in item.token_ids]
-    told = None if head.logprobs is None else [entry for item in items for entry in item.logprobs or ()]
-    return TokenDelta(token_ids, last.finish, head.num_cached_tokens, told, head.prompt_logprobs)

@@ -28,19 +28,20 @@ from components.messaging.heartbeats import Liveness
 from components.messaging.inbox import StreamInbox
 from components.messaging.outbox import OutStream
 from components.messaging.service import Endpoint
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, TokenFrame
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, TokenFrame
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVES
-from services.frontend.ports import Offer, Prompt, TokenDelta
-from services.frontend.router import MeshClient
+from services.frontend.mesh_client import MeshClient
+from services.frontend.ports import Prompt
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
 from tests.components.wire.frames import pack_frame
+from tests.services.frontend.reading import Reading, reading
 
 pytestmark = pytest.mark.anyio
 
@@ -101,9 +102,9 @@ class Mesh:
         self.client = MeshClient(self.bus, self.inbox, fleet, "m")
         self.tasks: list[asyncio.Future[None]] = []
 
-    async def ask(self, life_ms: int = 60_000, offer: Offer | None = None, **changes: Any) -> list[TokenDelta]:
+    async def ask(self, life_ms: int = 60_000, **changes: Any) -> list[StreamItem]:
         prompt = replace(PROMPT, deadline_unix_ms=now_ms() + life_ms, **changes)
-        async with asyncio.timeout(10), self.client.generate(prompt, offer) as (deltas,):
+        async with asyncio.timeout(10), reading(self.client, prompt) as (deltas,):
             return [delta async for delta in deltas]
 
     def cancelled(self) -> list[tuple[str, list[int]]]:
@@ -117,7 +118,7 @@ async def mesh() -> AsyncIterator[Mesh]:
     await asyncio.sleep(0)
     await asyncio.gather(*made.tasks)
     assert not len(made.inbox), "a stream was left open"
-    assert not made.client._cancels
+    assert not made.client._sending
 
 
 def answers(decode: Decode, stream: OutStream, request: GenerateRequest) -> None:
@@ -142,7 +143,7 @@ def fails_with(error: MeshError) -> Script:
     return lambda decode, stream, _: decode.send(stream.error(error))
 
 
-def tokens(deltas: list[TokenDelta]) -> list[int]:
+def tokens(deltas: list[StreamItem]) -> list[int]:
     return [t for d in deltas for t in d.token_ids]
 
 
@@ -238,10 +239,13 @@ async def test_a_request_that_breaks_instances_breaks_two_at_most(mesh: Mesh) ->
 
 
 async def test_a_defect_of_this_process_is_not_tried_again(mesh: Mesh) -> None:
-    """What a listener has written by then would be written twice."""
+    """What a sink has written by then would be written twice."""
 
-    def offer(_: TokenDelta) -> bool:
-        raise ZeroDivisionError
+    class Broken(Reading):
+        def take(self, branch: int, item: StreamItem) -> bool:
+            if item.token_ids == [104]:
+                raise ZeroDivisionError
+            return super().take(branch, item)
 
     def script(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
         decode.send(stream.tokens([103]))
@@ -249,9 +253,13 @@ async def test_a_defect_of_this_process_is_not_tried_again(mesh: Mesh) -> None:
 
     Decode(mesh, "a", script)
     other = Decode(mesh, "b", answers)
-    with pytest.raises(InvariantBroken, match="listener"):
-        await mesh.ask(offer=offer)
+    sink = Broken(1)
+    await mesh.client.generate(replace(PROMPT, deadline_unix_ms=now_ms() + 60_000), sink)
+    with pytest.raises(InvariantBroken, match="reader"):
+        async for _ in sink.items(0):
+            pass
     assert not other.requests
+    assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
 
 
 async def test_an_instance_that_nobody_hears_on_nats_is_passed_over(mesh: Mesh) -> None:
@@ -296,17 +304,17 @@ async def test_a_stream_that_waits_gives_up_at_its_deadline(mesh: Mesh) -> None:
         await mesh.ask(life_ms=100)
 
 
-async def test_a_reader_that_leaves_cancels_the_stream(mesh: Mesh) -> None:
+async def test_a_reader_that_leaves_sending_the_stream(mesh: Mesh) -> None:
     Decode(mesh, "a", lambda decode, stream, _: decode.send(stream.tokens([103])))
     prompt = replace(PROMPT, deadline_unix_ms=now_ms() + 60_000)
-    async with mesh.client.generate(prompt) as (deltas,):
+    async with reading(mesh.client, prompt) as (deltas,):
         assert (await anext(deltas)).token_ids == [103]
         assert not mesh.cancelled()
     await asyncio.sleep(0)
     assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
 
 
-async def test_a_request_cancelled_while_it_is_sent_cancels_the_stream(mesh: Mesh) -> None:
+async def test_a_request_cancelled_while_it_is_sent_sending_the_stream(mesh: Mesh) -> None:
     decode = Decode(mesh, "a", answers)
 
     async def never(request: GenerateRequest) -> GenerateAccepted:
@@ -445,13 +453,13 @@ def three(**changes: Any) -> Sampling:
     return structs.replace(PROMPT.sampling, n=3, **changes)
 
 
-async def ask_all(mesh: Mesh, sampling: Sampling) -> list[list[TokenDelta]]:
+async def ask_all(mesh: Mesh, sampling: Sampling) -> list[list[StreamItem]]:
     prompt = replace(PROMPT, deadline_unix_ms=now_ms() + 60_000, sampling=sampling)
 
-    async def read(deltas: AsyncGenerator[TokenDelta, None]) -> list[TokenDelta]:
+    async def read(deltas: AsyncGenerator[StreamItem, None]) -> list[StreamItem]:
         return [delta async for delta in deltas]
 
-    async with asyncio.timeout(10), mesh.client.generate(prompt) as branches:
+    async with asyncio.timeout(10), reading(mesh.client, prompt) as branches:
         return list(await asyncio.gather(*map(read, branches)))
 
 
@@ -513,15 +521,20 @@ async def test_a_request_that_is_refused_moves_with_all_its_branches(mesh: Mesh)
     assert [request.sampling.n for request in second.requests] == [3]
 
 
-async def test_closing_one_branch_cancels_it_alone_and_leaving_all(mesh: Mesh) -> None:
+async def test_closing_one_branch_sending_it_alone_and_leaving_all(mesh: Mesh) -> None:
     Decode(mesh, "a", lambda decode, _, request: decode.send(*(s.tokens([103]) for s in branches_of(request))))
     prompt = replace(PROMPT, deadline_unix_ms=now_ms() + 60_000, sampling=three())
-    async with mesh.client.generate(prompt) as branches:
-        for branch in branches[:2]:  # the third has not begun to be read
-            assert (await anext(branch)).token_ids == [103]
-        await branches[1].aclose()
-        await asyncio.sleep(0)
-        assert mesh.cancelled() == [("ns.decode.a.cancel", [1])]
+    sink = Reading(3)
+    sink.unwanted.add(1)
+    branches = await mesh.client.generate(prompt, sink)
+    for queue in sink.came:
+        item = await queue.get()
+        assert isinstance(item, StreamItem)
+        assert item.token_ids == [103]
+    await asyncio.sleep(0)
+    assert mesh.cancelled() == [("ns.decode.a.cancel", [1])]
+    for branch in branches:
+        branch.close()
     await asyncio.sleep(0)
     assert mesh.cancelled()[1:] == [("ns.decode.a.cancel", [0]), ("ns.decode.a.cancel", [2])]
 
@@ -537,7 +550,7 @@ async def test_logprobs_of_items_that_are_read_together_stay_in_order(mesh: Mesh
 
     Decode(mesh, "a", script)
     [delta] = await mesh.ask()
-    assert delta == TokenDelta(WHOLE, "length", 0, told, [TOLD])
+    assert delta == StreamItem(0, 0, WHOLE, "length", None, 0, 0, told, [TOLD])
 
 
 TOLD = TokenLogprobs(-0.5, ((42, -0.5),))

@@ -1,0 +1,126 @@
+"""One HTTP response: JSON with a status while no event has left, server-sent events after that."""
+
+import asyncio
+from contextlib import closing
+from typing import Final
+
+from starlette.types import Send
+
+from components.errors import Cancelled
+from components.http_connection import BodyPush
+from components.openai.parts import AT_ONCE_BYTES, Parts, some_of
+
+FAREWELL_S: Final = 5.0  # for the last bytes to a client that may not be reading
+MAX_HELD_BYTES: Final = 16 << 20  # events for one client that does not read
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Reply:
+    """One HTTP response, begun late and ended once.
+
+    Events leave at once while the client reads (`write`). Before the head, and for a slow client, they are held until `flush`.
+    """
+
+    __slots__ = ("_flows", "_headers", "_held", "_held_bytes", "_push", "_send", "answered", "status", "streaming")
+
+    def __init__(self, send: Send, headers: Headers, push: BodyPush | None = None) -> None:
+        """
+        Args:
+            send: ASGI's.
+            headers: those of every answer.
+            push: sends a part of the body without waiting, if the server can.
+        """
+        self._send = send
+        self._headers = headers
+        self._push = push
+        self._flows = False  # the head is out and nothing is held: an event may leave at once
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self.status = 0  # that the client saw; 0 before the head
+        self.streaming = False  # events have begun: the status is out
+        self.answered = False  # the last byte is out
+
+    async def json(self, body: bytes, status: int = 200, headers: Headers | None = None) -> None:
+        """Send a whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [(b"content-type", b"application/json"), length, *(headers or [])])
+        await self._body(body, more=False)
+
+    async def parts(self, parts: Parts) -> None:
+        """Send JSON. A long answer is made and sent part by part as the client reads, so that other requests run between."""
+        with closing(parts):
+            some = some_of(parts)
+            if len(some) < AT_ONCE_BYTES:
+                await self.json(some)
+                return
+            await self._start(200, [(b"content-type", b"application/json")])
+            while some:
+                await self._body(some, more=True)
+                await asyncio.sleep(0)
+                some = some_of(parts)
+            await self._body(b"", more=False)
+
+    def write(self, events: bytes) -> bool:
+        """Send events now if that is possible, else hold them. Returns False if they wait for `flush`.
+
+        Raises: Cancelled, if too much is held.
+        """
+        if self._flows and self._push is not None and self._push.is_open:
+            self._push.send(events)
+            return True
+        self.hold(events)
+        return False
+
+    def hold(self, events: bytes) -> None:
+        """Keep events for the next `flush`. Raises: Cancelled, if too much is held."""
+        self._flows = False  # later events must not overtake these
+        self._held.append(events)
+        self._held_bytes += len(events)
+        if self._held_bytes > MAX_HELD_BYTES:
+            raise Cancelled("the client reads too slowly")
+
+    async def flush(self, *, last: bool = False) -> None:
+        """Send what is held, after the head if that is not out. Waits for a slow client. `last` ends the response."""
+        if not self.streaming:
+            await self._start(
+                200,
+                [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
+                ],
+            )
+            # only now: before it writes, the server waits for a client that does not read
+            self.streaming = True
+        count = len(self._held)
+        events = b"".join(self._held)
+        await self._body(events, more=not last)
+        del self._held[:count]
+        self._held_bytes -= len(events)
+        self._flows = not (self._held or last)
+
+    async def fail(self, status: int, body: bytes, headers: Headers, events: bytes) -> None:
+        """Report a failure in the form that is still possible: an answer of its own, or a stream's last events."""
+        if self.answered:
+            return
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                if self.streaming:
+                    self._held.append(events)
+                    await self.flush(last=True)
+                elif not self.status:
+                    await self.json(body, status, headers)
+                else:  # the head of a JSON answer is out: the client sees that it breaks off
+                    self.answered = True
+        except TimeoutError:
+            self.answered = True
+        self.status = status  # for our own count; the client of a stream has read 200
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]})
+        self.status = status
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self.answered = not more
