@@ -33,7 +33,7 @@ from components.tls import Tls
 from engine.model.resolve import model_dir, served_name
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.explain import explaining
+from services.frontend.decode_choice import explain_endpoint
 from services.frontend.keys import KeyRing, follow_keys
 from services.frontend.mesh_client import MeshClient
 from services.frontend.operations import Operations, workers_of
@@ -104,7 +104,7 @@ async def main(settings: FrontendSettings) -> None:
             {"instance_id": me}
         )
         stored = await open_stored(bus, settings, subject)
-        calls = [explaining(mesh.choice, text, model), present_endpoint(registration)]
+        calls = [explain_endpoint(mesh.choice, text, model), present_endpoint(registration)]
         if stored is not None:
             calls.append(stored.endpoint())
         files = (settings.tls_cert, settings.tls_key)

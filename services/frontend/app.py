@@ -29,26 +29,26 @@ from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, 
 from components.structured.checker import ConstraintChecker
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
-from services.frontend import tokens
 from services.frontend.admission import Admission
 from services.frontend.config import FrontendSettings
+from services.frontend.dialects.chat import ChatDialect
+from services.frontend.dialects.completions import CompletionDialect
+from services.frontend.dialects.messages import COUNT_ROUTE, MessagesDialect
+from services.frontend.dialects.responses import ResponsesDialect
 from services.frontend.embeddings import embed
-from services.frontend.endpoints import ChatDialect, CompletionDialect
 from services.frontend.exchange import Exchange, Frontend
 from services.frontend.gate import Gate, caller_of
 from services.frontend.keys import KeyRing
-from services.frontend.messages import COUNT_ROUTE, MessagesDialect
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.one_piece import answered
 from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
 from services.frontend.response_routes import add_response_routes
-from services.frontend.responses import ResponsesDialect
 from services.frontend.schema import EVENTS, describe
 from services.frontend.shape import in_shape_of
 from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
+from services.frontend.unary import answered, count_tokens, detokenize, tokenize
 
 EXPOSED: Final = [  # headers that a page's script may see
     "x-request-id",
@@ -123,7 +123,7 @@ class _Straight:
     reads its own request and ends in its own errors.
     """
 
-    def __init__(self, app: ASGIApp, exchanges: Mapping[str, Callable[[], Response]]) -> None:
+    def __init__(self, app: ASGIApp, exchanges: Mapping[str, Callable[[], ASGIApp]]) -> None:
         self._app = app
         self._exchanges = exchanges  # by path
 
@@ -133,8 +133,19 @@ class _Straight:
         await (self._app if make is None else make())(scope, receive, send)
 
 
+class _Passed(Response):
+    """An ASGI application in the place of a route's response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
 def _add_generation(app: FastAPI, frontend: Frontend, stored: StoredResponses | None) -> None:
-    exchanges: dict[str, Callable[[], Response]] = {
+    exchanges: dict[str, Callable[[], ASGIApp]] = {
         ChatDialect.route: lambda: Exchange(frontend, ChatDialect),
         CompletionDialect.route: lambda: Exchange(frontend, CompletionDialect),
         ResponsesDialect.route: lambda: Exchange(frontend, partial(ResponsesDialect, stored)),
@@ -146,22 +157,22 @@ def _add_generation(app: FastAPI, frontend: Frontend, stored: StoredResponses | 
     @app.post(ChatDialect.route, responses={200: {"model": ChatCompletion, "content": EVENTS}})
     async def chat_completions() -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
-        return exchanges[ChatDialect.route]()
+        return _Passed(exchanges[ChatDialect.route]())
 
     @app.post(CompletionDialect.route, responses={200: {"model": Completion, "content": EVENTS}})
     async def completions() -> Response:
         """Continue one or several texts; with `stream`, as server-sent events."""
-        return exchanges[CompletionDialect.route]()
+        return _Passed(exchanges[CompletionDialect.route]())
 
     @app.post(ResponsesDialect.route, responses={200: {"model": ResponseObject, "content": EVENTS}})
     async def responses() -> Response:
         """Answer a conversation in items; with `stream`, as server-sent events; with `background`, at once."""
-        return exchanges[ResponsesDialect.route]()
+        return _Passed(exchanges[ResponsesDialect.route]())
 
     @app.post(MessagesDialect.route, responses={200: {"model": MessageObject, "content": EVENTS}})
     async def messages() -> Response:
         """Answer a conversation as Anthropic's API does; with `stream`, as server-sent events."""
-        return exchanges[MessagesDialect.route]()
+        return _Passed(exchanges[MessagesDialect.route]())
 
 
 def _add_one_piece(app: FastAPI, frontend: Frontend) -> None:
@@ -173,17 +184,17 @@ def _add_one_piece(app: FastAPI, frontend: Frontend) -> None:
     @app.post(COUNT_ROUTE, responses={200: {"model": TokenCountAnswer}})
     async def count(request: Request) -> Response:
         """How many tokens a message's prompt has."""
-        return await answered(frontend, request, CountRequest, tokens.count, "count_tokens")
+        return await answered(frontend, request, CountRequest, count_tokens, "count_tokens")
 
     @app.post("/tokenize", responses={200: {"model": Tokenized}})
-    async def tokenize(request: Request) -> Response:
+    async def tokenized(request: Request) -> Response:
         """Token ids of a text, or of a conversation in the model's template."""
-        return await answered(frontend, request, TokenizeRequest, tokens.tokenize, "tokenize")
+        return await answered(frontend, request, TokenizeRequest, tokenize, "tokenize")
 
     @app.post("/detokenize", responses={200: {"model": Detokenized}})
-    async def detokenize(request: Request) -> Response:
+    async def detokenized(request: Request) -> Response:
         """The text of token ids."""
-        return await answered(frontend, request, DetokenizeRequest, tokens.detokenize, "detokenize")
+        return await answered(frontend, request, DetokenizeRequest, detokenize, "detokenize")
 
 
 def _add_models(app: FastAPI, mesh: Mesh) -> None:

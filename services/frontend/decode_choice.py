@@ -22,14 +22,17 @@ from components.errors import (
     PeerBroken,
     PeerLost,
 )
-from components.messaging.deadline import remaining_s
+from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
+from components.messaging.service import Endpoint
 from components.routing.block_hash import PromptBlocks, seed_hash
 from components.routing.choice import Ask
 from components.routing.router import Route, explained
 from components.telemetry.spans import tracer
+from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord
-from components.wire.routes import RouteExplained
+from components.wire.routes import ExplainRoute, RouteExplained
+from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from services.frontend.ports import Prompt
 
@@ -180,3 +183,23 @@ class DecodeChoice:
         identity = kv.adapters.get(adapter, "") if kv is not None else ""
         model = kv.kv.layout.model if kv is not None and kv.kv is not None else ""
         return PromptBlocks(pack_tokens(prompt.token_ids), seed_hash(model, identity, prompt.cache_salt))
+
+
+def explain_endpoint(choice: DecodeChoice, text: TextModel, model: str) -> Endpoint:
+    """What `inspect route` calls: where a text would go now. Nothing is sent to decode."""
+
+    async def explain_route(request: ExplainRoute) -> RouteExplained:
+        messages = [{"role": "user", "content": request.text}]
+        token_ids = await (text.encode_chat(messages) if request.chat else text.encode_text(request.text))
+        prompt = Prompt(
+            request_id="",
+            model=request.adapter or model,
+            token_ids=token_ids,
+            sampling=Sampling(max_tokens=1),
+            cache_salt=request.cache_salt,
+            deadline_unix_ms=now_ms(),
+            session=request.session,
+        )
+        return choice.explain(prompt)
+
+    return Endpoint("explain_route", ExplainRoute, explain_route)

@@ -12,9 +12,9 @@ from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
 from components.wire.embedding_model import EmbeddingModel
 from services.frontend.gate import caller_of
-from services.frontend.one_piece import Call
 from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
+from services.frontend.unary import Call
 
 OTHERS_AFTER: Final = 4  # short texts, tokenised on the event loop: then it is others' turn
 

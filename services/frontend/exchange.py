@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from opentelemetry.trace import Span
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from components.aio import time_limit
@@ -27,9 +26,8 @@ from services.frontend import tracing
 from services.frontend.admission import Admission, Place
 from services.frontend.body import Body, read_json_body
 from services.frontend.config import FrontendSettings
+from services.frontend.dialects.dialect import Answer, Dialect, EventStream
 from services.frontend.disconnect import cancelled_on_disconnect
-from services.frontend.endpoints import Answer, Dialect
-from services.frontend.event_streams import EventStream
 from services.frontend.gate import NOBODY, Caller, caller_of
 from services.frontend.generation import Generation, Piece, PromptSpec
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
@@ -53,14 +51,13 @@ class Frontend:
     checker: ConstraintChecker | None = None
 
 
-class Exchange(Response):
-    """A response that reads its own request: one coroutine, so that one span, one time limit and one edge hold it all.
+class Exchange:
+    """An ASGI application for one request: one coroutine, so that one span, one time limit and one edge hold it all.
 
     Errors before the first token have their HTTP status; later ones become the stream's last event.
     """
 
     def __init__(self, frontend: Frontend, dialect: Callable[[str], Dialect]) -> None:
-        super().__init__()
         self._frontend = frontend
         self._request_id = uuid4().hex  # the client's X-Request-Id is never a key
         self._dialect = dialect(self._request_id)
@@ -135,11 +132,12 @@ class Exchange(Response):
         salt = self._caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
         with tracing.tracer.start_as_current_span("frontend.tokenize"):
             encoded = await dialect.encode(frontend.text)
-            budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded]
-            echoes = dialect.echoes(frontend.text, encoded)
-        asked = dialect.asked or request.asked_constraint
+            prompts = encoded.prompts
+            budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in prompts]
+        asked = encoded.asked or request.asked_constraint
         constraint = None if asked is None else await self._checked(asked, scope)
-        names = [self._request_id] if len(encoded) == 1 else [f"{self._request_id}-{i}" for i in range(len(encoded))]
+        names = [self._request_id] if len(prompts) == 1 else [f"{self._request_id}-{i}" for i in range(len(prompts))]
+        echoes = encoded.echoes or [""] * len(prompts)
         return [
             PromptSpec(
                 make_prompt(
@@ -156,12 +154,12 @@ class Exchange(Response):
                 request.stop,
                 echo,
                 request.continues,
-                dialect.output,
+                encoded.output,
                 shows_special=request.skip_special_tokens is False,
                 shows_end=bool(request.include_stop_str_in_output),
                 echo_alternatives=request.echo_alternatives,
             )
-            for name, ids, budget, echo in zip(names, encoded, budgets, echoes, strict=True)
+            for name, ids, budget, echo in zip(names, prompts, budgets, echoes, strict=True)
         ]
 
     async def _checked(self, asked: AskedConstraint, scope: Scope) -> Constraint:

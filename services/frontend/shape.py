@@ -1,7 +1,7 @@
 """Failures in the shape of the API that a path belongs to, for who answers before a dialect is there."""
 
 from components.openai.errors import ApiError
-from services.frontend.messages import MessagesDialect, refusal
+from services.frontend.dialects.messages import MessagesDialect, refusal
 
 
 def in_shape_of(path: str, error: ApiError, request_id: str) -> tuple[int, bytes]:

@@ -21,15 +21,15 @@ from components.openai.fields import parse_body
 from components.openai.parts import Parts, filled
 from components.output.blocks import Blocks
 from services.frontend.body import Body
-from services.frontend.endpoints import Answer, Conversing
-from services.frontend.event_streams import EventStream
+from services.frontend.dialects.chat import ConversationDialect
+from services.frontend.dialects.dialect import Answer, EventStream
 from services.frontend.generation import Generation, Piece
 from services.frontend.reply import Headers
 
 COUNT_ROUTE: Final = "/v1/messages/count_tokens"
 
 
-class MessagesDialect(Conversing):
+class MessagesDialect(ConversationDialect):
     """One request of the Messages API."""
 
     route = "/v1/messages"

@@ -1,8 +1,7 @@
-"""Pieces of an answer as server-sent events, and their way to the client."""
+"""The server-sent events of chats and completions."""
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from pydantic import BaseModel
 
@@ -11,19 +10,6 @@ from components.openai.events import DONE, NOTHING, Events, More, member
 from components.openai.fields import GenerationFields
 from components.openai.logprobs import ShownToken
 from services.frontend.generation import Generation, Piece
-
-
-class EventStream(Protocol):
-    """The bytes of one stream of server-sent events."""
-
-    def piece(self, piece: Piece) -> bytes:
-        """What a piece of the answer adds; nothing, maybe, but for the first."""
-
-    async def end(self) -> bytes:
-        """What stands behind the last piece."""
-
-    def fail(self, error: ApiError) -> bytes:
-        """The last words of a stream that broke."""
 
 
 class ChunkStream:

@@ -28,8 +28,8 @@ from components.openai.responses import (
 )
 from components.output.blocks import Block, Blocks
 from services.frontend.body import Body
-from services.frontend.endpoints import Answer, Conversing
-from services.frontend.event_streams import EventStream
+from services.frontend.dialects.chat import ConversationDialect
+from services.frontend.dialects.dialect import Answer, EventStream
 from services.frontend.gate import owner_of
 from services.frontend.generation import Generation, Piece
 from services.frontend.reply import Reply
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 NO_STORE: Final = "has a value that this server does not support: it keeps no responses"
 
 
-class ResponsesDialect(Conversing):
+class ResponsesDialect(ConversationDialect):
     """One request of the Responses API."""
 
     route = "/v1/responses"

@@ -13,7 +13,7 @@ from components.output.calls import CallDelta
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.event_streams import TellingStream
+from services.frontend.dialects.chunks import TellingStream
 from services.frontend.generation import Generation, Piece
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import ServedModel

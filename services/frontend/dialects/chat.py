@@ -1,0 +1,101 @@
+"""`/v1/chat/completions`, and what all APIs with conversations share."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from pydantic import BaseModel
+from starlette.types import Scope
+
+from components.openai.chat import CallMade, ChatChoice, ChatCompletion, ChatMessage, ChatRequest
+from components.openai.events import Events
+from components.openai.fields import parse_body
+from components.openai.logprobs import ChatLogprobs, ShownToken
+from components.openai.parts import Parts, filled
+from components.text.tokenizer import TextModel
+from services.frontend.body import Body
+from services.frontend.conversation import AnswerPlan, encode_conversation, plan_answer
+from services.frontend.dialects.chunks import chunks
+from services.frontend.dialects.dialect import Answer, Dialect, Encoded, EventStream, logprob_lists, prompt_extras
+from services.frontend.generation import Generation
+
+
+class ConversationDialect(Dialect):
+    """A request that is a chat, in any API's form."""
+
+    operation = "chat"
+    chat: ChatRequest
+    plan = AnswerPlan()  # until `encode`
+
+    def token_limit(self) -> int | None:
+        return self.chat.token_limit
+
+    async def encode(self, text: TextModel) -> Encoded:
+        conversation = self.chat.conversation()
+        prompt = await encode_conversation(text, conversation)
+        self.plan = await plan_answer(text, conversation, prompt, self.chat.asked_constraint)
+        echo = self.chat.messages[-1].text if self.chat.echo else ""
+        return Encoded([prompt], [echo], self.plan.output, self.plan.asked)
+
+
+class ChatDialect(ConversationDialect):
+    """`/v1/chat/completions`."""
+
+    route = "/v1/chat/completions"
+    id_prefix = "chatcmpl-"
+    prompt_param = "messages"
+
+    async def read(self, body: Body, scope: Scope) -> ChatRequest:
+        """A chat request."""
+        self.chat = await body.made_into(partial(parse_body, ChatRequest))
+        return self.chat
+
+    def events(self, generation: Generation) -> EventStream:
+        """Chunks with a role and deltas."""
+        request = self.chat
+        events = Events.chat(
+            self.response_id,
+            self.created,
+            request.model,
+            usage_follows=request.announces_usage,
+            empty=self.plan.output is None,
+        )
+        return chunks(request, events, self.logprobs, generation)
+
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
+        """A chat completion."""
+        token_ids, lists = prompt_extras(self.chat, generation, 0)
+        completion = ChatCompletion(
+            id=self.response_id,
+            created=self.created,
+            model=self.chat.model,
+            choices=[],
+            usage=generation.usage(),
+            prompt_token_ids=token_ids,
+            prompt_logprobs=[] if lists else None,
+        )
+        made = (self._choice(i, choice) for i, choice in enumerate(choices))
+        return filled(completion, choices=made, **lists)
+
+    def _choice(self, index: int, choice: Answer) -> Parts:
+        made = ChatChoice(
+            index=index,
+            message=said(choice),
+            logprobs=None if choice.tokens is None else ChatLogprobs.of(()),
+            finish_reason=choice.finish,
+            token_ids=choice.token_ids,
+        )
+        return filled(made, **logprob_lists(ChatLogprobs, choice))
+
+    def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
+        """A list of tokens."""
+        return None if tokens is None else ChatLogprobs.of(tokens)
+
+
+def said(choice: Answer) -> ChatMessage:
+    """The message of a choice: without content where there is none beside reasoning or calls."""
+    return ChatMessage(
+        content=choice.text or (None if choice.reasoning or choice.calls else ""),
+        reasoning_content=choice.reasoning or None,
+        reasoning=choice.reasoning or None,
+        tool_calls=[CallMade.of(call) for call in choice.calls] or None,
+    )

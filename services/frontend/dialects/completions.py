@@ -1,0 +1,82 @@
+"""`/v1/completions`."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from pydantic import BaseModel
+from starlette.types import Scope
+
+from components.openai.completions import Completion, CompletionChoice, CompletionRequest, check_vocabulary
+from components.openai.events import Events
+from components.openai.fields import parse_body
+from components.openai.logprobs import CompletionLogprobs, ShownToken
+from components.openai.parts import Parts, filled
+from components.text.tokenizer import TextModel
+from services.frontend.body import Body
+from services.frontend.dialects.chunks import chunks
+from services.frontend.dialects.dialect import Answer, Dialect, Encoded, EventStream, logprob_lists, prompt_extras
+from services.frontend.generation import Generation
+
+
+class CompletionDialect(Dialect):
+    """`/v1/completions`."""
+
+    route = "/v1/completions"
+    operation = "text_completion"
+    id_prefix = "cmpl-"
+    prompt_param = "prompt"
+    request: CompletionRequest
+
+    async def read(self, body: Body, scope: Scope) -> CompletionRequest:
+        """A completion request."""
+        self.request = await body.made_into(partial(parse_body, CompletionRequest))
+        return self.request
+
+    def token_limit(self) -> int | None:
+        """Of each prompt."""
+        return self.request.token_limit
+
+    async def encode(self, text: TextModel) -> Encoded:
+        """Tokenise texts; take token ids as they are if the model knows them."""
+        request = self.request
+        prompts: list[list[int]] = []
+        for prompt in request.prompt:
+            if isinstance(prompt, str):
+                special = request.add_special_tokens is not False
+                prompts.append(await text.encode_text(prompt, add_special_tokens=special))
+            else:
+                await text.run(len(prompt), partial(check_vocabulary, prompt, text.vocab_size, "prompt"))
+                prompts.append(prompt)
+        if not request.echo:
+            return Encoded(prompts)
+        return Encoded(prompts, [given if isinstance(given, str) else text.decode(given) for given in request.prompt])
+
+    def events(self, generation: Generation) -> EventStream:
+        """Chunks with text."""
+        request = self.request
+        events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
+        return chunks(request, events, self.logprobs, generation)
+
+    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
+        """A text completion."""
+        completion = Completion(
+            id=self.response_id, created=self.created, model=self.request.model, choices=[], usage=generation.usage()
+        )
+        return filled(completion, choices=(self._choice(i, choice, generation) for i, choice in enumerate(choices)))
+
+    def _choice(self, index: int, choice: Answer, generation: Generation) -> Parts:
+        token_ids, lists = prompt_extras(self.request, generation, index)
+        made = CompletionChoice(
+            index=index,
+            text=choice.text,
+            logprobs=None if choice.tokens is None else CompletionLogprobs.of(()),
+            finish_reason=choice.finish,
+            token_ids=choice.token_ids,
+            prompt_token_ids=token_ids,
+            prompt_logprobs=[] if lists else None,
+        )
+        return filled(made, **logprob_lists(CompletionLogprobs, choice), **lists)
+
+    def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
+        """Parallel lists."""
+        return None if tokens is None else CompletionLogprobs.of(tokens)
