@@ -1,7 +1,7 @@
-"""Decode's side of token streams: what the streams to one frontend make leaves in frames, numbered, and kept for a while.
+"""Decode's side of token streams: the tokens of all streams to one frontend leave in numbered frames, which are kept a while.
 
-NATS delivers at most once, and drops what a restarting server or connection held. A frontend that misses a frame asks for it
-by its number, so that no stream has to be computed again for a message that was lost.
+NATS delivers at most once. A frontend that misses a frame asks for it by its number, so that a lost message does not move a
+stream.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-KEPT_S: Final = 60.0  # frames, for frontends that missed them
+KEPT_S: Final = 60.0  # age of the frames that are kept
 KEPT_BYTES: Final = 64 << 20  # of all frontends together
-RESENT_BYTES: Final = 4 << 20  # in answer to one question
-PROBE_S: Final = 1.0  # so often a frame also asks NATS whether its frontend listens
-GONE_AFTER_S: Final = 6.0  # for so long nobody has listened: the frontend is not just reconnecting
-QUICK_INTERVALS: Final = 4  # in which a stream leaves once, when it makes more than a token in each
+RESENT_BYTES: Final = 4 << 20  # in answer to one call
+PROBE_S: Final = 1.0  # between frames that also ask NATS whether the frontend listens
+GONE_AFTER_S: Final = 6.0  # without a listener: longer than a reconnect takes
+QUICK_INTERVALS: Final = 4  # between two sendings of a stream that makes more than a token in each
 
 
 class OutStream:
-    """One stream as its sender sees it."""
+    """The sender's side of one stream."""
 
     __slots__ = ("gathered", "last_left_s", "next_seq", "reply_to", "stream_id")
 
     def __init__(self, reply_to: str, stream_id: int) -> None:
         self.reply_to = reply_to
         self.stream_id = stream_id
-        self.gathered: list[int] = []  # tokens that wait to leave: the last numbers that were taken
-        self.last_left_s = 0.0  # when something did
+        self.gathered: list[int] = []  # tokens that are not sent; they have the stream's last numbers
+        self.last_left_s = 0.0  # monotonic: when tokens were last sent
         self.next_seq = 0
 
     def tokens(
@@ -52,7 +52,6 @@ class OutStream:
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> StreamItem:
-        """The next item of this stream."""
         return StreamItem(
             self.stream_id,
             self._take(num_numbers(token_ids)),
@@ -66,63 +65,63 @@ class OutStream:
         )
 
     def error(self, error: MeshError) -> StreamItem:
-        """The last item of this stream: it ends here, and why."""
+        """The last item of this stream."""
         return StreamItem(self.stream_id, self._take(1), [], None, refusal(error))
 
     def gather(self, token_ids: Sequence[int]) -> None:
-        """Tokens with nothing beside them, which leave later."""
+        """Keep plain tokens for a later frame."""
         self.next_seq += len(token_ids)
         self.gathered += token_ids
 
     def leave(self, until_seq: int, frame: FrameDraft) -> None:
-        """What has gathered goes into the frame; its numbers end before `until_seq`."""
+        """Move the gathered tokens to a frame. Their numbers end before `until_seq`."""
         token_ids, self.gathered = self.gathered, []
         frame.tokens(self.stream_id, until_seq - len(token_ids), token_ids)
 
     def _take(self, count: int) -> int:
-        """The first of so many next numbers."""
+        """Take the next `count` numbers. Returns the first."""
         seq = self.next_seq
         self.next_seq += count
         return seq
 
 
 class _Lane:
-    """Frames to one frontend."""
+    """The frames to one frontend."""
 
-    __slots__ = ("frames", "is_probing", "oldest", "probed_s", "reply_to", "unheard_since_s")
+    __slots__ = ("deaf_since_s", "frames", "is_probing", "oldest", "probed_s", "reply_to")
 
     def __init__(self, reply_to: str) -> None:
         self.reply_to = reply_to
         self.oldest = 0  # number of the first frame that is kept
         self.frames: deque[bytes] = deque()
-        self.probed_s = 0.0  # when a frame last asked whether anybody listens
-        self.is_probing = False  # it has, and nobody has said no
-        self.unheard_since_s: float | None = None
+        self.probed_s = 0.0  # monotonic: when a frame last asked NATS for listeners
+        self.is_probing = False  # and NATS has not denied one
+        self.deaf_since_s: float | None = None
 
     @property
     def next(self) -> int:
-        """Number of the frame that is made next."""
+        """Number of the next frame."""
         return self.oldest + len(self.frames)
 
 
 class SentFrames:
-    """The frames of the last seconds, by frontend, in bounded memory."""
+    """The frames of the last KEPT_S, by frontend, in at most KEPT_BYTES."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lanes: dict[str, _Lane] = {}
-        self._order: deque[tuple[float, _Lane]] = deque()  # when each frame was made, and where it is kept
+        self._order: deque[tuple[float, _Lane]] = deque()  # when each frame was made, oldest first
         self._bytes = 0
 
     def lane(self, reply_to: str) -> _Lane:
-        """The frames to one frontend; its numbers go on for as long as this process lives."""
+        """The lane to a frontend. Its numbers never restart in this process."""
         lane = self._lanes.get(reply_to)
         if lane is None:
             lane = self._lanes[reply_to] = _Lane(reply_to)
         return lane
 
     def keep(self, lane: _Lane, frame: bytes) -> None:
-        """Keep the frame with the lane's next number, and forget old ones."""
+        """Keep the lane's next frame, and drop old ones."""
         now = self._clock()
         lane.frames.append(frame)
         self._order.append((now, lane))
@@ -136,21 +135,21 @@ class SentFrames:
 class StreamOutbox:
     """Collects items and sends them as frames.
 
-    What comes after a rest leaves at once, what follows gathers: tokens that are made faster than anybody reads them are
-    not worth a frame, an event and two switches of processes each.
+    The first item after a pause leaves at once. Then tokens gather for `interval_s`: each frame costs an event and two context
+    switches.
     """
 
     def __init__(
         self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
     ) -> None:
-        """`interval_s`: from one sending to the next, at least."""
+        """`interval_s`: the shortest time between two sendings."""
         self._bus = bus
         self._instance_id = instance_id
         self._epoch = epoch
         self._step = step
         self._interval_s = interval_s
-        self._gathering: list[OutStream] = []  # those with tokens that wait, some of them twice
-        self._frames: dict[str, list[FrameDraft]] = {}  # of each frontend, what leaves next
+        self._gathering: list[OutStream] = []  # streams with unsent tokens, some of them twice
+        self._frames: dict[str, list[FrameDraft]] = {}  # to be sent next, by frontend
         self._sent = SentFrames()
         self._on_gone: list[Callable[[str], None]] = []
         self._wake = asyncio.Event()
@@ -169,22 +168,22 @@ class StreamOutbox:
         self._begin()
 
     def put_tokens(self, stream: OutStream, token_ids: Sequence[int]) -> None:
-        """Queue tokens with nothing beside them, which are nearly all that there is to send."""
+        """Queue plain tokens: nearly all that is sent."""
         if not stream.gathered:
             self._gathering.append(stream)
             self._begin()
         stream.gather(token_ids)
 
     def on_gone(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reply_to)` when nobody has listened there for seconds: the frontend has ended."""
+        """Call `callback(reply_to)` when a frontend has had no listener for GONE_AFTER_S."""
         self._on_gone.append(callback)
 
     def endpoint(self) -> Endpoint:
-        """The call of a frontend that misses frames."""
+        """Called by a frontend that misses frames."""
         return Endpoint("resend", ResendFrames, self.resend)
 
     async def resend(self, request: ResendFrames) -> FramesResent:
-        """Send frames again, as many as fit into one answer; the frontend asks for more."""
+        """Send up to RESENT_BYTES of frames again; the frontend asks for more."""
         lane = self._sent.lane(request.reply_to)
         number = max(request.first, lane.oldest)
         sent = 0
@@ -196,11 +195,10 @@ class StreamOutbox:
         return FramesResent(oldest=lane.oldest, next=number, made=lane.next)
 
     async def flushed(self) -> None:
-        """Wait until everything queued was handed to NATS."""
+        """Wait until all that is queued was handed to NATS."""
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Send frames for ever."""
         rests_until_s = 0.0
         while True:
             await self._wake.wait()
@@ -218,12 +216,11 @@ class StreamOutbox:
                 self._idle.set()
 
     def _begin(self) -> None:
-        """There is something to send."""
         self._idle.clear()
         self._wake.set()
 
     def _due(self, now_s: float) -> dict[str, list[FrameDraft]]:
-        """What leaves now, by frontend. A stream that makes tokens quickly waits until more have gathered."""
+        """The frames to send now, by frontend. A quick stream waits until more of its tokens have gathered."""
         gathering, self._gathering = self._gathering, []
         quick_until_s = now_s - QUICK_INTERVALS * self._interval_s
         for stream in gathering:
@@ -246,42 +243,44 @@ class StreamOutbox:
         frame = self._packed(draft, lane.next)
         try:
             self._bus.check_size(reply_to, frame)
-        except MessageTooLarge as exc:  # it would be missing for ever: its streams end instead
+        except MessageTooLarge as exc:  # it could never be sent: its streams end instead
             frame = self._packed(draft.failed(exc), lane.next)
         self._sent.keep(lane, frame)
         try:
             await self._bus.publish_bytes(reply_to, frame, self._probe(lane))
         except MeshError as exc:
-            log.warning("frame not sent, frontend has to ask", extra={"reason": exc.message, "items": len(draft)})
+            log.warning(
+                "frame not sent, the frontend must ask for it", extra={"reason": exc.message, "items": len(draft)}
+            )
 
     def _packed(self, draft: FrameDraft, number: int) -> bytes:
         return draft.pack(self._instance_id, self._epoch(), self._step(), number)
 
     def _probe(self, lane: _Lane) -> str:
-        """The reply subject on which NATS will say if nobody listens; "": not asked with this frame."""
+        """A reply subject on which NATS reports that no one listens; "": not asked with this frame."""
         now = time.monotonic()
         if now - lane.probed_s < PROBE_S:
             return ""
-        if lane.is_probing:  # nobody has said no to the last one
-            lane.unheard_since_s = None
+        if lane.is_probing:  # the last probe was not denied
+            lane.deaf_since_s = None
         lane.probed_s, lane.is_probing = now, True
 
-        def unheard() -> None:
+        def no_listener() -> None:
             lane.is_probing = False
-            if lane.unheard_since_s is None:
-                lane.unheard_since_s = now
-            elif time.monotonic() - lane.unheard_since_s > GONE_AFTER_S:
+            if lane.deaf_since_s is None:
+                lane.deaf_since_s = now
+            elif time.monotonic() - lane.deaf_since_s > GONE_AFTER_S:
                 for callback in self._on_gone:
                     callback(lane.reply_to)
 
-        return self._bus.when_unheard(lane.reply_to, unheard)
+        return self._bus.when_unheard(lane.reply_to, no_listener)
 
 
 @asynccontextmanager
 async def open_outbox(
     bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
 ) -> AsyncIterator[StreamOutbox]:
-    """An outbox whose frames leave while inside; leaving sends what is queued."""
+    """Open an outbox that sends while inside; leaving sends what is queued."""
     outbox = StreamOutbox(bus, instance_id, epoch, step, interval_s)
     async with background(outbox.run(), "stream-outbox"):
         try:

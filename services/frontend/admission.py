@@ -1,18 +1,16 @@
-"""Admission: a request goes on at once while decode has room and nobody waits, else it waits its turn, or is refused.
+"""Admission control: a request is sent to decode at once while there is room and none waits. Else it queues, or is refused.
 
 There is room while
 
-    tokens in held pages + those of ours that have not begun + those of others' that hold no page  <  admit_load · capacity
+    tokens in held pages + our tokens that have not begun + others' tokens without a page  <  admit_load · capacity
 
-The first and the last are what heartbeats said, a step or up to half a second ago, the others being other frontends'
-requests. Ours are counted here, from admission to the first token of each prompt. One that has its pages and has not begun
-counts twice, so with a load of 1 memory would not fill; and held pages are no more than the capacity, so that, however old
-the news, (admit_load - 1) · capacity of ours is always on its way, where there is one frontend. Of several under too much
-work, one may keep the others waiting. The request that crosses the line still goes: else one larger than everything would be
-stuck.
+Heartbeats report the first and the last, up to half a second late; the others are requests of other frontends. We count our
+own from admission to the first token of each prompt. A request that has pages and has not begun counts twice, so with a load
+of 1 memory would not fill. Held pages are at most the capacity, so at least (admit_load - 1) · capacity of our tokens are
+always on their way. The request that crosses the limit is still admitted: else one larger than the limit would never be.
 
-Before the first instance is there, there is room: nothing waits for what may never come. When all instances are lost later,
-requests in the queue wait for one to come back, for `no_worker_wait_s`; then they are refused.
+Before the first instance registers there is room, as nothing must wait for an instance that may never come. When all instances
+are lost later, queued requests wait `no_worker_wait_s` for one to come back.
 """
 
 import asyncio
@@ -28,36 +26,36 @@ from services.frontend.fair_queue import FairQueue, Waiting
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom, Mesh
 
-LOOK_EVERY_S: Final = 0.05  # at what decode carries, and for those who have waited too long
+LOOK_EVERY_S: Final = 0.05  # at the load of decode, and for requests that have waited too long
 RATE_OVER_S: Final = 10.0
-RETRY_S: Final = (1.0, 60.0)  # OpenAI's clients take no advice to wait much longer
-ANSWER_WEIGHT: Final = 2  # a token of an answer costs its key as much as so many of a prompt, as in arXiv:2401.00588
+RETRY_S: Final = (1.0, 60.0)  # bounds of Retry-After: OpenAI's clients ignore a much longer one
+ANSWER_WEIGHT: Final = 2  # price of an answer's token in prompt tokens, as in arXiv:2401.00588
 ANONYMOUS: Final = b""
 _PEPPER: Final = os.urandom(16)
 
 
 class Limits(Protocol):
-    """The settings of a frontend are one."""
+    """Settings that admission needs."""
 
     @property
     def queue_tokens(self) -> int:
-        """That may wait."""
+        """Most tokens in the queue."""
 
     @property
     def queue_timeout_s(self) -> float:
-        """Longest wait."""
+        """The longest wait."""
 
     @property
     def admit_load(self) -> float:
-        """See the module; above 1."""
+        """Load of decode, in capacities, up to which requests are admitted; above 1."""
 
     @property
     def max_inflight(self) -> int | None:
-        """Requests admitted and not over; None: no limit."""
+        """Most requests that are admitted and not over; None: no limit."""
 
 
 def token_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The API key of a request, as a bearer token or, as Anthropic's clients send it, as `x-api-key`; empty without any."""
+    """The API key of a request: the bearer token, else Anthropic's `x-api-key`; empty without any."""
     key = b""
     for name, value in headers:
         if name == b"authorization":
@@ -68,13 +66,13 @@ def token_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Whom a request counts for: a hash of its API key that means nothing to another process; one key without any."""
+    """The key that a request counts for in the queue: a hash of its API key, salted by this process."""
     token = token_of(headers)
     return blake2b(token, digest_size=16, key=_PEPPER).digest() if token else ANONYMOUS
 
 
 class Place:
-    """One request, from `Admission.enter` until `leave`."""
+    """One request between `Admission.enter` and `leave`."""
 
     __slots__ = ("_admission", "inside", "not_begun", "tokens_not_begun", "turn", "waiting")
 
@@ -82,38 +80,36 @@ class Place:
         self._admission = admission
         self.waiting = waiting
         self.inside = False  # admitted, and not over
-        self.turn: asyncio.Future[Overloaded | None] | None = None  # set for one that has to wait
+        self.turn: asyncio.Future[Overloaded | None] | None = None  # of a request that has to wait
         self.not_begun = choices
         self.tokens_not_begun = waiting.tokens
 
     async def admitted(self) -> None:
-        """Wait for the turn of one that has to. Raises: QueueFull; NoDecodeInstance."""
+        """Wait for the request's turn, if it has to. Raises: QueueFull, NoDecodeInstance."""
         if self.turn is not None and (refusal := await self.turn) is not None:
             raise refusal
 
     def began(self, prompt_tokens: int) -> None:
-        """The first token of a choice has come; of a prompt's first choice, with the tokens of that prompt."""
+        """Record the first token of a choice. `prompt_tokens`: its prompt's, at the prompt's first choice, else 0."""
         self._admission.began(self, prompt_tokens)
 
     def leave(self, answer_tokens: int = 0) -> None:
-        """It is over, waits no more, or was refused. Once more does no harm."""
+        """Give up the place, whatever became of the request. Idempotent."""
         self._admission.leave(self, answer_tokens)
 
 
 class AdmittedRate:
-    """Tokens admitted per second, lately."""
+    """Tokens admitted per second, of late."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = self._at_s = now_s
-        self._sum = 0.0  # what was admitted t ago counts e^(-t / RATE_OVER_S)
+        self._sum = 0.0  # tokens, decayed by e^(-t / RATE_OVER_S)
 
     def add(self, tokens: int, now_s: float) -> None:
-        """So many were admitted now."""
         self._sum = self._decayed(now_s) + tokens
         self._at_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Over the last seconds, or since there is anything to tell of."""
         seen_s = RATE_OVER_S * -math.expm1(-max(now_s - self._since_s, 1.0) / RATE_OVER_S)
         return self._decayed(now_s) / seen_s
 
@@ -122,20 +118,20 @@ class AdmittedRate:
 
 
 class Admission:
-    """Who goes on and who waits. On one event loop, whose clock it takes."""
+    """Admits requests or queues them. Uses the clock of the running event loop."""
 
     def __init__(self, mesh: Mesh, limits: Limits, metrics: FrontendMetrics) -> None:
         self._mesh = mesh
         self._limits = limits
         self._max_inflight = limits.max_inflight or math.inf
         self._queue = FairQueue(limits.queue_tokens)
-        self._places: dict[Waiting, Place] = {}  # of those in the queue
+        self._places: dict[Waiting, Place] = {}  # of queued requests
         self._inflight = 0
-        self._not_begun = 0  # choices of ours
+        self._not_begun = 0  # our choices
         self._tokens_not_begun = 0
-        self._usual_tokens = 0.0  # of a choice
+        self._usual_tokens = 0.0  # of a choice, moving average
         self._room: FleetRoom | None = None
-        self._known_tokens = 0.0  # that decode carries beside ours
+        self._known_tokens = 0.0  # load of decode without ours
         self._limit_tokens = math.inf
         self._look_at_s = -math.inf
         self._rate: AdmittedRate | None = None
@@ -144,9 +140,9 @@ class Admission:
         metrics.show_queue(lambda: len(self._queue), lambda: self._queue.tokens)
 
     def enter(self, key: bytes, priority: int, prompt_tokens: int, choices: int = 1) -> Place:
-        """A request has come. If its place has a `turn`, it waits for `admitted`. `leave` the place in any case.
+        """Admit or queue a request. If the place has a `turn`, await `admitted`. Always `leave` the place.
 
-        Raises: QueueFull, when it can not even wait.
+        Raises: QueueFull, if the request cannot wait either.
         """
         now_s = asyncio.get_running_loop().time()
         place = Place(self, Waiting(key, priority, prompt_tokens + REQUEST_TOKENS * choices, now_s), choices)
@@ -157,13 +153,11 @@ class Admission:
         return place
 
     def began(self, place: Place, prompt_tokens: int) -> None:
-        """See `Place.began`."""
         if place.inside:
             self._count_begun(place, 1, prompt_tokens + REQUEST_TOKENS)
             self._pump()
 
     def leave(self, place: Place, answer_tokens: int) -> None:
-        """See `Place.leave`."""
         if self._places.pop(place.waiting, None) is not None:
             self._queue.remove(place.waiting)
         if place.inside:
@@ -182,13 +176,13 @@ class Admission:
         self._look_at_s = now_s + LOOK_EVERY_S
         room = self._mesh.room()
         if room == self._room:
-            return  # nothing new, while ours have begun since: compared again, what was said then would be others'
+            return  # old news: our requests that have begun since would be taken for others'
         self._room = room
         others = max(0, room.num_waiting - self._not_begun)
         self._known_tokens = room.held_tokens + others * self._usual_tokens
         if room.capacity_tokens is not None:
             self._limit_tokens = self._limits.admit_load * room.capacity_tokens
-        elif self._limit_tokens < math.inf:  # everyone was lost: whoever comes back must not get all who wait at once
+        elif self._limit_tokens < math.inf:  # all are lost: the first to come back must not get the whole queue at once
             self._known_tokens = self._limit_tokens
 
     def _admit(self, place: Place, now_s: float) -> None:
@@ -214,7 +208,7 @@ class Admission:
         self._look_later()
 
     def _refuse(self, one: Waiting, refusal: Overloaded) -> None:
-        """Refuse a request that is not in the queue any more."""
+        """Refuse a request that has left the queue."""
         turn = self._places.pop(one).turn
         if turn is not None and not turn.done():
             turn.set_result(refusal)
@@ -232,14 +226,16 @@ class Admission:
         )
 
     def _pump(self) -> None:
-        """Let go on whose turn it is, as long as there is room."""
+        """Admit queued requests while there is room."""
         if not self._queue:
             return
         now_s = asyncio.get_running_loop().time()
         while self._queue and self._has_room(now_s):
             place = self._places.pop(self._queue.take())
             self._admit(place, now_s)
-            if place.turn is not None and not place.turn.done():  # whoever was cancelled just now leaves next
+            if (
+                place.turn is not None and not place.turn.done()
+            ):  # a request that was cancelled just now leaves by itself
                 place.turn.set_result(None)
 
     def _look_later(self) -> None:

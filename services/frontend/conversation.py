@@ -1,4 +1,4 @@
-"""A conversation to the prompt of its next turn, and to a plan for what the model answers."""
+"""The prompt of a conversation, and the plan of its answer: how it is parsed, and what it must be."""
 
 import json
 from collections.abc import Sequence
@@ -29,17 +29,17 @@ from components.wire.sampling import Constraint
 
 
 class AnswerPlan(NamedTuple):
-    """What the model may answer, and how to take it apart."""
+    """What the model may answer, and how to parse it."""
 
-    output: OutputPlan | None = None  # None: it is shown as it is
-    asked: AskedConstraint | None = None  # in place of what the request's fields ask; None: that
+    output: OutputPlan | None = None  # None: the text is shown as it is
+    asked: AskedConstraint | None = None  # in place of the constraint in the request's fields; None: that one
 
 
 async def encode_conversation(text: TextModel, conversation: Conversation) -> list[int]:
-    """The prompt's token ids. Raises: Rejected."""
+    """Raises: Rejected."""
     formats = text.formats
     if conversation.tools and formats.tools is None:
-        raise _unsupported("tools", "this model's chat template knows of none")
+        raise _unsupported("tools", "this model's chat template has no tools")
     reasons = formats.reasoning is not None
     variables = template_variables(conversation.effort, conversation.variables, text.mentions, reasons=reasons)
     tools = [tool.for_template() for tool in conversation.tools]
@@ -54,9 +54,9 @@ async def plan_answer(
     Args:
         text: the model's formats.
         conversation: tools, and which of them to call.
-        prompt: what `encode_conversation` made of it.
-        asked: what the request's fields ask of its text: it holds where the model answers, not where it reasons or calls.
-    Raises: Rejected, when that cannot be kept together with tools, or with the text that the answer goes on from.
+        prompt: its token ids, by `encode_conversation`.
+        asked: the constraint in the request's fields. It holds for the answer, not for reasoning or calls.
+    Raises: Rejected, if the constraint is not compatible with the tools, or with the text that the answer continues.
     """
     reasoning = text.formats.reasoning
     tools = text.formats.tools if conversation.tools else None
@@ -91,7 +91,7 @@ async def plan_answer(
 
 
 def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int], before: str) -> Thinking | None:
-    """The reasoning that comes first, behind the prompt, which ends with `before`; None: there is none, or it is over."""
+    """The reasoning that follows the prompt, which ends with `before`; None: there is none, or it is over."""
     if not before.strip():
         if text.ends_with(prompt, reasoning.end):
             return None
@@ -103,19 +103,19 @@ def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int]
 
 
 async def _check_goes_on(text: TextModel, output: OutputPlan, held_to: AskedConstraint | None) -> None:
-    """Raises: Rejected, when what the rest is held to cannot follow the text that it goes on from."""
+    """Raises: Rejected, if the rest cannot both keep its constraint and continue the last message."""
     parser = output.parser()
     said, _, calls = await text.run(len(output.before), parser.begin)
     param = "continue_final_message"
     if parser.done:
-        raise _unsupported(param, "the last message has a call already, and only one is wanted")
+        raise _unsupported(param, "the last message already has a tool call, and only one is wanted")
     if held_to is None:
         return
     if parser.undecided:
-        raise _unsupported(param, f"the last message ends where nothing of what '{held_to.param}' asks can begin")
+        raise _unsupported(param, f"'{held_to.param}' cannot begin where the last message ends")
     bare = output.tools is not None and output.tools.style is not None and not output.tools.style.marker
     if held_to.param == "tools" and bare and (said.strip() or calls):
-        raise _unsupported(param, "this model's calls are whole answers, and the last message has said something")
+        raise _unsupported(param, "this model's calls are whole answers, and the last message already has text")
 
 
 def _held_to(
@@ -127,7 +127,7 @@ def _held_to(
     *,
     single: bool,
 ) -> AskedConstraint | None:
-    """What the answer must be, by the choice of tools, what they say of themselves, and what else is asked."""
+    """What the answer must be, by the choice of tools, strict tools, and the constraint in the request."""
     mode, name = conversation.choice
     callable_tools = _callable_tools(conversation)
     if mode in {"required", "named"}:
@@ -151,7 +151,7 @@ def _held_to(
 
 
 def _callable_tools(conversation: Conversation) -> list[CallableTool]:
-    """The tools as a grammar takes them. Raises: Rejected, when one that is strict cannot be held to all that it says."""
+    """The tools in the grammar's form. Raises: Rejected, if a strict tool's schema cannot be kept."""
     found = []
     for i, tool in enumerate(conversation.tools):
         function, strict = tool.function, bool(tool.function.strict)
@@ -163,17 +163,17 @@ def _callable_tools(conversation: Conversation) -> list[CallableTool]:
 
 
 def _style_beside_answers(grammar: Grammar, tools: ToolFormat, asked: AskedConstraint) -> CallStyle:
-    """A way to write calls in which none begins as an answer in JSON does. Raises: Rejected."""
+    """A style of calls that cannot be confused with an answer in JSON. Raises: Rejected."""
     style = tools.style
     if style is not None and style.marker:
         return style
     if style is not None and PYTHON_TAG in tools.tokens and grammar.knows(PYTHON_TAG):
         return replace(style, before=PYTHON_TAG)
-    raise _unsupported(asked.param, f"it does not go together with 'tools' in {tools.name} calls; send one of them")
+    raise _unsupported(asked.param, f"it cannot be combined with 'tools' in {tools.name} calls; send only one of them")
 
 
 def _answer_rule(asked: AskedConstraint) -> str:
-    """Raises: Rejected, for what the look at the whole grammar would not find, or find fault with in other words."""
+    """Raises: Rejected, in the request's terms, which the check of the whole grammar does not know."""
     kind, text = asked.constraint.kind, asked.constraint.text
     try:
         fault = fault_in_schema(json.loads(text)) if kind == "json_schema" else None

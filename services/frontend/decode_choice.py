@@ -1,4 +1,4 @@
-"""Which decode instance a request goes to, how often it may go to another one, and why it went there."""
+"""Chooses a decode instance for a request, and decides how often it may move to another one."""
 
 import asyncio
 import logging
@@ -38,36 +38,36 @@ from services.frontend.ports import Prompt
 
 log = logging.getLogger(__name__)
 
-WAIT_FOR_DECODE_S: Final = 30.0  # for a request that was lost with its instance, which may be restarting
+WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may restart
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
-UNHEARD_S: Final = 10.0  # for so long a request is sent to instances that do not listen, without using up its moves
-BROKEN_MOVES: Final = 3  # one of `BREAKING` uses up so many: a request that breaks instances breaks two of them at most
-FIRST_BACK_OFF_S: Final = 0.05  # before an instance is asked again; doubles
+UNHEARD_S: Final = 10.0  # so long, sending to instances that do not listen uses up no moves
+BROKEN_MOVES: Final = 3  # that a `BREAKING` error uses up, so that a request that breaks instances breaks two at most
+FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
 MOST_BACK_OFF_S: Final = 1.0
-# The instance, or this request of ours, is broken, or they do not understand each other.
+# The instance or this request is broken, or the two do not understand each other.
 BREAKING: Final = (PeerBroken, MalformedMessage)
-# With these a request tries another instance.
+# With these errors a request tries another instance.
 MOVING: Final = (PeerLost, *BREAKING, Overloaded, BackendUnavailable, DeadlineExceeded)
-NOBODYS_FAULT: Final = (FramesLost, BackendUnavailable)  # NATS's, but not the instance's, which may be asked again
+BLAMELESS: Final = (FramesLost, BackendUnavailable)  # NATS's fault: the instance may be tried again
 
 
 @dataclass(slots=True)
 class Attempts:
-    """What became of one request so far."""
+    """The tries of one request so far."""
 
-    failed: list[str] = field(default_factory=list)  # instances that failed it, the latest last
+    failed: list[str] = field(default_factory=list)  # ids of instances, the latest last
     moves: int = 0
-    unheard_s: float | None = None  # monotonic, since when instances that it was sent to do not listen
+    unheard_s: float | None = None  # monotonic: since when its instances do not listen
 
 
 class DecodeChoice:
-    """Asks the router for one of the decode instances that serve the model of a prompt."""
+    """Chooses among the decode instances that serve the model of a prompt."""
 
     def __init__(self, decodes: Fleet, model: str, no_worker_wait_s: float = NO_WORKER_WAIT_S) -> None:
         self._decodes = decodes.alive
         self._no_worker_wait_s = no_worker_wait_s
-        self._seen_s = -math.inf  # monotonic: when an instance was last known to be usable
+        self._seen_s = -math.inf  # monotonic: when an instance was last usable
         self._decodes.on_lost(lambda *_: self._seen())
         self._router = decodes.router
         self._policy = decodes.policy
@@ -75,20 +75,19 @@ class DecodeChoice:
         self._model = model
 
     def usable(self, adapter: str = "") -> Sequence[InstanceRecord]:
-        """Live instances that serve the model (with an adapter)."""
         usable = self._decodes.usable(self._model, adapter)
         if usable:
             self._seen()
         return usable
 
     def may_come_back(self) -> bool:
-        """Whether the last instance was lost so short a while ago that it is worth waiting for another one."""
+        """Whether the last instance was lost so recently that requests wait for another one."""
         return time.monotonic() < self._seen_s + self._no_worker_wait_s
 
     async def choose(self, prompt: Prompt, attempts: Attempts) -> tuple[InstanceRecord, Route]:
         """Choose an instance that has not failed this request; if all have, one of them after a pause.
 
-        Without any instance, wait a while for one to come back. Raises: NoDecodeInstance.
+        Without an instance, wait for one to come back. Raises: NoDecodeInstance.
         """
         began, left_s = time.monotonic(), remaining_s(prompt.deadline_unix_ms)
         adapter = self.adapter(prompt)
@@ -112,9 +111,9 @@ class DecodeChoice:
                 await asyncio.sleep(0.1)
 
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
-        """Raises: `why`, when the request has moved too often; DeadlineExceeded."""
+        """Record that the request moves. Raises: `why`, if it has moved too often; DeadlineExceeded."""
         attempts.moves += self._cost(why, attempts)
-        if not isinstance(why, NOBODYS_FAULT):
+        if not isinstance(why, BLAMELESS):
             route.failed(why)
             attempts.failed.append(route.instance_id)
         if attempts.moves > MOVES:
@@ -124,12 +123,11 @@ class DecodeChoice:
         trace.get_current_span().add_event("moved", {"from": route.instance_id, "cause": why.message})
 
     def _cost(self, why: MeshError, attempts: Attempts) -> int:
-        """How many moves this failure uses up."""
         if not isinstance(why, NobodyListens):
             attempts.unheard_s = None
             return BROKEN_MOVES if isinstance(why, BREAKING) else 1
-        # Nothing has reached the instance. All of them may have died just now: their silence shows in two seconds, and then
-        # the request waits for another instance.
+        # Nothing has reached the instance. All may have died just now: their silence shows in two seconds, and then the
+        # request waits for another instance.
         now_s = time.monotonic()
         attempts.unheard_s = attempts.unheard_s or now_s
         return 0 if now_s - attempts.unheard_s < UNHEARD_S else 1
@@ -138,11 +136,11 @@ class DecodeChoice:
         self._seen_s = time.monotonic()
 
     def adapter(self, prompt: Prompt) -> str:
-        """Any name but the model's own is one of an adapter, as in vLLM."""
+        """The adapter that a prompt names: any name but the model's own, as in vLLM."""
         return "" if prompt.model == self._model else prompt.model
 
     def explain(self, prompt: Prompt) -> RouteExplained:
-        """Where `prompt` would go now, and why; nothing is sent."""
+        """Where `prompt` would go now, and why. Nothing is sent."""
         usable = self._decodes.usable(self._model, self.adapter(prompt))
         blocks = self._blocks(prompt, usable)
         ask = Ask(len(prompt.token_ids), session=prompt.session, prefix=blocks.prefix())
@@ -152,16 +150,13 @@ class DecodeChoice:
         return explained(self._policy, pack_tokens(prompt.token_ids), chosen)
 
     def _back_off_s(self, tries: int) -> float:
-        """Before somebody is asked again, not at the same moment as all others to whom the same happened.
-
-        `tries`: beyond one of each.
-        """
+        """Pause before an instance is tried again, jittered. `tries`: beyond one of each instance."""
         return self._rng.uniform(0.5, 1.0) * min(MOST_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
 
     def _route(
         self, prompt: Prompt, usable: Sequence[InstanceRecord], span: trace.Span
     ) -> tuple[InstanceRecord, Route] | None:
-        """One of `usable`, with the request on its way there as far as the load book is concerned."""
+        """Choose one of `usable`, and count the request there in the load book."""
         blocks = self._blocks(prompt, usable)
         num_tokens = len(prompt.token_ids)
         ask = Ask(num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=span.is_recording())
@@ -172,12 +167,12 @@ class DecodeChoice:
         span.set_attribute("kvmesh.decode.instance", chosen.instance_id)
         span.set_attributes(chosen.facts())
         pages = self._router.pages_for(chosen.instance_id, num_tokens - chosen.cached_tokens)
-        # where its prompt is computed is decode's choice, and what waits there its heartbeats tell
+        # no prompt tokens: decode chooses where the prompt is computed
         route = self._router.send(chosen, 0, pages, prompt.sampling.n)
         return record, route
 
     def _blocks(self, prompt: Prompt, usable: Sequence[InstanceRecord]) -> PromptBlocks:
-        """By the names that caches of these instances give them; one with other weights of an adapter has others."""
+        """The prompt's blocks, hashed as these instances hash them: with their model and the weights of the adapter."""
         kv = next((r for r in usable if r.kv is not None), None)
         adapter = self.adapter(prompt)
         identity = kv.adapters.get(adapter, "") if kv is not None else ""

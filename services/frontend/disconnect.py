@@ -1,4 +1,4 @@
-"""Notice at once that a client has left, also while nothing is being written to it."""
+"""Cancels a request as soon as its client leaves, also while nothing is written."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -11,7 +11,7 @@ from components.errors import Cancelled
 
 @asynccontextmanager
 async def cancelled_on_disconnect(receive: Receive, answered: Callable[[], bool]) -> AsyncGenerator[None, None]:
-    """Cancel the body when the client disconnects; leave it alone once `answered`, when a disconnect is only the end.
+    """Cancel the body if the client disconnects before `answered`.
 
     Raises: Cancelled, in place of the asyncio.CancelledError that it caused.
     """

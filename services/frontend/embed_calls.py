@@ -1,4 +1,4 @@
-"""Texts to vectors, through the decode instances."""
+"""The mesh's side of embeddings: texts go to decode instances, vectors come back."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -17,33 +17,28 @@ from components.wire.tokens import pack_tokens
 from services.frontend.decode_choice import MOVING, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
 
-TOKENS_A_CALL: Final = (
-    8192  # of texts that go together, more only in one: large enough to batch, small enough to spread
-)
+# of texts that go together, more only in a single text: large enough to batch, small enough to spread
+TOKENS_A_CALL: Final = 8192
 
 
 class EmbedCalls:
-    """See `services.frontend.ports.Mesh.embed`."""
-
     def __init__(
         self,
         bus: Bus,
         inbox: StreamInbox,
         choice: DecodeChoice,
         model: str,
-        tell_later: Callable[[str, Struct], None],
+        send_later: Callable[[str, Struct], None],
     ) -> None:
-        """`tell_later`: publish on a subject, by whoever is being cancelled."""
+        """`send_later`: publishes on a subject without waiting."""
         self._bus = bus
         self._inbox = inbox
         self._choice = choice
         self._model = model
-        self._tell_later = tell_later
+        self._send_later = send_later
 
     async def embed(self, texts: Texts) -> list[bytes]:
-        """The vector of each text. They go in calls of some texts each, maybe to several instances, and a call whose instance
-        is lost goes to another one.
-        """
+        """The texts are shared out to several calls. A call whose instance is lost is retried elsewhere."""
         calls = [
             replace(texts, request_id=f"{texts.request_id}-{number}", token_ids=texts.token_ids[first:last])
             for number, (first, last) in enumerate(_shares(texts.token_ids))
@@ -56,15 +51,15 @@ class EmbedCalls:
         return [vector for task in tasks for vector in task.result()]
 
     async def _embed(self, texts: Texts) -> list[bytes]:
-        """By one call. The prompt made of all its texts is for the choice of an instance alone."""
+        # one prompt of all texts, to choose an instance by
         together = [token for tokens in texts.token_ids for token in tokens]
         nothing = Sampling(max_tokens=1)
         prompt = Prompt(texts.request_id, texts.model, together, nothing, texts.cache_salt, texts.deadline_unix_ms)
         attempts = Attempts()
         while True:
             record, route = await self._choice.choose(prompt, attempts)
-            route.accepted(0)  # its answer comes with its end: the next heartbeat tells of it before
-            stream = self._inbox.open(record.instance_id, record.epoch)  # for its failure: nothing comes on it
+            route.accepted(0)  # the next heartbeat counts it: its answer comes at its end
+            stream = self._inbox.open(record.instance_id, record.epoch)  # only for its failure
             try:
                 vectors = await self._call_embed(
                     replace(texts, request_id=f"{texts.request_id}-{attempts.moves}"), record, stream
@@ -98,14 +93,14 @@ class EmbedCalls:
             answered = True
         finally:
             if not answered:
-                self._tell_later(f"{record.subject}.cancel_embed", CancelEmbed(request_id=texts.request_id))
+                self._send_later(f"{record.subject}.cancel_embed", CancelEmbed(request_id=texts.request_id))
         if len(vectors) != len(texts.token_ids):
             raise MalformedMessage(f"{len(vectors)} vectors of {len(texts.token_ids)} texts")
         return vectors
 
 
 def _shares(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """From which to which text each call goes: as many as it may have, and as make up some work."""
+    """The first and the last text of each call: [first, last). Bounded by MAX_TEXTS and TOKENS_A_CALL."""
     first = tokens = 0
     for i, text in enumerate(texts):
         if i > first and (i - first == MAX_TEXTS or tokens + len(text) > TOKENS_A_CALL):

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: texts to token ids, through the mesh, to vectors."""
+"""`/v1/embeddings`: texts to vectors."""
 
 import asyncio
 import time
@@ -16,11 +16,11 @@ from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
 from services.frontend.unary import Call
 
-OTHERS_AFTER: Final = 4  # short texts, tokenised on the event loop: then it is others' turn
+OTHERS_AFTER: Final = 4  # short texts are tokenised on the event loop; then other requests run
 
 
 async def embed(call: Call, request: EmbeddingRequest) -> Parts:
-    """The answer, written as it is read. Raises: MeshError."""
+    """The answer is made while its client reads it. Raises: MeshError."""
     frontend = call.frontend
     model = find_model(frontend.mesh, request.model)
     about = _embedding_of(model)

@@ -1,4 +1,4 @@
-"""The life of one generating request, from the first header to the last byte."""
+"""One generating request, from the first header to the last byte."""
 
 import logging
 import time
@@ -25,11 +25,12 @@ from components.wire.sampling import Constraint
 from services.frontend import tracing
 from services.frontend.admission import Admission, Place
 from services.frontend.body import Body, read_json_body
+from services.frontend.choice import Piece, PromptSpec
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.dialect import Answer, Dialect, EventStream
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.gate import NOBODY, Caller, caller_of
-from services.frontend.generation import Generation, Piece, PromptSpec
+from services.frontend.generation import Generation
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """What every request needs."""
+    """What all requests share."""
 
     mesh: Mesh
     text: TextModel
@@ -52,16 +53,16 @@ class Frontend:
 
 
 class Exchange:
-    """An ASGI application for one request: one coroutine, so that one span, one time limit and one edge hold it all.
+    """An ASGI application for one request. One coroutine has its span, its time limit and its edge for errors.
 
     Errors before the first token have their HTTP status; later ones become the stream's last event.
     """
 
     def __init__(self, frontend: Frontend, dialect: Callable[[str], Dialect]) -> None:
         self._frontend = frontend
-        self._request_id = uuid4().hex  # the client's X-Request-Id is never a key
+        self._request_id = uuid4().hex  # ours: the client's X-Request-Id is never a key
         self._dialect = dialect(self._request_id)
-        self._events: EventStream | None = None  # of a request for a stream, once there is something to send
+        self._events: EventStream | None = None  # None: not a stream, or not begun
         self._started = time.perf_counter()
         self._caller: Caller = NOBODY
         self._model = NO_MODEL
@@ -69,13 +70,12 @@ class Exchange:
         self._awaits_first_token = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request."""
         self._caller = caller_of(scope)
         headers = self._dialect.headers(self._caller.label or self._request_id)
         reply = Reply(send, headers, scope.get(PUSH))
         with tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span:
             try:
-                # the mesh knows the deadline too; this also covers a client that does not read
+                # the mesh has the deadline, too; this covers a client that does not read as well
                 async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
                     await self._serve(scope, receive, reply, span)
             except MeshError as exc:
@@ -163,10 +163,7 @@ class Exchange:
         ]
 
     async def _checked(self, asked: AskedConstraint, scope: Scope) -> Constraint:
-        """The constraint as the mesh carries it; what cannot be kept goes no further.
-
-        Raises: Rejected, naming the field; TooManyChecks.
-        """
+        """Check that an answer can keep the constraint. Raises: Rejected, which names the field; TooManyChecks."""
         if self._frontend.checker is None:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
         with tracing.tracer.start_as_current_span("frontend.compile"):
@@ -176,7 +173,7 @@ class Exchange:
                 raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
     def _enter(self, scope: Scope, specs: list[PromptSpec]) -> Place:
-        """All prompts of a request go on together. Raises: QueueFull, KeyLimited."""
+        """Take one place for all prompts of the request. Raises: QueueFull, KeyLimited."""
         prompts = [spec.prompt for spec in specs]
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
         return self._caller.enter(
@@ -193,7 +190,7 @@ class Exchange:
 
         def show(piece: Piece, is_last: bool) -> bool:
             data = events.piece(piece)
-            if is_last:  # leaves with what `end` adds
+            if is_last:  # leaves together with what `end` adds
                 reply.hold(data)
                 return False
             return not data or reply.write(data)
@@ -220,14 +217,13 @@ class Exchange:
                 await generation.woken()
                 with self._first_token(generation):
                     pass
-        told, tells_ids = request.alternatives is not None, bool(request.return_token_ids)
-        choices = [Answer.of(mine, told=told, tells_ids=tells_ids) for mine in parts]
+        has_logprobs, has_ids = request.alternatives is not None, bool(request.return_token_ids)
+        choices = [Answer.of(mine, has_logprobs=has_logprobs, has_ids=has_ids) for mine in parts]
         answer = await self._dialect.answer(choices, generation)
         if not reply.answered:
             await reply.parts(answer)
 
     def _names(self) -> dict[str, str]:
-        """Ours, and the client's own if it gave one."""
         label = self._caller.label
         return {"request_id": self._request_id, **({"client_request_id": label} if label else {})}
 
@@ -237,7 +233,7 @@ class Exchange:
 
     @contextmanager
     def _first_token(self, generation: Generation) -> Generator[None, None, None]:
-        """Measure what is done with the first token, from its arrival; later ones are not measured."""
+        """Measure the body if it sends the first token, from the token's arrival on."""
         if not self._awaits_first_token:
             yield
             return
@@ -259,9 +255,8 @@ class Exchange:
         await reply.fail(status, body, headers, events)
 
     def _account(self, reply: Reply, span: Span) -> None:
-        """Count the request, however it ended."""
         metrics, route = self._frontend.metrics, self._dialect.route
-        status = reply.status if reply.answered else 503  # neither answered nor failed: this process is stopping
+        status = reply.status if reply.answered else 503  # not answered and not failed: this process is stopping
         metrics.requests.labels(self._model, route, str(status)).inc()
         generation = self._generation
         if generation is None:
@@ -281,5 +276,5 @@ class Exchange:
 
 
 def _detail(exc: HTTPException) -> str | None:
-    """The message we gave it; starlette fills in the status phrase when there is none."""
+    """Our own message; None: starlette filled in the status phrase."""
     return None if exc.detail == HTTPStatus(exc.status_code).phrase else exc.detail

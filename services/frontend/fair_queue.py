@@ -1,19 +1,15 @@
-"""Who waits, whose turn it is, and who has to go when too much waits. No clock and no I/O.
+"""A queue of requests that is fair to API keys and bounded in tokens. No clock and no I/O.
 
-Between priorities, and within one key of one, the rule that engines have, too (`components/turns.py`): so a stream of better
-ones does not starve a worse one, and a few very long ones do not hold up everybody. Compared is whose turn it is within each
-priority: the age of a flood that waits for its share takes nobody else along.
+Priorities are merged by the engines' rule (`components/turns.py`), which compares the first request of each priority. So a
+key that floods one priority does not help the other requests there with the age of its own.
 
-Within a priority start-time fair queueing by key, in tokens: a key's next request starts, in virtual time, where its last one
-ended, but not before now, and the earliest start goes first. While two keys both wait, what they were given differs by at most
-one request of each, and a key that was idle has saved up nothing. Sources: Goyal, Vin, Cheng 1996, "Start-time fair queuing";
-that an answer's tokens, which nobody knows beforehand, are charged when they are there: the virtual token counter of Sheng et
-al. 2023, arXiv:2401.00588.
+Within a priority, keys share by start-time fair queueing in tokens. A key's next request starts in virtual time where its last
+one ended, but not before now, and the earliest start goes first. Tokens of answers are charged when they are known.
+Sources: Goyal, Vin, Cheng 1996, "Start-time fair queuing"; Sheng et al. 2023, arXiv:2401.00588 (virtual token counter).
 
-When more would wait than may, priorities worse than the newcomer's give way, the worst first. Of the newcomer's own, the key
-with the most waiting tokens does, if that is more than the newcomer's key would have; else the newcomer is refused. Of a key
-the youngest goes. So one key alone may fill the queue, and a flood takes nobody else's place. Source: longest queue drop,
-Suter, Lakshman, Stiliadis, Choudhury 1998.
+When the queue is full, requests of priorities worse than the newcomer's are dropped first, the worst first. Then the key of the
+newcomer's priority with the most tokens loses its youngest requests, if it has more than the newcomer's key would have. Else
+the newcomer is refused. Source: Suter, Lakshman, Stiliadis, Choudhury 1998 (longest queue drop).
 """
 
 from collections import OrderedDict
@@ -24,12 +20,12 @@ from typing import Final
 
 from components.turns import turn
 
-SWEEP_AT: Final = 64  # fewer may lie about when they are over
+SWEEP_AT: Final = 64  # stale entries that a heap or a dict may hold
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One request; the queue alone writes `arrival`."""
+    """One request. Only the queue writes `arrival`."""
 
     key: bytes
     priority: int  # lower goes first
@@ -39,7 +35,7 @@ class Waiting:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Its place among all who wait, but for what their keys were given."""
+        """Its place among all requests, without regard to keys."""
         return turn(self.arrival, self.priority, self.tokens)
 
 
@@ -52,19 +48,17 @@ class _Line:
     __slots__ = ("_turns", "listed", "start", "tokens", "waiting", "weighed")
 
     def __init__(self) -> None:
-        self._turns: list[tuple[int, int]] = []  # heap, also of some who have gone: a turn tells the arrival, too
+        self._turns: list[tuple[int, int]] = []  # heap; may hold requests that have left: a turn holds the arrival, too
         self.listed = False  # in `_Order`
-        self.weighed = 0  # `tokens` as `_Heaviest` has them: no fewer than they are
+        self.weighed = 0  # `tokens` as `_Heaviest` has them; at least the real number
         self.start = 0  # of its next request, in virtual time
         self.tokens = 0
         self.waiting: InOrder = OrderedDict()
 
     def rank(self) -> tuple[int, int]:
-        """Unlike any other line's."""
         return self.start, next(iter(self.waiting))
 
     def add(self, one: Waiting) -> None:
-        """It waits here now."""
         self.waiting[one.arrival] = one
         heappush(self._turns, one.turn)
         if len(self._turns) > 2 * len(self.waiting) + SWEEP_AT:
@@ -72,21 +66,19 @@ class _Line:
             heapify(self._turns)
 
     def first(self) -> Waiting:
-        """Whose turn it is; there must be someone."""
         while self._turns[0][1] not in self.waiting:
             heappop(self._turns)
         return self.waiting[self._turns[0][1]]
 
 
 class _Order:
-    """Lines with somebody waiting, by rank. Ranks only grow, and one that has is put right when it comes up."""
+    """Lines that wait, by rank. Ranks only grow, so a stale one is corrected when it comes to the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], _Line]] = []
         self._sweep_at = SWEEP_AT
 
     def add(self, line: _Line) -> None:
-        """Somebody waits there now."""
         if line.listed:
             return
         if len(self._heap) >= self._sweep_at:
@@ -95,7 +87,7 @@ class _Order:
         heappush(self._heap, (line.rank(), line))
 
     def first(self) -> _Line:
-        """The one with the least rank; there must be one."""
+        """The line with the least rank. There must be one."""
         while True:
             rank, line = self._heap[0]
             if not line.waiting:
@@ -115,7 +107,7 @@ class _Order:
 
 
 class _Heaviest:
-    """Which line has the most tokens. One that has grown is noted at once, one that has shrunk when it comes up."""
+    """Finds the line with the most tokens. Growth is noted at once, a loss when the line comes to the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, _Line]] = []
@@ -123,7 +115,6 @@ class _Heaviest:
         self._notes = count()  # no two entries are equal
 
     def grown(self, line: _Line) -> None:
-        """It has more than before."""
         if line.tokens <= line.weighed:
             return
         if len(self._heap) >= self._sweep_at:
@@ -132,10 +123,9 @@ class _Heaviest:
         heappush(self._heap, (-line.tokens, next(self._notes), line))
 
     def line(self) -> _Line:
-        """The heaviest; there must be one with tokens."""
         while True:
             weight, _, line = self._heap[0]
-            if -weight != line.weighed:  # another entry tells of it
+            if -weight != line.weighed:  # stale: the line has another entry
                 heappop(self._heap)
             elif line.tokens == line.weighed:
                 return line
@@ -144,7 +134,7 @@ class _Heaviest:
                 heapreplace(self._heap, (-line.tokens, next(self._notes), line))
 
     def _sweep(self) -> None:
-        kept: dict[int, tuple[int, int, _Line]] = {}  # one for each line: its weight may have been noted more than once
+        kept: dict[int, tuple[int, int, _Line]] = {}  # one entry for each line
         for note in self._heap:
             weight, _, line = note
             if -weight != line.weighed:
@@ -174,7 +164,7 @@ class _Level:
         self._sweep_at = SWEEP_AT
 
     def turn(self) -> tuple[int, int]:
-        """When whoever is first here goes; of levels with somebody waiting, the one with the least is next."""
+        """The turn of its first request; the least of all levels is next."""
         return self._order.first().first().turn[0], self._priority
 
     def add(self, one: Waiting) -> None:
@@ -208,11 +198,11 @@ class _Level:
         line.start = max(line.start, self._now) + tokens
 
     def worst(self) -> Waiting:
-        """The youngest of the heaviest key."""
+        """The youngest request of the heaviest key."""
         return next(reversed(self._heaviest.line().waiting.values()))
 
     def beyond(self, newcomer: Waiting, over: int) -> list[Waiting] | None:
-        """Who of the heaviest key would go for `newcomer`, `over` tokens at least; None: the newcomer itself."""
+        """Requests of the heaviest key to drop for `newcomer`, at least `over` tokens; None: drop the newcomer."""
         mine = self._lines.get(newcomer.key)
         share = newcomer.tokens + (0 if mine is None else mine.tokens)
         heaviest = self._heaviest.line()
@@ -229,7 +219,7 @@ class _Level:
         return None
 
     def _line(self, key: bytes) -> _Line:
-        """The key's own, also when none of it waits: what it was given counts until virtual time has come there."""
+        """A key's line. It outlives its requests until virtual time has reached its start."""
         line = self._lines.get(key)
         if line is None:
             if len(self._lines) >= self._sweep_at:
@@ -240,7 +230,7 @@ class _Level:
 
 
 class FairQueue:
-    """See the module. A step takes time in the logarithm of how many keys wait, times how many priorities do."""
+    """The queue. A step costs O(priorities · log keys)."""
 
     def __init__(self, max_tokens: int) -> None:
         self.tokens = 0
@@ -253,11 +243,9 @@ class FairQueue:
         return len(self._waiting)
 
     def put(self, one: Waiting) -> list[Waiting]:
-        """Queue a request, unless it is the one that has to go.
+        """Queue a request, unless it is dropped itself. One larger than the queue may wait alone.
 
-        One that is larger than all that may wait does so while nobody else does.
-
-        Returns: who has to go and is not in the queue any more: `[one]`, or others.
+        Returns: the requests that are dropped, `[one]` or others; they are no longer in the queue.
         """
         leaving = self._make_room(one)
         if leaving is None:
@@ -273,18 +261,18 @@ class FairQueue:
         return leaving
 
     def take(self) -> Waiting:
-        """Whose turn it is; there must be someone."""
+        """Remove and return the next request. There must be one."""
         one = min(self._levels.values(), key=_Level.turn).take()
         self._forget(one)
         return one
 
     def remove(self, one: Waiting) -> None:
-        """It waits no more, whoever's turn it is. It must be in the queue."""
+        """Remove a request, which must be in the queue."""
         self._levels[one.priority].remove(one)
         self._forget(one)
 
     def waiting_since(self, until_s: float) -> list[Waiting]:
-        """Those who came until then, oldest first."""
+        """Requests that came until then, oldest first."""
         found: list[Waiting] = []
         for one in self._waiting.values():
             if one.since_s > until_s:
@@ -293,13 +281,13 @@ class FairQueue:
         return found
 
     def charge(self, key: bytes, priority: int, tokens: int) -> None:
-        """Count what a request that was taken has cost beyond its `tokens`, as long as anyone of its priority waits."""
+        """Charge a key for the answer of a request that was taken. Ignored if nothing of that priority waits."""
         level = self._levels.get(priority)
         if level is not None:
             level.charge(key, tokens)
 
     def _make_room(self, newcomer: Waiting) -> list[Waiting] | None:
-        """Remove who has to go for `newcomer`, and return them; None, and nobody is removed: the newcomer itself."""
+        """Drop requests for `newcomer` and return them. None: drop the newcomer, and no other."""
         over = self.tokens + newcomer.tokens - self._max_tokens
         if over <= 0 or not self._waiting:
             return []
@@ -323,7 +311,6 @@ class FairQueue:
         return leaving
 
     def _forget(self, one: Waiting) -> None:
-        """What is left to do once its level does not have it any more."""
         del self._waiting[one.arrival]
         self.tokens -= one.tokens
         if not self._levels[one.priority].num_waiting:

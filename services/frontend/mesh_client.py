@@ -60,16 +60,16 @@ class MeshClient:
         self._inbox = inbox
         self._decodes = decodes.alive
         self._model = model
-        self._sending: set[asyncio.Task[None]] = set()  # messages that are on their way
-        self._served: list[ServedModel] = []  # by the instances that were there last
+        self._sending: set[asyncio.Task[None]] = set()  # messages on their way
+        self._served: list[ServedModel] = []  # by the instances that were last seen
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
         self._decodes.on_lost(self._instance_lost)
 
     def models(self) -> list[ServedModel]:
-        """The one model this frontend can tokenise for, when a decode instance serves it, then its adapters.
+        """The model and its adapters, if a decode instance serves them.
 
-        For a while after the last instance was lost they are still here: requests wait for it to come back.
+        They stay for a while after the last instance was lost: requests wait for it to come back.
         """
         usable = self.choice.usable()
         if usable:
@@ -82,27 +82,26 @@ class MeshClient:
         return self._served
 
     def room(self) -> FleetRoom:
-        """By what instances registered with and by their last heartbeats; before its first one, an instance is empty."""
+        """Load and capacity by records and last heartbeats. An instance without a heartbeat counts as empty."""
         held = capacity = waiting = 0
         for record in self._decodes.usable(self._model):
             if record.kv is None:
                 continue
             capacity += record.kv.num_pages * record.kv.layout.page_size
-            said = self._decodes.last_heartbeat(record.instance_id)
-            if said is not None:
-                held += said.held_pages * record.kv.layout.page_size
-                waiting += max(said.num_waiting, said.num_requests - said.num_running - said.num_reserved)
+            beat = self._decodes.last_heartbeat(record.instance_id)
+            if beat is not None:
+                held += beat.held_pages * record.kv.layout.page_size
+                waiting += max(beat.num_waiting, beat.num_requests - beat.num_running - beat.num_reserved)
         return FleetRoom(held, capacity or None, waiting)
 
     async def embed(self, texts: Texts) -> list[bytes]:
         return await self._embed_calls.embed(texts)
 
     async def generate(self, prompt: Prompt, sink: Sink) -> "list[Branch]":
-        """The branches of `prompt`, running.
+        """Start the branches of `prompt`, all on one instance, which computes the prompt once.
 
-        They begin together on an instance that computes the prompt once. Then each moves alone, as a request with the seed
-        of its branch: draws depend on (seed, position) alone, so the tokens that follow are those that the lost instance
-        would have made.
+        Later each moves alone, as a request with the seed of its branch. Draws depend on (seed, position) alone, so the
+        next tokens are those that the lost instance would have made.
         """
         attempts = Attempts()
         streams = await self.dispatch(prompt, attempts)
@@ -115,7 +114,7 @@ class MeshClient:
         return branches
 
     async def dispatch(self, prompt: Prompt, attempts: Attempts) -> list[Stream]:
-        """Streams, one a branch, from an instance that has accepted the request; `attempts` counts those that did not."""
+        """Send the request until an instance accepts it. Returns: a stream for each branch."""
         while True:
             record, route = await self.choice.choose(prompt, attempts)
             streams = [
@@ -148,7 +147,7 @@ class MeshClient:
             self._send_later(f"{stream.record.subject}.cancel", cancelling)
 
     async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> int:
-        """Have `record` take the request, whose first stream this is. Returns: how many it has taken with it."""
+        """Send the request, whose first stream is `stream`. Returns: how many requests the instance has accepted so far."""
         request = GenerateRequest(
             request_id=prompt.request_id,
             epoch=record.epoch,
@@ -174,10 +173,10 @@ class MeshClient:
                 except NobodyListens:
                     if self._bus.steady_s() > RECONNECT_S:
                         raise
-                    await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted, and the instance may not be back yet
+                    await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not be back yet
 
     def _send_later(self, subject: str, message: Struct) -> None:
-        """Publish from a task of its own: the caller is being closed or cancelled, and cannot wait."""
+        """Publish in a task of its own, for callers that are being cancelled and cannot wait."""
 
         async def send() -> None:
             with contextlib.suppress(MeshError):  # a lost instance needs no message
@@ -189,12 +188,12 @@ class MeshClient:
 
     def _instance_lost(self, record: InstanceRecord, why: str) -> None:
         self._inbox.fail_instance(record.instance_id, DecodeLost(f"decode {record.instance_id}: {why}"))
-        if self._decodes.find(record.instance_id) is None:  # it has ended; one that is silent may be back
+        if self._decodes.find(record.instance_id) is None:  # it has ended; a silent one may be back
             self._inbox.forget_instance(record.instance_id)
 
 
 class Branch:
-    """One branch of a prompt: reads its stream, and moves to another instance if that fails."""
+    """One branch of a prompt. Reads its stream, and moves to another instance if that fails."""
 
     __slots__ = ("_attempts", "_client", "_generated", "_index", "_moving", "_prompt", "_sink", "_span", "_stream")
 
@@ -212,7 +211,6 @@ class Branch:
         self._moving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Pass on what has arrived and all that arrives."""
         self._stream.inner.start(self)
 
     def take(self, item: StreamItem) -> None:
@@ -242,7 +240,6 @@ class Branch:
             moving.cancel()
 
     async def _move(self, why: MeshError) -> None:
-        """Continue on another instance, from the tokens that are here."""
         failed = self._stream
         try:
             with use_span(self._span, record_exception=False, set_status_on_exception=False):
@@ -259,14 +256,14 @@ class Branch:
 
 
 def _served(name: str, records: Sequence[InstanceRecord], parent: str | None = None) -> ServedModel:
-    """What all of `records` can do under that name."""
+    """A model with what all of `records` support."""
     context = min(r.max_context or 0 for r in records)
     embedding = None if parent else records[0].embedding
     return ServedModel(name, context, min(r.started_unix_ms for r in records) // 1000, parent, embedding)
 
 
 def _of_branch(prompt: Prompt, branch: int) -> Prompt:
-    """What one branch alone asks for."""
+    """The request of one branch alone."""
     sampling = prompt.sampling
     seed = branch_seed(sampling.seed, branch)
     prompt_logprobs = None if branch else sampling.prompt_logprobs
@@ -274,7 +271,7 @@ def _of_branch(prompt: Prompt, branch: int) -> Prompt:
 
 
 def _rest_of(prompt: Prompt, generated: list[int]) -> Prompt:
-    """What a branch with these tokens still asks for."""
+    """The request of a branch for what follows these tokens."""
     if not generated:
         return prompt
     sampling = structs.replace(

@@ -11,23 +11,23 @@ from components.wire.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt to generate from, `sampling.n` times. `request_id` is ours and random."""
+    """One prompt to generate from, `sampling.n` times."""
 
-    request_id: str
+    request_id: str  # ours and random
     model: str  # one of `Mesh.models`
     token_ids: list[int]
     sampling: Sampling
     cache_salt: str
     deadline_unix_ms: int
     priority: int = 0  # lower goes first
-    session: str = ""  # prompts with the same one belong together
+    session: str = ""  # equal for prompts that belong together
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts to make vectors of. `request_id` is ours and random."""
+    """Texts to make vectors of."""
 
-    request_id: str
+    request_id: str  # ours and random
     model: str  # one of `Mesh.models` that has an `embedding`
     token_ids: list[list[int]]
     deadline_unix_ms: int
@@ -37,7 +37,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model, or an adapter of one, that at least one live decode instance serves."""
+    """A model or an adapter that a live decode instance serves."""
 
     name: str
     max_context: int  # tokens of prompt and answer together
@@ -47,14 +47,14 @@ class ServedModel:
 
 
 class FleetRoom(NamedTuple):
-    """What all decode instances that take new work said last, together.
+    """The load of all decode instances that take new work, by their last heartbeats.
 
-    What this frontend has sent since is not in it: admission counts its own requests itself, until their first tokens come.
+    Admission itself counts this frontend's requests until their first tokens arrive.
     """
 
-    held_tokens: int  # in pages that are neither free nor merely cached, no more than the capacity
+    held_tokens: int  # in pages that requests hold; at most the capacity
     capacity_tokens: int | None  # of all pages; None: there is no instance
-    num_waiting: int  # requests accepted that hold no page yet, each of n branches for itself, of all frontends
+    num_waiting: int  # accepted branches of all frontends that hold no page yet
 
 
 class Sink(Protocol):
@@ -68,27 +68,23 @@ class Sink(Protocol):
 
 
 class Branch(Protocol):
-    """One branch that runs."""
-
     def close(self) -> None:
-        """Cancel the branch if it still runs. Its sink is called no more."""
+        """Cancel the branch if it runs. Its sink is called no more."""
 
 
 class Mesh(Protocol):
-    """The mesh as a request sees it."""
-
     def models(self) -> list[ServedModel]:
-        """Models that a request may name now; reads memory only."""
+        """Models that a request may name now, from memory."""
 
     def room(self) -> FleetRoom:
-        """The load of decode; reads memory only."""
+        """The load of decode, from memory."""
 
     async def embed(self, texts: Texts) -> list[bytes]:
-        """Vectors of `texts`, in their order: float32[dimensions] each, little-endian. Raises: MeshError."""
+        """A vector for each text: float32[dimensions], little-endian. Raises: MeshError."""
 
     async def generate(self, prompt: Prompt, sink: Sink) -> Sequence[Branch]:
-        """Have the branches of `prompt` generated; close each of them in the end.
+        """Start the branches of `prompt`; the caller closes each of them.
 
-        `sink` gets each token once, in order, though a branch may move between instances.
-        Raises: MeshError, if no instance accepts the prompt; later errors go to `sink`.
+        `sink` gets each token once and in order, also if a branch moves. It gets later errors, too.
+        Raises: MeshError, if no instance accepts the prompt.
         """

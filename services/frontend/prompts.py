@@ -1,4 +1,4 @@
-"""A validated request and its token ids to the prompts that the mesh generates from."""
+"""Makes the mesh's prompts of a validated request and its token ids."""
 
 import random
 from typing import Final
@@ -13,14 +13,11 @@ from components.wire.sampling import Constraint, Sampling, pack_bias
 from components.wire.tokens import pack_tokens
 from services.frontend.ports import Mesh, Prompt, ServedModel
 
-NAMED: Final = 8  # models, to a client that asked for another
+NAMED: Final = 8  # models in the error for an unknown one
 
 
 def find_model(mesh: Mesh, name: str) -> ServedModel:
-    """The model a request names.
-
-    Raises: UnknownModel; NoDecodeInstance, when nothing is served at all, so that nobody can know the name.
-    """
+    """Raises: UnknownModel; NoDecodeInstance, if nothing is served, so that no name is known."""
     models = mesh.models()
     for model in models:
         if model.name == name:
@@ -34,7 +31,7 @@ def find_model(mesh: Mesh, name: str) -> ServedModel:
 
 
 def find_generator(mesh: Mesh, name: str) -> ServedModel:
-    """The model a request names, which is to generate. Raises: as `find_model`; Rejected, when it makes embeddings."""
+    """A model that generates. Raises: as `find_model`; Rejected, if it makes embeddings."""
     model = find_model(mesh, name)
     if model.embedding is not None:
         raise Rejected(
@@ -46,7 +43,7 @@ def find_generator(mesh: Mesh, name: str) -> ServedModel:
 
 
 def token_budget(prompt_tokens: int, wanted: int | None, model: ServedModel, param: str) -> int:
-    """How many tokens may be generated: what was asked for, else what the context has left. Raises: Rejected."""
+    """The most tokens to generate: as requested, else the rest of the context. Raises: Rejected."""
     if prompt_tokens < 1:
         raise Rejected(f"'{param}' holds no tokens.", param=param, code="invalid_value")
     left = model.max_context - prompt_tokens
@@ -78,7 +75,7 @@ def make_prompt(
     defaults: SamplingDefaults,
     constraint: Constraint | None = None,
 ) -> Prompt:
-    """One prompt, every default filled in; `deadline` is unix time in ms. Raises: Rejected."""
+    """A prompt with all defaults filled in. `deadline`: Unix time in ms. Raises: Rejected."""
     _check_logprobs(request, len(token_ids))
     return Prompt(
         request_id=request_id,
@@ -93,12 +90,12 @@ def make_prompt(
 
 
 def _check_logprobs(request: GenerationFields, num_tokens: int) -> None:
-    """Raises: Rejected, when what is to be told of a prompt is more than a message of the mesh holds."""
+    """Raises: Rejected, if the prompt's log-probabilities do not fit into a message of the mesh."""
     alternatives = request.prompt_alternatives
     if alternatives is not None and packed_bytes(num_tokens, alternatives) > MAX_MESSAGE_BYTES // 2:
         param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
         raise Rejected(
-            f"Invalid '{param}': {alternatives} for each of the prompt's {num_tokens} tokens are more than can be told. "
+            f"Invalid '{param}': {alternatives} for each of the prompt's {num_tokens} tokens are more than can be returned. "
             "Please ask for fewer, or shorten the prompt.",
             param=param,
             code="invalid_value",
@@ -108,7 +105,7 @@ def _check_logprobs(request: GenerationFields, num_tokens: int) -> None:
 def _sampling(
     request: GenerationFields, max_tokens: int, defaults: SamplingDefaults, constraint: Constraint | None
 ) -> Sampling:
-    """What the client said, else what the model's authors recommend, else OpenAI's default. Raises: Rejected."""
+    """The client's values, else those of the model's authors, else OpenAI's defaults. Raises: Rejected."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise Rejected(
@@ -144,6 +141,6 @@ def _first(given: float | None, default: float) -> float:
 
 
 def check_token_fields(request: GenerationFields, vocab_size: int) -> None:
-    """Raises: Rejected, when a stop token or a biased one is none of the model's."""
+    """Raises: Rejected, if a stop token or a biased one is not in the vocabulary."""
     check_vocabulary(request.stop_token_ids or (), vocab_size, "stop_token_ids")
     check_vocabulary(list(request.logit_bias or ()), vocab_size, "logit_bias")

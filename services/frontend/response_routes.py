@@ -1,4 +1,4 @@
-"""What can be asked about a response that is kept: itself, what it was made from, its end."""
+"""`/v1/responses/{id}`: stored responses can be read, cancelled and deleted."""
 
 import json
 from typing import Annotated, Any, Final
@@ -26,18 +26,18 @@ def add_response_routes(app: FastAPI, stored: StoredResponses | None) -> None:
 
     @app.get("/v1/responses/{response_id}", response_model=ResponseObject)
     async def retrieve(response_id: str, request: Request) -> Response:
-        """A response as it is now; one in the background may be `in_progress`."""
+        """Read a response; one in the background may be `in_progress`."""
         _only(request)
-        return _told(await _at_hand(stored, response_id).get(response_id, _key(request)))
+        return _response_of(await _at_hand(stored, response_id).get(response_id, _key(request)))
 
     @app.post("/v1/responses/{response_id}/cancel", response_model=ResponseObject)
     async def cancel(response_id: str, request: Request) -> Response:
-        """Stop a response in the background."""
-        return _told(await _at_hand(stored, response_id).cancel(response_id, _key(request)))
+        """Cancel a response in the background."""
+        return _response_of(await _at_hand(stored, response_id).cancel(response_id, _key(request)))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(response_id: str, request: Request) -> dict[str, str | bool]:
-        """Forget a response; one in the background ends."""
+        """Delete a response; one in the background is cancelled."""
         await _at_hand(stored, response_id).delete(response_id, _key(request))
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -49,7 +49,7 @@ def add_response_routes(app: FastAPI, stored: StoredResponses | None) -> None:
         order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
-        """The items of the response's own request, without what was said before it; the last ones first."""
+        """List the items of the response's own request, without those of earlier responses; by default the last first."""
         _only(request, "limit", "order", "after")
         record = await _at_hand(stored, response_id).get(response_id, _key(request))
         return _page(_items(response_id, record), limit, order, after)
@@ -66,7 +66,7 @@ def _key(request: Request) -> bytes:
 
 
 def _only(request: Request, *known: str) -> None:
-    """Raises: Rejected, when a parameter in the URL would be ignored; a stream of what was stored is not there."""
+    """Raises: Rejected, for a parameter in the URL that would be ignored. Stored responses cannot be streamed."""
     for name, value in request.query_params.multi_items():
         if name in {*known, "include_obfuscation"} or (name, value) == ("stream", "false"):
             continue
@@ -77,12 +77,12 @@ def _only(request: Request, *known: str) -> None:
         )
 
 
-def _told(record: StoredResponse) -> Response:
+def _response_of(record: StoredResponse) -> Response:
     return Response(record.response, media_type="application/json")
 
 
 def _items(response_id: str, record: StoredResponse) -> list[dict[str, Any]]:
-    """With an id and a status each, where the client gave none."""
+    """Items, each with an id and a status, also if the client gave none."""
     own = response_id.removeprefix("resp_")
     return [
         {"id": f"{_ID_PREFIXES[item['type']]}{own}in{i:02d}", "status": "completed", **item}

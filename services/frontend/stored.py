@@ -1,4 +1,4 @@
-"""Responses that outlive their request: where they are kept, who may see them, and those that run in the background."""
+"""Stored responses: where they are kept, which client may read them, and those that run in the background."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ _LOST: Final = "The instance working on this response was lost, or its time limi
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What is kept beside a response, to go on from it."""
+    """What is stored with a response, so that another can continue it."""
 
     input: str  # JSON
     earlier: str  # JSON
@@ -43,13 +43,12 @@ class Remembered:
 
     @classmethod
     def of(cls, items: Sequence[InputItem], earlier: Sequence[InputItem], key: bytes) -> "Remembered":
-        """Of one request, by the client with this API key."""
         salt = os.urandom(SALT_BYTES)
         return cls(_dumped(items), _dumped(earlier), salt + _hash(key, salt))
 
 
 class Underway:
-    """One response in the background."""
+    """One response in the background, run by the current task."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
@@ -61,7 +60,7 @@ class Underway:
         self._stoppable = True
 
     def cancel(self) -> None:
-        """Stop it, unless it has been told to, or only writes down how it ended."""
+        """Cancel it once. Ignored while it stores how it ended."""
         if self._stoppable and not self._cancelled:
             self._cancelled = True
             self._task.cancel()
@@ -80,21 +79,19 @@ class Underway:
 
 
 class StoredResponses:
-    """What this frontend knows of stored responses; the records are everybody's."""
+    """Stored responses. All frontends share the records; those that run here are known here only."""
 
     def __init__(self, bus: Bus, records: Records, subject: str) -> None:
-        """`subject`: of this frontend."""
         self._bus = bus
         self._records = records
         self._subject = subject
         self._underway: dict[str, Underway] = {}
 
     def endpoint(self) -> Endpoint:
-        """The call by which other frontends reach what is underway here."""
+        """The call by which other frontends ask for, or cancel, a response that runs here."""
         return Endpoint("cancel_response", CancelResponse, self._cancel_here)
 
     async def put(self, response: ResponseObject, remembered: Remembered) -> None:
-        """Keep a response as it is now. Raises: MeshError."""
         record = StoredResponse(
             response=response.model_dump_json(),
             input=remembered.input,
@@ -105,21 +102,18 @@ class StoredResponses:
         await self._records.put(response.id, pack(record))
 
     async def get(self, response_id: str, key: bytes) -> StoredResponse:
-        """A response of the client with this API key. Raises: UnknownResponse."""
+        """Raises: UnknownResponse, also if the response belongs to another API key."""
         return await self._settled(response_id, await self._find(response_id, key))
 
     async def delete(self, response_id: str, key: bytes) -> None:
-        """Forget it; what is underway is cancelled. Raises: UnknownResponse."""
+        """Delete a response; cancel it if it runs. Raises: UnknownResponse."""
         record = await self._find(response_id, key)
         if record.frontend:
             await self._ask(record.frontend, CancelResponse(response_id=response_id))
         await self._records.delete(response_id)
 
     async def cancel(self, response_id: str, key: bytes) -> StoredResponse:
-        """Stop what is underway; one that is over stays what it is.
-
-        Raises: UnknownResponse; Rejected, when it is none that can be cancelled.
-        """
+        """Cancel a response if it runs. Raises: UnknownResponse; Rejected, if it is not one in the background."""
         record = await self._find(response_id, key)
         if not json.loads(record.response)["background"]:
             raise Rejected("Only responses in the background can be cancelled: close the connection of this one.")
@@ -129,7 +123,7 @@ class StoredResponses:
 
     @contextmanager
     def underway(self, response_id: str) -> Iterator[Underway]:
-        """The current task works on this response; who cancels it waits until this is left."""
+        """Register the current task as working on this response. A cancellation waits until this is left."""
         self._underway[response_id] = mine = Underway()
         try:
             yield mine
@@ -145,7 +139,7 @@ class StoredResponses:
         return record
 
     async def _settled(self, response_id: str, record: StoredResponse) -> StoredResponse:
-        """`record`, or what it has become: one whose frontend is gone has failed."""
+        """`record`, or its successor: a response whose frontend is gone has failed."""
         if not record.frontend or await self._ask(record.frontend, CancelResponse(response_id=response_id, ask=True)):
             return record
         data = await self._records.get(response_id)  # it may have ended just now
@@ -163,7 +157,7 @@ class StoredResponses:
         return failed
 
     async def _ask(self, frontend: str, request: CancelResponse) -> bool:
-        """Whether it was underway there; one that does not answer in time may work on it yet."""
+        """Whether it was running there. A frontend that does not answer in time may still work on it."""
         subject = f"{frontend}.cancel_response"
         try:
             answer = await self._bus.call(subject, request, ResponseUnderway, timeout_s=CALL_TIMEOUT_S)
@@ -182,7 +176,7 @@ class StoredResponses:
 
 
 async def open_stored(bus: Bus, settings: FrontendSettings, subject: str) -> StoredResponses | None:
-    """Where this frontend keeps responses; None, when it is set to keep none or its NATS cannot."""
+    """Open the store; None, if it is switched off or NATS cannot store."""
     if settings.max_stored_responses == 0:
         return None
     bounds = Bounds(settings.max_stored_responses, settings.stored_responses_bytes, settings.stored_responses_age_s)
@@ -195,7 +189,7 @@ async def open_stored(bus: Bus, settings: FrontendSettings, subject: str) -> Sto
 
 
 def items_before(record: StoredResponse) -> list[InputItem]:
-    """The whole conversation that a stored response ends."""
+    """The conversation up to and including a stored response."""
     output = json.dumps(json.loads(record.response)["output"])
     return [item for text in (record.earlier, record.input, output) for item in ITEMS.validate_json(text)]
 
@@ -209,5 +203,5 @@ def _hash(key: bytes, salt: bytes) -> bytes:
 
 
 def _owns(key: bytes, owner: bytes) -> bool:
-    salt, told = owner[:SALT_BYTES], owner[SALT_BYTES:]
-    return len(salt) == SALT_BYTES and compare_digest(_hash(key, salt), told)
+    salt, hashed = owner[:SALT_BYTES], owner[SALT_BYTES:]
+    return len(salt) == SALT_BYTES and compare_digest(_hash(key, salt), hashed)

@@ -1,4 +1,4 @@
-"""The spans that the HTTP side owns, with OpenTelemetry's GenAI attributes."""
+"""The spans of the HTTP side, with OpenTelemetry's GenAI attributes."""
 
 from contextlib import AbstractContextManager
 from typing import Final
@@ -19,9 +19,9 @@ _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 
 
 def request_span(scope: Scope, operation: str, request_id: str, label: str = "") -> AbstractContextManager[Span]:
-    """The root span of a request, current in its body; it continues the client's trace if there is one.
+    """The root span of a request, current in its body. It continues the client's trace if there is one.
 
-    `label` is the client's own name for it.
+    `label`: the client's own name of the request.
     """
     carrier = {
         name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
@@ -36,16 +36,16 @@ def request_span(scope: Scope, operation: str, request_id: str, label: str = "")
         operation,
         context=tracer.continue_trace(carrier)
         if "traceparent" in carrier
-        else Context(),  # not the request's before it
+        else Context(),  # not that of an earlier request
         kind=SpanKind.SERVER,
         attributes=attributes,
-        record_exception=False,  # the request's own edge turns every error into a status
+        record_exception=False,  # the request's edge turns each error into a status
         set_status_on_exception=False,
     )
 
 
 def describe_request(span: Span, operation: str, request: GenerationFields, max_tokens: int | None) -> None:
-    """Name the span, once the model is known to be one of ours, and say what was asked for."""
+    """Name the span, once the model is known to be ours, and add the request's parameters."""
     span.update_name(f"{operation} {request.model}")
     if not span.is_recording():
         return
@@ -62,7 +62,7 @@ def describe_request(span: Span, operation: str, request: GenerationFields, max_
 
 
 def describe_response(span: Span, response_id: str, model: str, generation: Generation) -> None:
-    """Say what was generated, as far as it came."""
+    """Add what was generated, also by a request that failed."""
     if not span.is_recording():
         return
     usage = generation.usage()
@@ -79,7 +79,7 @@ def describe_response(span: Span, response_id: str, model: str, generation: Gene
 
 
 def describe_error(span: Span, error: ApiError, kind: str) -> None:
-    """Say how the request failed; `kind` is the class of what was raised. A client that has gone is no failure."""
+    """Add how the request failed. `kind`: the class of the exception. A client that left is no failure."""
     if kind == Cancelled.__name__:
         span.set_attribute("kvmesh.cancelled", error.message)
         return

@@ -1,4 +1,4 @@
-"""A request that is answered in one piece and generates nothing: from its body to JSON with a status, whatever happens."""
+"""Requests that generate nothing and get one JSON answer, among them tokenising, detokenising and counting tokens."""
 
 import asyncio
 import logging
@@ -44,13 +44,11 @@ log = logging.getLogger(__name__)
 
 
 class Call:
-    """One request as the work on it sees it."""
-
     def __init__(self, frontend: Frontend, request: Request, span: Span, request_id: str) -> None:
         self.frontend = frontend
         self.scope = request.scope
         self.id = request_id
-        self.model = NO_MODEL  # to be set once it is known to be one of ours
+        self.model = NO_MODEL  # set once it is known to be ours
         self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         self.span = span
         self.refusal: Refusal = partial(in_shape_of, request.scope["path"], request_id=request_id)
@@ -63,7 +61,7 @@ async def answered(
     work: Callable[[Call, R], Awaitable[Parts]],
     operation: str,
 ) -> Response:
-    """What `work` makes of the request's body: JSON, part by part; or a refusal. `operation` names its span."""
+    """Answer with what `work` makes of the request's body, or with a refusal. `operation`: the name of the span."""
     route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
     label = caller_of(request.scope).label
     request_id = uuid4().hex  # the client's own is never a key
@@ -74,7 +72,7 @@ async def answered(
                 data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
                     parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
-                    response = _told(await work(call, parsed))
+                    response = _response_of(await work(call, parsed))
         except MeshError as exc:
             response = _refused(call, from_mesh(exc, call.id), exc)
         except HTTPException as exc:
@@ -89,8 +87,8 @@ async def answered(
     return response
 
 
-def _told(parts: Parts) -> Response:
-    """The answer; a long one is written as its client reads it."""
+def _response_of(parts: Parts) -> Response:
+    """A long answer is made while its client reads it."""
     first = some_of(parts)
     if len(first) < AT_ONCE_BYTES:
         return Response(first, media_type="application/json")
@@ -98,7 +96,7 @@ def _told(parts: Parts) -> Response:
 
 
 class _Long(StreamingResponse):
-    """One that lets go of what it is made from as soon as it is over, also when its client has left."""
+    """Closes its parts as soon as it is over, also if its client has left."""
 
     media_type = "application/json"
 
@@ -130,7 +128,7 @@ def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
 
 
 async def tokenize(call: Call, request: TokenizeRequest) -> Parts:
-    """What a prompt or a conversation becomes. Raises: MeshError."""
+    """Token ids of a prompt or a conversation. Raises: MeshError."""
     request.check()
     text, model = call.frontend.text, _model(call, request.model)
     if request.prompt is not None:
@@ -145,7 +143,6 @@ async def tokenize(call: Call, request: TokenizeRequest) -> Parts:
 
 
 async def detokenize(call: Call, request: DetokenizeRequest) -> Parts:
-    """The text of token ids. Raises: MeshError."""
     _model(call, request.model)
     text, tokens = call.frontend.text, request.tokens
 
@@ -157,7 +154,7 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> Parts:
 
 
 async def count_tokens(call: Call, request: CountRequest) -> Parts:
-    """How long the prompt of a message would be. Raises: MeshError."""
+    """Length of a message's prompt. Raises: MeshError."""
     dialect = MessagesDialect(call.id)
     call.refusal = dialect.refusal
     dialect.take(request)
@@ -167,7 +164,7 @@ async def count_tokens(call: Call, request: CountRequest) -> Parts:
 
 
 def _model(call: Call, name: str | None) -> ServedModel:
-    """The one that is named, else the one that everybody here tokenizes for. Raises: UnknownModel, NoDecodeInstance."""
+    """The model that is named, else the one that is served. Raises: UnknownModel, NoDecodeInstance."""
     mesh = call.frontend.mesh
     model = find_model(mesh, name if name is not None else next((model.name for model in mesh.models()), ""))
     call.model = model.name

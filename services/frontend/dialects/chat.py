@@ -38,19 +38,15 @@ class ConversationDialect(Dialect):
 
 
 class ChatDialect(ConversationDialect):
-    """`/v1/chat/completions`."""
-
     route = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
     prompt_param = "messages"
 
     async def read(self, body: Body, scope: Scope) -> ChatRequest:
-        """A chat request."""
         self.chat = await body.made_into(partial(parse_body, ChatRequest))
         return self.chat
 
     def events(self, generation: Generation) -> EventStream:
-        """Chunks with a role and deltas."""
         request = self.chat
         events = Events.chat(
             self.response_id,
@@ -62,7 +58,6 @@ class ChatDialect(ConversationDialect):
         return chunks(request, events, self.logprobs, generation)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
-        """A chat completion."""
         token_ids, lists = prompt_extras(self.chat, generation, 0)
         completion = ChatCompletion(
             id=self.response_id,
@@ -79,7 +74,7 @@ class ChatDialect(ConversationDialect):
     def _choice(self, index: int, choice: Answer) -> Parts:
         made = ChatChoice(
             index=index,
-            message=said(choice),
+            message=message_of(choice),
             logprobs=None if choice.tokens is None else ChatLogprobs.of(()),
             finish_reason=choice.finish,
             token_ids=choice.token_ids,
@@ -87,12 +82,11 @@ class ChatDialect(ConversationDialect):
         return filled(made, **logprob_lists(ChatLogprobs, choice))
 
     def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
-        """A list of tokens."""
         return None if tokens is None else ChatLogprobs.of(tokens)
 
 
-def said(choice: Answer) -> ChatMessage:
-    """The message of a choice: without content where there is none beside reasoning or calls."""
+def message_of(choice: Answer) -> ChatMessage:
+    """The message of a choice. Its content is null if there are only reasoning or calls."""
     return ChatMessage(
         content=choice.text or (None if choice.reasoning or choice.calls else ""),
         reasoning_content=choice.reasoning or None,

@@ -19,8 +19,6 @@ from services.frontend.generation import Generation
 
 
 class CompletionDialect(Dialect):
-    """`/v1/completions`."""
-
     route = "/v1/completions"
     operation = "text_completion"
     id_prefix = "cmpl-"
@@ -28,12 +26,10 @@ class CompletionDialect(Dialect):
     request: CompletionRequest
 
     async def read(self, body: Body, scope: Scope) -> CompletionRequest:
-        """A completion request."""
         self.request = await body.made_into(partial(parse_body, CompletionRequest))
         return self.request
 
     def token_limit(self) -> int | None:
-        """Of each prompt."""
         return self.request.token_limit
 
     async def encode(self, text: TextModel) -> Encoded:
@@ -52,13 +48,11 @@ class CompletionDialect(Dialect):
         return Encoded(prompts, [given if isinstance(given, str) else text.decode(given) for given in request.prompt])
 
     def events(self, generation: Generation) -> EventStream:
-        """Chunks with text."""
         request = self.request
         events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
         return chunks(request, events, self.logprobs, generation)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
-        """A text completion."""
         completion = Completion(
             id=self.response_id, created=self.created, model=self.request.model, choices=[], usage=generation.usage()
         )
@@ -78,5 +72,4 @@ class CompletionDialect(Dialect):
         return filled(made, **logprob_lists(CompletionLogprobs, choice), **lists)
 
     def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
-        """Parallel lists."""
         return None if tokens is None else CompletionLogprobs.of(tokens)

@@ -1,4 +1,4 @@
-"""What each API does in its own way: how a body becomes prompts, and how text becomes an answer."""
+"""What differs between the APIs: how a body becomes prompts, and how text becomes an answer."""
 
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +16,8 @@ from components.output.calls import Call, whole_calls
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
 from services.frontend.body import Body
-from services.frontend.generation import Generation, Piece
+from services.frontend.choice import Piece
+from services.frontend.generation import Generation
 from services.frontend.reply import Headers, Reply
 
 
@@ -25,21 +26,21 @@ class Answer(NamedTuple):
 
     text: str
     finish: FinishReason
-    tokens: list[ShownToken] | None = None  # when log-probabilities are asked for
+    tokens: list[ShownToken] | None = None  # with log-probabilities, if they are asked for
     reasoning: str = ""
     calls: Sequence[Call] = ()  # of tools
-    token_ids: list[int] | None = None  # when they are asked for
+    token_ids: list[int] | None = None  # if they are asked for
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], *, told: bool, tells_ids: bool = False) -> Self:
-        """What all pieces of a choice make together; `told`: log-probabilities are asked for; `tells_ids`: token ids."""
+    def of(cls, pieces: Sequence[Piece], *, has_logprobs: bool, has_ids: bool = False) -> Self:
+        """Join all pieces of a choice."""
         return cls(
             "".join([piece.text for piece in pieces]),
             cast("FinishReason", pieces[-1].finish),
-            [token for piece in pieces for token in piece.tokens or ()] if told else None,
+            [token for piece in pieces for token in piece.tokens or ()] if has_logprobs else None,
             "".join([piece.reasoning for piece in pieces]),
             whole_calls([call for piece in pieces for call in piece.calls]),
-            [token_id for piece in pieces for token_id in piece.token_ids] if tells_ids else None,
+            [token_id for piece in pieces for token_id in piece.token_ids] if has_ids else None,
         )
 
 
@@ -118,7 +119,7 @@ class Dialect(ABC):
 def prompt_extras(
     request: GenerationFields, generation: Generation, index: int
 ) -> tuple[list[int] | None, dict[str, Items]]:
-    """Of a choice's prompt, if they are asked for: its token ids, and the list that fills its log-probabilities."""
+    """The token ids of a choice's prompt, and the list that fills its log-probabilities, each if it is asked for."""
     choice, count = generation.choices[index], request.prompt_logprobs
     token_ids = choice.prompt.token_ids
     lists: dict[str, Items] = {}

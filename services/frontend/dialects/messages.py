@@ -1,4 +1,4 @@
-"""`/v1/messages`: a chat told in content blocks, as Anthropic's clients know it."""
+"""`/v1/messages`: a chat in the form of Anthropic's API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -21,17 +21,16 @@ from components.openai.fields import parse_body
 from components.openai.parts import Parts, filled
 from components.output.blocks import Blocks
 from services.frontend.body import Body
+from services.frontend.choice import Piece
 from services.frontend.dialects.chat import ConversationDialect
 from services.frontend.dialects.dialect import Answer, EventStream
-from services.frontend.generation import Generation, Piece
+from services.frontend.generation import Generation
 from services.frontend.reply import Headers
 
 COUNT_ROUTE: Final = "/v1/messages/count_tokens"
 
 
 class MessagesDialect(ConversationDialect):
-    """One request of the Messages API."""
-
     route = "/v1/messages"
     id_prefix = "msg_"
     prompt_param = "messages"
@@ -41,22 +40,19 @@ class MessagesDialect(ConversationDialect):
         self._params = PARAMS
 
     async def read(self, body: Body, scope: Scope) -> ChatRequest:
-        """As a chat."""
         return await body.made_into(lambda data: self.take(parse_body(MessagesRequest, data)))
 
     def take(self, request: CountRequest) -> ChatRequest:
-        """As a chat. Raises: Rejected."""
+        """Turn the request into a chat. Raises: Rejected."""
         self._params = request.params
         request.check()
         self.chat = request.chat()
         return self.chat
 
     def events(self, generation: Generation) -> EventStream:
-        """Events of content blocks."""
         return MessageStream(self, generation)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
-        """The message, whole."""
         [choice] = choices
         blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all
         reason, sequence = why_it_stopped(generation)
@@ -72,17 +68,14 @@ class MessagesDialect(ConversationDialect):
         return MessageObject(id=self.response_id, model=self.chat.model, usage=MessageUsage.of(generation.usage()))
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
-        """In Anthropic's shape, parameters by its names."""
         return refusal(error, self.request_id, self._params)
 
     def headers(self, shown_id: str) -> Headers:
-        """Anthropic's clients look for the id under another name."""
+        # Anthropic's clients look for the id under another name
         return [*super().headers(shown_id), (b"request-id", b"req_" + self.request_id.encode())]
 
 
 class MessageStream:
-    """A stream of content blocks' events."""
-
     def __init__(self, dialect: MessagesDialect, generation: Generation) -> None:
         self._dialect = dialect
         self._generation = generation
@@ -90,7 +83,6 @@ class MessageStream:
         self._begun = False
 
     def piece(self, piece: Piece) -> bytes:
-        """New text, reasoning or arguments; before the first, the message itself."""
         data = self._events.piece(piece.reasoning, piece.text, piece.calls)
         if not self._begun:
             self._begun = True
@@ -98,23 +90,21 @@ class MessageStream:
         return data
 
     async def end(self) -> bytes:
-        """The end of the last block and of the message."""
         reason, sequence = why_it_stopped(self._generation)
         return self._events.end(reason, sequence, MessageUsage.of(self._generation.usage()))
 
     def fail(self, error: ApiError) -> bytes:
-        """An error event, and nothing behind it."""
         _, body = self._dialect.refusal(error)
         return b"event: error\ndata: %b\n\n" % body
 
 
 def refusal(error: ApiError, request_id: str, params: Mapping[str, str] = PARAMS) -> tuple[int, bytes]:
-    """Status and JSON of a request of this API that failed."""
+    """Status and JSON of a failed request, in Anthropic's form. `params`: its names of the parameters."""
     return status_of(error), body_of(in_other_words(error, params), request_id)
 
 
 def why_it_stopped(generation: Generation) -> tuple[StopReason, str | None]:
-    """The reason, and the stop sequence if it was one."""
+    """The reason, and the stop sequence if that was it."""
     choice = generation.choices[0]
     if choice.finish == "length":
         return "max_tokens", None

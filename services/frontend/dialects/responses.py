@@ -1,4 +1,4 @@
-"""`/v1/responses`: a chat told in items, kept when it is over, and worked on without its client where that is asked for."""
+"""`/v1/responses`: a chat in items. It may be stored when it is over, and may run without its client, in the background."""
 
 import logging
 import time
@@ -28,10 +28,11 @@ from components.openai.responses import (
 )
 from components.output.blocks import Block, Blocks
 from services.frontend.body import Body
+from services.frontend.choice import Piece
 from services.frontend.dialects.chat import ConversationDialect
 from services.frontend.dialects.dialect import Answer, EventStream
 from services.frontend.gate import owner_of
-from services.frontend.generation import Generation, Piece
+from services.frontend.generation import Generation
 from services.frontend.reply import Reply
 from services.frontend.stored import Remembered, StoredResponses, items_before
 
@@ -41,21 +42,19 @@ NO_STORE: Final = "has a value that this server does not support: it keeps no re
 
 
 class ResponsesDialect(ConversationDialect):
-    """One request of the Responses API."""
-
     route = "/v1/responses"
     id_prefix = "resp_"
     prompt_param = "input"
     request: ResponsesRequest
 
     def __init__(self, stored: StoredResponses | None, request_id: str) -> None:
-        """`stored`: where responses are kept, if they are."""
+        """`stored`: where responses are kept; None: they are not."""
         super().__init__(request_id)
         self._stored = stored
-        self._remembered: Remembered | None = None  # of a response that is kept
+        self._remembered: Remembered | None = None  # None: this response is not kept
 
     async def read(self, body: Body, scope: Scope) -> ChatRequest:
-        """As a chat, behind what the response before it holds."""
+        """Parse the request into a chat, after the items of the response that it continues."""
         self.request = request = await body.made_into(partial(parse_body, ResponsesRequest))
         request.check()
         key = owner_of(scope)
@@ -91,7 +90,7 @@ class ResponsesDialect(ConversationDialect):
 
     @asynccontextmanager
     async def underway(self, reply: Reply, generation: Generation) -> AsyncIterator[None]:
-        """A response in the background is answered now, and goes on, whatever its client does, until somebody cancels it."""
+        """Answer a background response at once. It runs on without its client, until it is cancelled."""
         if self._stored is None or self._remembered is None or not self.request.background:
             yield
             return
@@ -107,31 +106,27 @@ class ResponsesDialect(ConversationDialect):
                 raise
             except Exception as exc:
                 error = from_mesh(exc, self.request_id) if isinstance(exc, MeshError) else internal(self.request_id)
-                await self.kept(self.over("failed", [], generation, self._words(error)))
+                await self.kept(self.over("failed", [], generation, self._in_own_names(error)))
                 raise
 
     def events(self, generation: Generation) -> EventStream:
-        """Events of items."""
         return ResponseStream(self, generation)
 
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
-        """The response, whole."""
         [choice] = choices
         blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all or [Block("text", 0)]
         status = status_of(generation)
         tokens = choice.tokens or []
-        told = (await generation.text.run(len(tokens), partial(ChatLogprobs.of, tokens))).content
-        items = [item_of(block, self.request_id, "completed", told) for block in blocks[:-1]]
-        items.append(item_of(blocks[-1], self.request_id, end_of(blocks, generation), told))
+        logprobs = (await generation.text.run(len(tokens), partial(ChatLogprobs.of, tokens))).content
+        items = [item_of(block, self.request_id, "completed", logprobs) for block in blocks[:-1]]
+        items.append(item_of(blocks[-1], self.request_id, end_of(blocks, generation), logprobs))
         response = await self.kept(self.over(status, items, generation))
         return filled(response)
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
-        """Parameters by this API's names."""
-        return super().refusal(self._words(error))
+        return super().refusal(self._in_own_names(error))
 
     def begun(self, generation: Generation) -> ResponseObject:
-        """The response before there is any output."""
         sampling = generation.choices[0].prompt.sampling
         return ResponseObject.begun(
             self.response_id,
@@ -145,7 +140,6 @@ class ResponsesDialect(ConversationDialect):
     def over(
         self, status: ResponseStatus, items: Sequence[OutputItem], generation: Generation, error: ApiError | None = None
     ) -> ResponseObject:
-        """The response as it ended."""
         changes = {
             "status": status,
             "output": list(items),
@@ -157,7 +151,7 @@ class ResponsesDialect(ConversationDialect):
         return self.begun(generation).model_copy(update=changes)
 
     async def kept(self, response: ResponseObject) -> ResponseObject:
-        """`response`, stored before its client reads it. When that fails the answer counts for more, and says so."""
+        """Store `response` before its client reads it. If that fails, return it with `store` false rather than fail."""
         if self._stored is None or self._remembered is None:
             return response
         try:
@@ -167,36 +161,33 @@ class ResponsesDialect(ConversationDialect):
             return response.model_copy(update={"store": False})
         return response
 
-    def _words(self, error: ApiError) -> ApiError:
+    def _in_own_names(self, error: ApiError) -> ApiError:
+        """`error` with this API's names of the parameters."""
         return in_other_words(error, PARAMS)
 
 
 class ResponseStream:
-    """A stream of items' events."""
-
     def __init__(self, dialect: ResponsesDialect, generation: Generation) -> None:
         self._dialect = dialect
         self._generation = generation
         self._events = ResponseEvents(dialect.request_id)
         self._begun = False
-        self._tokens: list[ShownToken] = []  # not told of yet: they made no text so far
+        self._tokens: list[ShownToken] = []  # that made no text yet: they go with the next
 
     def piece(self, piece: Piece) -> bytes:
-        """New text, reasoning or arguments; before the first, the response itself."""
         _, text, _, tokens, reasoning, calls, _ = piece
-        told: list[TokenLogprob] = []
+        logprobs: list[TokenLogprob] = []
         if tokens:
             self._tokens += tokens
             if text:
-                told, self._tokens = ChatLogprobs.of(self._tokens).content, []
+                logprobs, self._tokens = ChatLogprobs.of(self._tokens).content, []
         begin = b""
         if not self._begun:
             self._begun = True
             begin = self._events.begin(self._dialect.begun(self._generation))
-        return begin + self._events.piece(reasoning, text, calls, told)
+        return begin + self._events.piece(reasoning, text, calls, logprobs)
 
     async def end(self) -> bytes:
-        """The end of the last item, and the whole response."""
         status = status_of(self._generation)
         last = end_of(self._events.blocks.all, self._generation)
         data = self._events.end(last, ChatLogprobs.of(self._tokens).content)
@@ -204,19 +195,18 @@ class ResponseStream:
         return data + self._events.last(status, response)
 
     def fail(self, error: ApiError) -> bytes:
-        """What went wrong, and what there was until then. It is not kept."""
+        """The error and the output so far. Not stored."""
         data = self._events.end("incomplete") + self._events.error(_code(error), error.message)
         response = self._dialect.over("failed", self._events.items, self._generation, error)
         return data + self._events.last("failed", response.model_copy(update={"store": False}))
 
 
 def status_of(generation: Generation) -> Literal["completed", "incomplete"]:
-    """Whether the answer came to its own end."""
     return "incomplete" if generation.choices[0].finish == "length" else "completed"
 
 
 def end_of(blocks: Sequence[Block], generation: Generation) -> Status:
-    """What the last of the answer's items is: a call may be cut off, though the answer came to an end."""
+    """The status of the last item. A call may be cut off, though the answer came to its own end."""
     finish = generation.choices[0].finish
     cut = bool(blocks) and blocks[-1].kind == "call" and finish != "tool_calls"
     return "incomplete" if cut or finish == "length" else "completed"
@@ -227,5 +217,4 @@ def _cannot(param: str, why: str) -> Rejected:
 
 
 def _code(error: ApiError) -> str:
-    """Of the few that a response may fail with."""
     return "server_error" if error.status >= 500 else "rate_limit_exceeded" if error.status == 429 else "invalid_prompt"

@@ -5,7 +5,8 @@ import pytest
 from components.errors import Cancelled
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Sampling
-from services.frontend.generation import Generation, Piece, PromptSpec
+from services.frontend.choice import Piece, PromptSpec
+from services.frontend.generation import Generation
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Prompt
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh

@@ -12,9 +12,10 @@ from components.openai.events import Events
 from components.output.calls import CallDelta
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
+from services.frontend.choice import Piece
 from services.frontend.config import FrontendSettings
-from services.frontend.dialects.chunks import TellingStream
-from services.frontend.generation import Generation, Piece
+from services.frontend.dialects.chunks import DetailedStream
+from services.frontend.generation import Generation
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import ServedModel
 from tests.components.text.tiny_model import TEMPLATE, tiny_tokenizer
@@ -131,7 +132,7 @@ def test_what_is_held_back_until_the_end_is_told_though_no_token_comes_with_it(
     request = ChatRequest.model_validate({**HELLO, "stream": True, **fields})
     generation = Generation(mesh, text, [], GapCounts(), lambda _: None)
     events = Events.chat("id", 1, MODEL, usage_follows=False)
-    stream = TellingStream(events, lambda _: None, generation, request)
+    stream = DetailedStream(events, lambda _: None, generation, request)
     first, calls = CallDelta(0, "call_1", "f", ""), CallDelta(0, None, None, "{}")
     data = stream.piece(Piece(1, "", "tool_calls", None, "hm", [first, calls]))
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in data.splitlines() if line]

@@ -1,0 +1,196 @@
+"""One choice of an answer: its tokens become pieces of text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from components.openai.logprobs import ShownToken
+from components.output.calls import CallDelta
+from components.output.plan import OutputPlan
+from components.text.stop import StopStrings
+from components.text.token_bytes import TokenBytes
+from components.text.tokenizer import TextModel
+from components.wire.generate import StreamItem
+from components.wire.logprobs import TokenLogprobs
+from components.wire.tokens import unpack_tokens
+from services.frontend.ports import Prompt
+
+
+class Piece(NamedTuple):
+    """New text of one choice; empty while a character or a possible stop string is incomplete."""
+
+    choice: int  # its index
+    text: str
+    finish: str | None
+    tokens: list[ShownToken] | None = None  # with log-probabilities, if they are asked for
+    reasoning: str = ""  # new text
+    calls: Sequence[CallDelta] = ()
+    token_ids: Sequence[int] = ()  # all that count, also those without shown text
+
+    @property
+    def shows(self) -> bool:
+        """There is something to show besides an end."""
+        return bool(self.text or self.tokens or self.reasoning or self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """What the choices of one prompt are made from."""
+
+    prompt: Prompt
+    stops: Sequence[str] = ()
+    echo: str = ""  # shown before the generated text; not searched for stop strings
+    continues: bool = False  # the answer continues the prompt's text
+    output: OutputPlan | None = None  # how to parse the text; None: it is shown as it is
+    shows_special: bool = False  # special tokens are text
+    shows_end: bool = False  # of a stop string, or of a token that ends the answer
+    echo_alternatives: int | None = None  # per prompt token, which are shown before the first one
+
+
+def shown_token(names: TokenBytes, token_id: int, logprobs: TokenLogprobs, offset: int) -> ShownToken:
+    """`offset`: the character of the text at which the token begins."""
+    top = [(names.of(other), logprob) for other, logprob in logprobs.top]
+    return ShownToken(names.of(token_id), logprobs.logprob, top, offset)
+
+
+def shown_prompt(
+    text: TextModel, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], alternatives: int
+) -> list[ShownToken]:
+    """A prompt's tokens with `alternatives` each. The first one has no log-probability, as nothing comes before it."""
+    names, detokenizer, offset = text.token_bytes, text.detokenizer(), 0
+    shown = []
+    for i, token_id in enumerate(token_ids):
+        if i:
+            of = logprobs[i - 1]
+            shown.append(shown_token(names, token_id, replace(of, top=of.top[:alternatives]), offset))
+        else:
+            shown.append(ShownToken(names.of(token_id), None, [], offset))
+        offset += len(detokenizer.feed([token_id]))
+    return shown
+
+
+class Choice:
+    """One generated text in the making."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_echo",
+        "_ends",
+        "_length",
+        "_stops",
+        "_text",
+        "finish",
+        "generated_tokens",
+        "has_begun",
+        "index",
+        "prompt",
+        "prompt_logprobs",
+        "prompt_tokens",
+        "shown_s",
+    )
+
+    def __init__(self, index: int, spec: PromptSpec, text: TextModel) -> None:
+        self.index = index
+        self.prompt = spec.prompt
+        self.finish: str | None = None
+        self.has_begun = False  # a token has arrived
+        self.generated_tokens = 0
+        self.shown_s = 0.0  # perf_counter() of the last piece; 0 before the first
+        self.prompt_tokens: list[ShownToken] = []  # shown before the first token
+        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt from its second token on
+        self._echo = spec.echo
+        self._ends: frozenset[int] = frozenset()  # tokens without text if the answer ends with them
+        if not spec.shows_end:
+            stop_ids = unpack_tokens(spec.prompt.sampling.stop_token_ids)
+            self._ends = text.specials.union(stop_ids) if spec.shows_special else frozenset(stop_ids)
+        self._text = text
+        self._length = len(spec.echo)  # of the text so far, with what a stop string may remove
+        shown = frozenset[int]() if spec.output is None else spec.output.shown
+        self._detokenizer = text.detokenizer(
+            spec.prompt.token_ids if spec.continues else (), shown, skip=not spec.shows_special
+        )
+        self._stops = StopStrings(spec.stops, included=spec.shows_end) if spec.stops else None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return None if self._stops is None else self._stops.found
+
+    async def begin(self) -> None:
+        """Call before the first `take`."""
+
+    def take(self, item: StreamItem) -> Piece:
+        """The text that `item` adds. Sets `finish` at the last piece."""
+        self.finish = item.finish
+        before = self.generated_tokens
+        tokens: list[ShownToken] | None = None
+        hides_last = item.finish == "stop" and not self._ends.isdisjoint(item.token_ids[-1:])
+        if self._stops is None and item.logprobs is None:
+            self.generated_tokens += len(item.token_ids)
+            text = self._detokenizer.feed(item.token_ids[:-1] if hides_last else item.token_ids)
+            if item.finish is not None:
+                text += self._detokenizer.flush()
+        else:
+            text, tokens = self._one_by_one(self._stops or StopStrings(()), item, hides_last=hides_last)
+        if self._echo:
+            text, self._echo = self._echo + text, ""
+        if self.prompt_tokens and tokens is not None:
+            tokens, self.prompt_tokens = self.prompt_tokens + tokens, []
+        counted = self.generated_tokens - before
+        token_ids = item.token_ids if counted == len(item.token_ids) else item.token_ids[:counted]
+        return Piece(self.index, text, self.finish, tokens, "", (), token_ids)
+
+    def _one_by_one(
+        self, stops: StopStrings, item: StreamItem, *, hides_last: bool
+    ) -> tuple[str, list[ShownToken] | None]:
+        """The text, and the tokens that count: none after a stop string."""
+        logprobs, shown = item.logprobs, ""
+        tokens: list[ShownToken] | None = None if logprobs is None else []
+        last = len(item.token_ids) - 1
+        for i, token_id in enumerate(item.token_ids):
+            self.generated_tokens += 1
+            if logprobs is not None and tokens is not None:
+                tokens.append(shown_token(self._text.token_bytes, token_id, logprobs[i], self._length))
+            new = "" if hides_last and i == last else self._detokenizer.feed([token_id])
+            self._length += len(new)
+            text, matched = stops.feed(new)
+            shown += text
+            if matched:
+                self.finish = "stop"
+                return shown, tokens
+        if item.finish is None:
+            return shown, tokens
+        text, matched = stops.feed(self._detokenizer.flush())
+        if matched:
+            self.finish = "stop"
+        return shown + text + ("" if matched else stops.flush()), tokens
+
+
+class ParsedChoice(Choice):
+    """A choice whose text is parsed into reasoning, answer and tool calls. Stop strings apply to the whole text."""
+
+    __slots__ = ("_before", "_parser")
+
+    def __init__(self, index: int, spec: PromptSpec, text: TextModel, plan: OutputPlan) -> None:
+        super().__init__(index, spec, text)
+        self._parser = plan.parser(tells_before=bool(spec.echo))
+        self._before = plan.before
+        self._echo = ""  # the parser returns it
+
+    async def begin(self) -> None:
+        """Parse the text that the answer continues."""
+        await self._text.run(len(self._before), self._parser.begin)
+
+    def take(self, item: StreamItem) -> Piece:
+        """What `item` adds to each. Sets `finish` also when the only call that is wanted is complete."""
+        piece = super().take(item)
+        parser = self._parser
+        text, reasoning, calls = parser.feed(piece.text)
+        if parser.done:
+            self.finish = "tool_calls"
+        elif self.finish is not None:
+            more, thought, last = parser.flush()
+            text, reasoning, calls = text + more, reasoning + thought, [*calls, *last]
+            if parser.called and self.finish == "stop":
+                self.finish = "tool_calls"
+        return Piece(self.index, text, self.finish, piece.tokens, reasoning, calls, piece.token_ids)
