@@ -101,13 +101,16 @@ class Reply:
         self._flows = not (self._held or last)
 
     async def fail(self, status: int, body: bytes, headers: Headers, events: bytes) -> None:
-        """Report a failure in the form that is still possible: an answer of its own, or a stream's last events."""
+        """Report a failure: by an answer of its own, or as a stream's last events.
+
+        Held events are dropped: they may hold the end of the answer, which no error must follow.
+        """
         if self.answered:
             return
         try:
             async with asyncio.timeout(FAREWELL_S):
                 if self.streaming:
-                    self._held.append(events)
+                    self._held = [events]
                     await self.flush(last=True)
                 elif not self.status:
                     await self.json(body, status, headers)

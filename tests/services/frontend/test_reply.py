@@ -54,14 +54,14 @@ async def test_events_leave_at_once_after_the_head_and_in_order_around_a_pause()
     assert reply.answered
 
 
-async def test_a_failure_ends_a_stream_after_what_was_held() -> None:
+async def test_a_failure_ends_a_stream_in_place_of_what_was_held() -> None:
     client = Client()
     client.reply.write(b"1")
     await client.reply.flush()
     client.is_open = False
     client.reply.write(b"2")
     await client.reply.fail(502, b"{}", [], b"failed")
-    assert client.got == [b"1", b"2failed"]
+    assert client.got == [b"1", b"failed"]
     assert (client.reply.status, client.reply.answered) == (502, True)
 
 
