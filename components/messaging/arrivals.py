@@ -70,7 +70,6 @@ class Arrivals:
             self.repair()
 
     def repair(self) -> None:
-        """Ask for missing frames, unless that is under way."""
         if self._repairing is None or self._repairing.done():
             self._repairing = asyncio.create_task(self._repair(), name=f"repair {self._instance_id}")
 

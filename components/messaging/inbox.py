@@ -33,8 +33,6 @@ ASK_TIMEOUT_S: Final = 2.0
 
 
 class Reader(Protocol):
-    """Where a stream's items go."""
-
     def take(self, item: StreamItem) -> None:
         """Called for everything that arrived in one turn of the event loop, joined into one item."""
 
@@ -80,7 +78,6 @@ class InStream:
         return self._reader is not None and len(self._items) == 1
 
     def deal(self) -> None:
-        """Push what has arrived to the reader."""
         items, reader = self._items, self._reader
         if reader is None or not items:
             return
@@ -105,7 +102,6 @@ class InStream:
         self._end(self._error)
 
     def stop(self) -> None:
-        """Push nothing more."""
         self._reader = None
         self._items = []
 
@@ -117,8 +113,6 @@ class InStream:
 
 @dataclass(slots=True)
 class _Source:
-    """One decode instance: its frames and its open streams."""
-
     arrivals: Arrivals
     streams: dict[int, InStream] = field(default_factory=dict)
 
@@ -163,21 +157,19 @@ class StreamInbox:
         return stream
 
     def close(self, stream: InStream) -> None:
-        """Drop late items of the stream."""
         stream.stop()
         source = self._sources.get(stream.instance_id)
         if source is not None and source.streams.pop(stream.stream_id, None) is not None:
             source.arrivals.is_wanted = bool(source.streams)
 
     def fail_instance(self, instance_id: str, error: MeshError) -> None:
-        """End the streams of an instance that is gone or silent."""
         source = self._sources.get(instance_id)
         if source is not None:
             for stream in list(source.streams.values()):
                 stream.fail(error)
 
     def forget_instance(self, instance_id: str) -> None:
-        """Forget an instance that has ended: it sends no more frames."""
+        """The instance has ended: it sends no more frames."""
         source = self._sources.pop(instance_id, None)
         if source is not None:
             source.arrivals.stop()
@@ -224,7 +216,6 @@ class StreamInbox:
         return source
 
     def _put(self, frame: TokenFrame) -> None:
-        """Give the items of the next frame to their streams."""
         streams, waiting = self._sources[frame.instance_id].streams, self._waiting
         is_first = not waiting
         for item in frame.items:
@@ -242,7 +233,6 @@ class StreamInbox:
 
 
 def _joined(items: Sequence[StreamItem]) -> StreamItem:
-    """One item with the tokens of all."""
     head, last = items[0], items[-1]
     return head._replace(
         token_ids=[token_id for item in items for token_id in item.token_ids],

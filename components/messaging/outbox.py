@@ -31,8 +31,6 @@ QUICK_INTERVALS: Final = 4  # between two sendings of a stream that makes more t
 
 
 class OutStream:
-    """The sender's side of one stream."""
-
     __slots__ = ("gathered", "last_left_s", "next_seq", "reply_to", "stream_id")
 
     def __init__(self, reply_to: str, stream_id: int) -> None:
@@ -65,11 +63,9 @@ class OutStream:
         )
 
     def error(self, error: MeshError) -> StreamItem:
-        """The last item of this stream."""
         return StreamItem(self.stream_id, self._take(1), [], None, refusal(error))
 
     def gather(self, token_ids: Sequence[int]) -> None:
-        """Keep plain tokens for a later frame."""
         self.next_seq += len(token_ids)
         self.gathered += token_ids
 
@@ -79,7 +75,7 @@ class OutStream:
         frame.tokens(self.stream_id, until_seq - len(token_ids), token_ids)
 
     def _take(self, count: int) -> int:
-        """Take the next `count` numbers. Returns the first."""
+        """Returns: the first of `count` numbers."""
         seq = self.next_seq
         self.next_seq += count
         return seq
@@ -100,7 +96,6 @@ class _Lane:
 
     @property
     def next(self) -> int:
-        """Number of the next frame."""
         return self.oldest + len(self.frames)
 
 
@@ -157,7 +152,6 @@ class StreamOutbox:
         self._idle.set()
 
     def put(self, stream: OutStream, item: StreamItem) -> None:
-        """Queue an item for the next frame to its frontend."""
         frames = self._frames_to(stream.reply_to)
         if stream.gathered:
             stream.leave(item.seq, frames[-1])
@@ -179,7 +173,6 @@ class StreamOutbox:
         self._on_gone.append(callback)
 
     def endpoint(self) -> Endpoint:
-        """Called by a frontend that misses frames."""
         return Endpoint("resend", ResendFrames, self.resend)
 
     async def resend(self, request: ResendFrames) -> FramesResent:
@@ -195,7 +188,6 @@ class StreamOutbox:
         return FramesResent(oldest=lane.oldest, next=number, made=lane.next)
 
     async def flushed(self) -> None:
-        """Wait until all that is queued was handed to NATS."""
         await self._idle.wait()
 
     async def run(self) -> None:

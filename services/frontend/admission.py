@@ -35,8 +35,6 @@ _PEPPER: Final = os.urandom(16)
 
 
 class Limits(Protocol):
-    """Settings that admission needs."""
-
     @property
     def queue_tokens(self) -> int:
         """Most tokens in the queue."""
@@ -85,7 +83,7 @@ class Place:
         self.tokens_not_begun = waiting.tokens
 
     async def admitted(self) -> None:
-        """Wait for the request's turn, if it has to. Raises: QueueFull, NoDecodeInstance."""
+        """Wait for the request's turn. Raises: QueueFull, NoDecodeInstance."""
         if self.turn is not None and (refusal := await self.turn) is not None:
             raise refusal
 
@@ -99,8 +97,6 @@ class Place:
 
 
 class AdmittedRate:
-    """Tokens admitted per second, of late."""
-
     def __init__(self, now_s: float) -> None:
         self._since_s = self._at_s = now_s
         self._sum = 0.0  # tokens, decayed by e^(-t / RATE_OVER_S)
@@ -208,7 +204,6 @@ class Admission:
         self._look_later()
 
     def _refuse(self, one: Waiting, refusal: Overloaded) -> None:
-        """Refuse a request that has left the queue."""
         turn = self._places.pop(one).turn
         if turn is not None and not turn.done():
             turn.set_result(refusal)
@@ -226,7 +221,6 @@ class Admission:
         )
 
     def _pump(self) -> None:
-        """Admit queued requests while there is room."""
         if not self._queue:
             return
         now_s = asyncio.get_running_loop().time()

@@ -29,14 +29,11 @@ class Piece(NamedTuple):
 
     @property
     def shows(self) -> bool:
-        """There is something to show besides an end."""
         return bool(self.text or self.tokens or self.reasoning or self.calls)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """What the choices of one prompt are made from."""
-
     prompt: Prompt
     stops: Sequence[str] = ()
     echo: str = ""  # shown before the generated text; not searched for stop strings
@@ -48,7 +45,7 @@ class PromptSpec:
 
 
 def shown_token(names: TokenBytes, token_id: int, logprobs: TokenLogprobs, offset: int) -> ShownToken:
-    """`offset`: the character of the text at which the token begins."""
+    """`offset`: of the token's first character in the text."""
     top = [(names.of(other), logprob) for other, logprob in logprobs.top]
     return ShownToken(names.of(token_id), logprobs.logprob, top, offset)
 
@@ -56,7 +53,7 @@ def shown_token(names: TokenBytes, token_id: int, logprobs: TokenLogprobs, offse
 def shown_prompt(
     text: TextModel, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], alternatives: int
 ) -> list[ShownToken]:
-    """A prompt's tokens with `alternatives` each. The first one has no log-probability, as nothing comes before it."""
+    """A prompt's tokens. The first one has no log-probability, as nothing comes before it."""
     names, detokenizer, offset = text.token_bytes, text.detokenizer(), 0
     shown = []
     for i, token_id in enumerate(token_ids):
@@ -70,8 +67,6 @@ def shown_prompt(
 
 
 class Choice:
-    """One generated text in the making."""
-
     __slots__ = (
         "_detokenizer",
         "_echo",
@@ -113,7 +108,6 @@ class Choice:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text, if one did."""
         return None if self._stops is None else self._stops.found
 
     async def begin(self) -> None:
@@ -178,7 +172,6 @@ class ParsedChoice(Choice):
         self._echo = ""  # the parser returns it
 
     async def begin(self) -> None:
-        """Parse the text that the answer continues."""
         await self._text.run(len(self._before), self._parser.begin)
 
     def take(self, item: StreamItem) -> Piece:

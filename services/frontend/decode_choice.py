@@ -54,16 +54,12 @@ BLAMELESS: Final = (FramesLost, BackendUnavailable)  # NATS's fault: the instanc
 
 @dataclass(slots=True)
 class Attempts:
-    """The tries of one request so far."""
-
     failed: list[str] = field(default_factory=list)  # ids of instances, the latest last
     moves: int = 0
     unheard_s: float | None = None  # monotonic: since when its instances do not listen
 
 
 class DecodeChoice:
-    """Chooses among the decode instances that serve the model of a prompt."""
-
     def __init__(self, decodes: Fleet, model: str, no_worker_wait_s: float = NO_WORKER_WAIT_S) -> None:
         self._decodes = decodes.alive
         self._no_worker_wait_s = no_worker_wait_s
@@ -81,7 +77,6 @@ class DecodeChoice:
         return usable
 
     def may_come_back(self) -> bool:
-        """Whether the last instance was lost so recently that requests wait for another one."""
         return time.monotonic() < self._seen_s + self._no_worker_wait_s
 
     async def choose(self, prompt: Prompt, attempts: Attempts) -> tuple[InstanceRecord, Route]:
@@ -140,7 +135,6 @@ class DecodeChoice:
         return "" if prompt.model == self._model else prompt.model
 
     def explain(self, prompt: Prompt) -> RouteExplained:
-        """Where `prompt` would go now, and why. Nothing is sent."""
         usable = self._decodes.usable(self._model, self.adapter(prompt))
         blocks = self._blocks(prompt, usable)
         ask = Ask(len(prompt.token_ids), session=prompt.session, prefix=blocks.prefix())

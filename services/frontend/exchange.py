@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """What all requests share."""
-
     mesh: Mesh
     text: TextModel
     settings: FrontendSettings
@@ -173,7 +171,7 @@ class Exchange:
                 raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
     def _enter(self, scope: Scope, specs: list[PromptSpec]) -> Place:
-        """Take one place for all prompts of the request. Raises: QueueFull, KeyLimited."""
+        """Raises: QueueFull, KeyLimited."""
         prompts = [spec.prompt for spec in specs]
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
         return self._caller.enter(

@@ -35,7 +35,7 @@ class Waiting:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Its place among all requests, without regard to keys."""
+        """Without regard to keys."""
         return turn(self.arrival, self.priority, self.tokens)
 
 
@@ -149,8 +149,6 @@ class _Heaviest:
 
 
 class _Level:
-    """One priority."""
-
     __slots__ = ("_heaviest", "_lines", "_now", "_order", "_priority", "_sweep_at", "num_waiting", "tokens")
 
     def __init__(self, priority: int) -> None:
@@ -198,7 +196,6 @@ class _Level:
         line.start = max(line.start, self._now) + tokens
 
     def worst(self) -> Waiting:
-        """The youngest request of the heaviest key."""
         return next(reversed(self._heaviest.line().waiting.values()))
 
     def beyond(self, newcomer: Waiting, over: int) -> list[Waiting] | None:
@@ -272,7 +269,7 @@ class FairQueue:
         self._forget(one)
 
     def waiting_since(self, until_s: float) -> list[Waiting]:
-        """Requests that came until then, oldest first."""
+        """Oldest first."""
         found: list[Waiting] = []
         for one in self._waiting.values():
             if one.since_s > until_s:

@@ -18,7 +18,7 @@ Show = Callable[[Piece, bool], bool]  # (piece, whether it is the last of all) â
 
 
 class PromptChoices:
-    """One prompt and its choices. Takes the tokens of the prompt's branches (`services.frontend.ports.Sink`)."""
+    """One prompt and its choices: the `Sink` of its branches."""
 
     def __init__(self, generation: "Generation", first: int, spec: PromptSpec, text: TextModel) -> None:
         self.prompt = spec.prompt
@@ -56,7 +56,7 @@ class PromptChoices:
         self._generation.fail(error)
 
     async def show_prompt(self) -> None:
-        """If the prompt's log-probabilities are here, put its tokens before each choice, then take the held items."""
+        """If the prompt's log-probabilities are here, put its tokens before each choice, and take the held items."""
         logprobs = next((item.prompt_logprobs for _, item in self._held if item.prompt_logprobs is not None), None)
         if logprobs is None:
             return
@@ -72,10 +72,7 @@ class PromptChoices:
 
 
 class Generation:
-    """All choices of one request, generated side by side.
-
-    Tokens are pushed here as they arrive, and their pieces shown at once. The request's task sleeps in `woken` meanwhile.
-    """
+    """All choices of one request. Tokens are pushed here and shown at once; the request's task sleeps in `woken`."""
 
     def __init__(
         self,
@@ -110,15 +107,12 @@ class Generation:
         return self._num_unfinished == 0
 
     def usage(self) -> Usage:
-        """Tokens so far, over all choices; a prompt counts once."""
+        """A prompt counts once, whatever the number of its choices."""
         return Usage.of(self._num_prompt, self.num_generated, self._num_cached)
 
     @asynccontextmanager
     async def running(self, show: Show) -> AsyncIterator[None]:
-        """Have all choices generated while inside; leaving cancels those that still run.
-
-        `show` gets each piece as it is made, from the event loop. Raises: MeshError.
-        """
+        """Generate all choices while inside; leaving cancels those that still run. Raises: MeshError."""
         self._show = show
         try:
             await self._start()
@@ -127,7 +121,7 @@ class Generation:
             self._close()
 
     async def woken(self) -> None:
-        """Sleep until the first piece, one that `show` could not send, or the last. Raises: what ended the generation."""
+        """Sleep until a piece that `show` could not send, or the last. Raises: what ended the generation."""
         await self._wake.wait()
         self._wake.clear()
         if self._error is not None:
@@ -136,11 +130,10 @@ class Generation:
             await prompt.show_prompt()
 
     def wake(self) -> None:
-        """Wake the request's task."""
         self._wake.set()
 
     def begun(self, choice: Choice, item: StreamItem, *, is_first: bool) -> None:
-        """Record the first token of a choice. `is_first`: the choice is its prompt's first."""
+        """Record the first token of a choice."""
         self.first_unix_ns = self.first_unix_ns or time.time_ns()
         if is_first:
             self._num_cached += item.num_cached_tokens

@@ -82,7 +82,7 @@ class MeshClient:
         return self._served
 
     def room(self) -> FleetRoom:
-        """Load and capacity by records and last heartbeats. An instance without a heartbeat counts as empty."""
+        """An instance without a heartbeat counts as empty."""
         held = capacity = waiting = 0
         for record in self._decodes.usable(self._model):
             if record.kv is None:
@@ -233,7 +233,6 @@ class Branch:
             self._sink.fail(error)
 
     def close(self) -> None:
-        """Read no more, and cancel the work. Idempotent."""
         self._client.close(self._stream)
         moving, self._moving = self._moving, None
         if moving is not None:
@@ -256,14 +255,12 @@ class Branch:
 
 
 def _served(name: str, records: Sequence[InstanceRecord], parent: str | None = None) -> ServedModel:
-    """A model with what all of `records` support."""
     context = min(r.max_context or 0 for r in records)
     embedding = None if parent else records[0].embedding
     return ServedModel(name, context, min(r.started_unix_ms for r in records) // 1000, parent, embedding)
 
 
 def _of_branch(prompt: Prompt, branch: int) -> Prompt:
-    """The request of one branch alone."""
     sampling = prompt.sampling
     seed = branch_seed(sampling.seed, branch)
     prompt_logprobs = None if branch else sampling.prompt_logprobs
@@ -271,7 +268,6 @@ def _of_branch(prompt: Prompt, branch: int) -> Prompt:
 
 
 def _rest_of(prompt: Prompt, generated: list[int]) -> Prompt:
-    """The request of a branch for what follows these tokens."""
     if not generated:
         return prompt
     sampling = structs.replace(

@@ -17,20 +17,12 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Reply:
-    """One HTTP response, begun late and ended once.
-
-    Events leave at once while the client reads (`write`). Before the head, and for a slow client, they are held until `flush`.
-    """
+    """One HTTP response. Events leave at once while the client reads; before the head, and for a slow client, they are held."""
 
     __slots__ = ("_flows", "_headers", "_held", "_held_bytes", "_push", "_send", "answered", "status", "streaming")
 
     def __init__(self, send: Send, headers: Headers, push: BodyPush | None = None) -> None:
-        """
-        Args:
-            send: ASGI's.
-            headers: those of every answer.
-            push: sends a part of the body without waiting, if the server can.
-        """
+        """`push`: sends a part of the body without waiting, if the server can."""
         self._send = send
         self._headers = headers
         self._push = push
@@ -42,13 +34,12 @@ class Reply:
         self.answered = False  # the last byte is out
 
     async def json(self, body: bytes, status: int = 200, headers: Headers | None = None) -> None:
-        """Send a whole answer."""
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, [(b"content-type", b"application/json"), length, *(headers or [])])
         await self._body(body, more=False)
 
     async def parts(self, parts: Parts) -> None:
-        """Send JSON. A long answer is made and sent part by part as the client reads, so that other requests run between."""
+        """Send JSON. A long answer is made as the client reads it, so that other requests run in between."""
         with closing(parts):
             some = some_of(parts)
             if len(some) < AT_ONCE_BYTES:
@@ -62,10 +53,7 @@ class Reply:
             await self._body(b"", more=False)
 
     def write(self, events: bytes) -> bool:
-        """Send events now if that is possible, else hold them. Returns False if they wait for `flush`.
-
-        Raises: Cancelled, if too much is held.
-        """
+        """Send events now, or hold them and return False: `flush` must follow. Raises: Cancelled, if too much is held."""
         if self._flows and self._push is not None and self._push.is_open:
             self._push.send(events)
             return True
@@ -73,7 +61,6 @@ class Reply:
         return False
 
     def hold(self, events: bytes) -> None:
-        """Keep events for the next `flush`. Raises: Cancelled, if too much is held."""
         self._flows = False  # later events must not overtake these
         self._held.append(events)
         self._held_bytes += len(events)
@@ -81,7 +68,7 @@ class Reply:
             raise Cancelled("the client reads too slowly")
 
     async def flush(self, *, last: bool = False) -> None:
-        """Send what is held, after the head if that is not out. Waits for a slow client. `last` ends the response."""
+        """Send the head if that is not out, and what is held. Waits for a slow client. `last` ends the response."""
         if not self.streaming:
             await self._start(
                 200,

@@ -88,7 +88,7 @@ class StoredResponses:
         self._underway: dict[str, Underway] = {}
 
     def endpoint(self) -> Endpoint:
-        """The call by which other frontends ask for, or cancel, a response that runs here."""
+        """Called by other frontends."""
         return Endpoint("cancel_response", CancelResponse, self._cancel_here)
 
     async def put(self, response: ResponseObject, remembered: Remembered) -> None:
@@ -189,7 +189,6 @@ async def open_stored(bus: Bus, settings: FrontendSettings, subject: str) -> Sto
 
 
 def items_before(record: StoredResponse) -> list[InputItem]:
-    """The conversation up to and including a stored response."""
     output = json.dumps(json.loads(record.response)["output"])
     return [item for text in (record.earlier, record.input, output) for item in ITEMS.validate_json(text)]
 

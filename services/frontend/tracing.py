@@ -19,10 +19,7 @@ _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 
 
 def request_span(scope: Scope, operation: str, request_id: str, label: str = "") -> AbstractContextManager[Span]:
-    """The root span of a request, current in its body. It continues the client's trace if there is one.
-
-    `label`: the client's own name of the request.
-    """
+    """The root span of a request, in the client's trace if there is one. `label`: the client's own name of the request."""
     carrier = {
         name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
     }
@@ -62,7 +59,6 @@ def describe_request(span: Span, operation: str, request: GenerationFields, max_
 
 
 def describe_response(span: Span, response_id: str, model: str, generation: Generation) -> None:
-    """Add what was generated, also by a request that failed."""
     if not span.is_recording():
         return
     usage = generation.usage()

@@ -128,7 +128,7 @@ def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
 
 
 async def tokenize(call: Call, request: TokenizeRequest) -> Parts:
-    """Token ids of a prompt or a conversation. Raises: MeshError."""
+    """Raises: MeshError."""
     request.check()
     text, model = call.frontend.text, _model(call, request.model)
     if request.prompt is not None:
@@ -154,7 +154,7 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> Parts:
 
 
 async def count_tokens(call: Call, request: CountRequest) -> Parts:
-    """Length of a message's prompt. Raises: MeshError."""
+    """Raises: MeshError."""
     dialect = MessagesDialect(call.id)
     call.refusal = dialect.refusal
     dialect.take(request)

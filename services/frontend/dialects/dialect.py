@@ -22,18 +22,15 @@ from services.frontend.reply import Headers, Reply
 
 
 class Answer(NamedTuple):
-    """What one choice has become."""
-
     text: str
     finish: FinishReason
     tokens: list[ShownToken] | None = None  # with log-probabilities, if they are asked for
     reasoning: str = ""
-    calls: Sequence[Call] = ()  # of tools
+    calls: Sequence[Call] = ()
     token_ids: list[int] | None = None  # if they are asked for
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], *, has_logprobs: bool, has_ids: bool = False) -> Self:
-        """Join all pieces of a choice."""
         return cls(
             "".join([piece.text for piece in pieces]),
             cast("FinishReason", pieces[-1].finish),
@@ -130,5 +127,4 @@ def prompt_extras(
 
 
 def logprob_lists(logprobs: type[ChatLogprobs | CompletionLogprobs], choice: Answer) -> dict[str, Items]:
-    """The lists that fill the log-probabilities of a choice."""
     return {} if choice.tokens is None else logprobs.parts(choice.tokens)
