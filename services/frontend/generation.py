@@ -144,14 +144,14 @@ class Generation:
         if choice.finish is not None or self._error is not None:  # more tokens were on their way
             return False
         piece = self._piece(choice, item)
-        is_last = False
-        if piece.finish is not None:
-            self._num_unfinished -= 1
-            is_last = self.is_over
+        is_last = piece.finish is not None and self._num_unfinished == 1
         assert self._show is not None
         if not self._show(piece, is_last) or is_last:
             self._wake.set()
-        return piece.finish is None
+        if piece.finish is None:
+            return True
+        self._num_unfinished -= 1  # not before: a `show` that raises must end the generation, also at the last piece
+        return False
 
     def fail(self, error: Exception) -> None:
         """End the generation: nothing more is shown."""

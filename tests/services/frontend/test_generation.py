@@ -63,6 +63,20 @@ async def test_the_task_wakes_for_what_could_not_be_shown_and_for_the_last_piece
     assert wakes == [1, 3, len(shown)]
 
 
+async def test_a_last_piece_that_cannot_be_shown_ends_the_generation_with_that_error(
+    mesh: FakeMesh, text: TextModel
+) -> None:
+    def show(piece: Piece, is_last: bool) -> bool:
+        if is_last:
+            raise Cancelled("the client reads too slowly")
+        return True
+
+    generation = generation_of(mesh, text)
+    with pytest.raises(Cancelled, match="too slowly"):
+        async with asyncio.timeout(5), generation.running(show):
+            await generation.woken()
+
+
 async def test_leaving_cancels_what_still_runs(mesh: FakeMesh, text: TextModel) -> None:
     mesh.gate = asyncio.Semaphore(0)
     generation = generation_of(mesh, text, n=2, prompts=2)
