@@ -1,16 +1,15 @@
-"""Admission control: a request is sent to decode at once while there is room and none waits. Else it queues, or is refused.
+"""Admission control: a request goes to decode while there is room and none waits. Else it is queued or refused.
 
 There is room while
 
     tokens in held pages + our tokens that have not begun + others' tokens without a page  <  admit_load · capacity
 
-Heartbeats report the first and the last, up to half a second late; the others are requests of other frontends. We count our
-own from admission to the first token of each prompt. A request that has pages and has not begun counts twice, so with a load
-of 1 memory would not fill. Held pages are at most the capacity, so at least (admit_load - 1) · capacity of our tokens are
-always on their way. The request that crosses the limit is still admitted: else one larger than the limit would never be.
+Heartbeats report the first and the last, up to half a second late. We count our own from admission to the first token of each
+prompt. A request that has pages and has not begun counts twice, so with a load of 1 memory would not fill. The request that
+crosses the limit is still admitted: else one larger than the limit would never be.
 
-Before the first instance registers there is room, as nothing must wait for an instance that may never come. When all instances
-are lost later, queued requests wait `no_worker_wait_s` for one to come back.
+Before the first instance registers there is room: it may never come. When all instances are lost later, queued requests wait
+`no_worker_wait_s`.
 """
 
 import asyncio
@@ -37,19 +36,19 @@ _PEPPER: Final = os.urandom(16)
 class Limits(Protocol):
     @property
     def queue_tokens(self) -> int:
-        """Most tokens in the queue."""
+        """Most tokens that may wait."""
 
     @property
     def queue_timeout_s(self) -> float:
-        """The longest wait."""
+        """Longest wait."""
 
     @property
     def admit_load(self) -> float:
-        """Load of decode, in capacities, up to which requests are admitted; above 1."""
+        """Share of decode's capacity; above 1."""
 
     @property
     def max_inflight(self) -> int | None:
-        """Most requests that are admitted and not over; None: no limit."""
+        """Most admitted requests; None: no limit."""
 
 
 def token_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -64,7 +63,7 @@ def token_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The key that a request counts for in the queue: a hash of its API key, salted by this process."""
+    """A hash of a request's API key, salted by this process."""
     token = token_of(headers)
     return blake2b(token, digest_size=16, key=_PEPPER).digest() if token else ANONYMOUS
 
@@ -88,7 +87,7 @@ class Place:
             raise refusal
 
     def began(self, prompt_tokens: int) -> None:
-        """Record the first token of a choice. `prompt_tokens`: its prompt's, at the prompt's first choice, else 0."""
+        """Record the first token of a choice. `prompt_tokens`: of its prompt, at the prompt's first choice; else 0."""
         self._admission.began(self, prompt_tokens)
 
     def leave(self, answer_tokens: int = 0) -> None:
@@ -114,8 +113,6 @@ class AdmittedRate:
 
 
 class Admission:
-    """Admits requests or queues them. Uses the clock of the running event loop."""
-
     def __init__(self, mesh: Mesh, limits: Limits, metrics: FrontendMetrics) -> None:
         self._mesh = mesh
         self._limits = limits

@@ -106,7 +106,7 @@ class DecodeChoice:
                 await asyncio.sleep(0.1)
 
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
-        """Record that the request moves. Raises: `why`, if it has moved too often; DeadlineExceeded."""
+        """Raises: `why`, if the request has moved too often; DeadlineExceeded."""
         attempts.moves += self._cost(why, attempts)
         if not isinstance(why, BLAMELESS):
             route.failed(why)
@@ -131,7 +131,7 @@ class DecodeChoice:
         self._seen_s = time.monotonic()
 
     def adapter(self, prompt: Prompt) -> str:
-        """The adapter that a prompt names: any name but the model's own, as in vLLM."""
+        """Any name but the model's own is an adapter's, as in vLLM."""
         return "" if prompt.model == self._model else prompt.model
 
     def explain(self, prompt: Prompt) -> RouteExplained:
@@ -144,7 +144,7 @@ class DecodeChoice:
         return explained(self._policy, pack_tokens(prompt.token_ids), chosen)
 
     def _back_off_s(self, tries: int) -> float:
-        """Pause before an instance is tried again, jittered. `tries`: beyond one of each instance."""
+        """`tries`: beyond one of each instance."""
         return self._rng.uniform(0.5, 1.0) * min(MOST_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
 
     def _route(
@@ -166,7 +166,7 @@ class DecodeChoice:
         return record, route
 
     def _blocks(self, prompt: Prompt, usable: Sequence[InstanceRecord]) -> PromptBlocks:
-        """The prompt's blocks, hashed as these instances hash them: with their model and the weights of the adapter."""
+        """Hashed as these instances hash them, with their model and the weights of the adapter."""
         kv = next((r for r in usable if r.kv is not None), None)
         adapter = self.adapter(prompt)
         identity = kv.adapters.get(adapter, "") if kv is not None else ""

@@ -1,15 +1,13 @@
 """A queue of requests that is fair to API keys and bounded in tokens. No clock and no I/O.
 
-Priorities are merged by the engines' rule (`components/turns.py`), which compares the first request of each priority. So a
-key that floods one priority does not help the other requests there with the age of its own.
-
-Within a priority, keys share by start-time fair queueing in tokens. A key's next request starts in virtual time where its last
-one ended, but not before now, and the earliest start goes first. Tokens of answers are charged when they are known.
+Priorities are merged by the engines' rule (`components/turns.py`), applied to the first request of each. Within a priority,
+keys share by start-time fair queueing in tokens: a key's next request starts, in virtual time, where its last one ended, but
+not before now, and the earliest start goes first. Tokens of answers are charged when they are known.
 Sources: Goyal, Vin, Cheng 1996, "Start-time fair queuing"; Sheng et al. 2023, arXiv:2401.00588 (virtual token counter).
 
-When the queue is full, requests of priorities worse than the newcomer's are dropped first, the worst first. Then the key of the
-newcomer's priority with the most tokens loses its youngest requests, if it has more than the newcomer's key would have. Else
-the newcomer is refused. Source: Suter, Lakshman, Stiliadis, Choudhury 1998 (longest queue drop).
+When the queue is full, worse priorities than the newcomer's are dropped first. Then the key of the newcomer's priority with the
+most tokens loses its youngest requests, if it has more than the newcomer's key would have. Else the newcomer is refused.
+Source: Suter, Lakshman, Stiliadis, Choudhury 1998 (longest queue drop).
 """
 
 from collections import OrderedDict
@@ -216,7 +214,7 @@ class _Level:
         return None
 
     def _line(self, key: bytes) -> _Line:
-        """A key's line. It outlives its requests until virtual time has reached its start."""
+        """A line outlives its requests until virtual time has reached its start."""
         line = self._lines.get(key)
         if line is None:
             if len(self._lines) >= self._sweep_at:
@@ -258,13 +256,13 @@ class FairQueue:
         return leaving
 
     def take(self) -> Waiting:
-        """Remove and return the next request. There must be one."""
+        """The next request. There must be one."""
         one = min(self._levels.values(), key=_Level.turn).take()
         self._forget(one)
         return one
 
     def remove(self, one: Waiting) -> None:
-        """Remove a request, which must be in the queue."""
+        """The request must be in the queue."""
         self._levels[one.priority].remove(one)
         self._forget(one)
 
@@ -278,7 +276,7 @@ class FairQueue:
         return found
 
     def charge(self, key: bytes, priority: int, tokens: int) -> None:
-        """Charge a key for the answer of a request that was taken. Ignored if nothing of that priority waits."""
+        """Charge a key for an answer. Ignored if nothing of that priority waits."""
         level = self._levels.get(priority)
         if level is not None:
             level.charge(key, tokens)

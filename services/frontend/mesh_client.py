@@ -67,10 +67,7 @@ class MeshClient:
         self._decodes.on_lost(self._instance_lost)
 
     def models(self) -> list[ServedModel]:
-        """The model and its adapters, if a decode instance serves them.
-
-        They stay for a while after the last instance was lost: requests wait for it to come back.
-        """
+        """The model and its adapters; for a while also after the last instance was lost, as requests wait for it."""
         usable = self.choice.usable()
         if usable:
             adapters = sorted({name for record in usable for name in record.adapters})
@@ -98,10 +95,9 @@ class MeshClient:
         return await self._embed_calls.embed(texts)
 
     async def generate(self, prompt: Prompt, sink: Sink) -> "list[Branch]":
-        """Start the branches of `prompt`, all on one instance, which computes the prompt once.
+        """Start the branches of `prompt` on one instance, which computes the prompt once.
 
-        Later each moves alone, as a request with the seed of its branch. Draws depend on (seed, position) alone, so the
-        next tokens are those that the lost instance would have made.
+        Each moves alone, with the seed of its branch. Draws depend on (seed, position) alone, so a move changes no token.
         """
         attempts = Attempts()
         streams = await self.dispatch(prompt, attempts)
@@ -114,7 +110,7 @@ class MeshClient:
         return branches
 
     async def dispatch(self, prompt: Prompt, attempts: Attempts) -> list[Stream]:
-        """Send the request until an instance accepts it. Returns: a stream for each branch."""
+        """Returns: a stream for each branch, from the instance that accepted the request."""
         while True:
             record, route = await self.choice.choose(prompt, attempts)
             streams = [
@@ -135,7 +131,7 @@ class MeshClient:
                         self.close(stream)
 
     def close(self, stream: Stream) -> None:
-        """Read no more of the stream, and cancel its work if that is not over. Idempotent."""
+        """Stop reading, and cancel the work if it is not over. Idempotent."""
         if stream.is_closed:
             return
         stream.is_closed = True
@@ -147,7 +143,7 @@ class MeshClient:
             self._send_later(f"{stream.record.subject}.cancel", cancelling)
 
     async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> int:
-        """Send the request, whose first stream is `stream`. Returns: how many requests the instance has accepted so far."""
+        """Returns: the number of requests that the instance has accepted."""
         request = GenerateRequest(
             request_id=prompt.request_id,
             epoch=record.epoch,
@@ -176,7 +172,7 @@ class MeshClient:
                     await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not be back yet
 
     def _send_later(self, subject: str, message: Struct) -> None:
-        """Publish in a task of its own, for callers that are being cancelled and cannot wait."""
+        """For callers that are being cancelled and cannot wait."""
 
         async def send() -> None:
             with contextlib.suppress(MeshError):  # a lost instance needs no message

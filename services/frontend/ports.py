@@ -11,8 +11,6 @@ from components.wire.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt to generate from, `sampling.n` times."""
-
     request_id: str  # ours and random
     model: str  # one of `Mesh.models`
     token_ids: list[int]
@@ -25,8 +23,6 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts to make vectors of."""
-
     request_id: str  # ours and random
     model: str  # one of `Mesh.models` that has an `embedding`
     token_ids: list[list[int]]
@@ -37,20 +33,15 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model or an adapter that a live decode instance serves."""
-
     name: str
-    max_context: int  # tokens of prompt and answer together
+    max_context: int  # tokens of prompt and answer
     created_unix_s: int
     parent: str | None = None  # of an adapter: the model
     embedding: EmbeddingModel | None = None  # None: it generates
 
 
 class FleetRoom(NamedTuple):
-    """The load of all decode instances that take new work, by their last heartbeats.
-
-    Admission itself counts this frontend's requests until their first tokens arrive.
-    """
+    """The load of all decode instances that take new work, by their last heartbeats."""
 
     held_tokens: int  # in pages that requests hold; at most the capacity
     capacity_tokens: int | None  # of all pages; None: there is no instance
@@ -58,26 +49,26 @@ class FleetRoom(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where the tokens of a prompt's branches go, called from the event loop as they arrive."""
+    """Takes the tokens of a prompt's branches as they arrive."""
 
     def take(self, branch: int, item: StreamItem) -> bool:
-        """Take the next tokens of a branch. Returns False if the branch is to be cancelled."""
+        """Returns False to cancel the branch."""
 
     def fail(self, error: Exception) -> None:
-        """A branch has ended with this error, and will not continue."""
+        """A branch has ended with this error."""
 
 
 class Branch(Protocol):
     def close(self) -> None:
-        """Cancel the branch if it runs. Its sink is called no more."""
+        """Cancel the branch if it runs; its sink is called no more."""
 
 
 class Mesh(Protocol):
     def models(self) -> list[ServedModel]:
-        """Models that a request may name now, from memory."""
+        """Models that are served now."""
 
     def room(self) -> FleetRoom:
-        """The load of decode, from memory."""
+        """The load of decode now."""
 
     async def embed(self, texts: Texts) -> list[bytes]:
         """A vector for each text: float32[dimensions], little-endian. Raises: MeshError."""

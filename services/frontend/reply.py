@@ -17,7 +17,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Reply:
-    """One HTTP response. Events leave at once while the client reads; before the head, and for a slow client, they are held."""
+    """One HTTP response. Its events leave at once, or are held before the head and for a slow client."""
 
     __slots__ = ("_flows", "_headers", "_held", "_held_bytes", "_push", "_send", "answered", "status", "streaming")
 
@@ -39,7 +39,7 @@ class Reply:
         await self._body(body, more=False)
 
     async def parts(self, parts: Parts) -> None:
-        """Send JSON. A long answer is made as the client reads it, so that other requests run in between."""
+        """A long answer is made as the client reads it, so that other requests run in between."""
         with closing(parts):
             some = some_of(parts)
             if len(some) < AT_ONCE_BYTES:
@@ -78,7 +78,7 @@ class Reply:
                     (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
                 ],
             )
-            # only now: before it writes, the server waits for a client that does not read
+            # only now: the server may wait for the client before it writes
             self.streaming = True
         count = len(self._held)
         events = b"".join(self._held)
@@ -88,10 +88,7 @@ class Reply:
         self._flows = not (self._held or last)
 
     async def fail(self, status: int, body: bytes, headers: Headers, events: bytes) -> None:
-        """Report a failure: by an answer of its own, or as a stream's last events.
-
-        Held events are dropped: they may hold the end of the answer, which no error must follow.
-        """
+        """Send a failure, or the last events of a stream. Held events are dropped: they may hold the end of the answer."""
         if self.answered:
             return
         try:
@@ -101,11 +98,11 @@ class Reply:
                     await self.flush(last=True)
                 elif not self.status:
                     await self.json(body, status, headers)
-                else:  # the head of a JSON answer is out: the client sees that it breaks off
+                else:  # half a JSON answer is out: it breaks off
                     self.answered = True
         except TimeoutError:
             self.answered = True
-        self.status = status  # for our own count; the client of a stream has read 200
+        self.status = status  # for our count; the client of a stream has read 200
 
     async def _start(self, status: int, headers: Headers) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]})

@@ -123,7 +123,7 @@ class StoredResponses:
 
     @contextmanager
     def underway(self, response_id: str) -> Iterator[Underway]:
-        """Register the current task as working on this response. A cancellation waits until this is left."""
+        """The current task works on this response. A cancellation waits until this is left."""
         self._underway[response_id] = mine = Underway()
         try:
             yield mine
@@ -157,7 +157,7 @@ class StoredResponses:
         return failed
 
     async def _ask(self, frontend: str, request: CancelResponse) -> bool:
-        """Whether it was running there. A frontend that does not answer in time may still work on it."""
+        """Whether it runs there, or may: the frontend does not answer in time."""
         subject = f"{frontend}.cancel_response"
         try:
             answer = await self._bus.call(subject, request, ResponseUnderway, timeout_s=CALL_TIMEOUT_S)

@@ -42,12 +42,10 @@ class Answer(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The prompts of a request, and what their answers are to be."""
-
     prompts: list[list[int]]
-    echoes: Sequence[str] = ()  # for each prompt, the text to show before its choices' own; empty: none
-    output: OutputPlan | None = None  # how to parse the generated text; None: it is shown as it is
-    asked: AskedConstraint | None = None  # what the text must be, in place of what the request's fields say
+    echoes: Sequence[str] = ()  # text before the choices of each prompt; empty: none
+    output: OutputPlan | None = None  # how to parse the text; None: it is shown as it is
+    asked: AskedConstraint | None = None  # in place of the constraint in the request's fields
 
 
 class EventStream(Protocol):
@@ -64,10 +62,10 @@ class EventStream(Protocol):
 
 
 class Dialect(ABC):
-    """One request of one API. `services.frontend.exchange` is the part that all APIs share.
+    """One request of one API.
 
-    It calls, in this order: `read`, `token_limit`, `encode`; then, inside `underway`, either `events` or `answer`. A failure
-    at any point becomes `refusal`. `headers` is called first.
+    `Exchange` calls, in this order: `headers`, `read`, `token_limit`, `encode`; then, inside `underway`, either `events` or
+    `answer`. A failure at any point becomes a `refusal`.
     """
 
     route: ClassVar[str]
@@ -81,42 +79,41 @@ class Dialect(ABC):
         self.created = int(time.time())
 
     def headers(self, shown_id: str) -> Headers:
-        """Headers of every answer. `shown_id`: the request's id for the client."""
+        """`shown_id`: the request's id for the client."""
         return [(b"x-request-id", shown_id.encode())]
 
     @abstractmethod
     async def read(self, body: Body, scope: Scope) -> GenerationFields:
-        """Parse the body. Returns the fields that all APIs share. Raises: MeshError."""
+        """Returns: the fields that all APIs share. Raises: MeshError."""
 
     @abstractmethod
     def token_limit(self) -> int | None:
-        """The most tokens of a choice that the request asks for. Raises: Rejected."""
+        """Raises: Rejected."""
 
     @abstractmethod
     async def encode(self, text: TextModel) -> Encoded:
-        """Tokenise the prompts. Raises: Rejected."""
+        """Raises: Rejected."""
 
     def underway(self, reply: Reply, generation: Generation) -> AbstractAsyncContextManager[None]:
         """Entered around admission and generation, once the request is known to be valid."""
         return nullcontext()
 
     @abstractmethod
-    def events(self, generation: Generation) -> EventStream:
-        """Begin a streamed answer."""
+    def events(self, generation: Generation) -> EventStream: ...
 
     @abstractmethod
     async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
-        """Make the JSON of an answer that is not streamed."""
+        """The JSON of an answer that is not streamed."""
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
-        """Status and JSON of a request that failed."""
+        """Status and JSON of a failure."""
         return error.status, error.body()
 
 
 def prompt_extras(
     request: GenerationFields, generation: Generation, index: int
 ) -> tuple[list[int] | None, dict[str, Items]]:
-    """The token ids of a choice's prompt, and the list that fills its log-probabilities, each if it is asked for."""
+    """A choice's prompt, where it is asked for: its token ids, and the list that fills its log-probabilities."""
     choice, count = generation.choices[index], request.prompt_logprobs
     token_ids = choice.prompt.token_ids
     lists: dict[str, Items] = {}
