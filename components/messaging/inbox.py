@@ -34,14 +34,14 @@ ASK_TIMEOUT_S: Final = 2.0
 
 class Reader(Protocol):
     def take(self, item: StreamItem) -> None:
-        """Called for everything that arrived in one turn of the event loop, joined into one item."""
+        """Called with all that arrived in one turn of the event loop, joined into one item."""
 
     def fail(self, error: MeshError) -> None:
         """The stream is over. Called once, after the last item."""
 
 
 class InStream:
-    """One stream from a decode instance. Its items wait until `start`, then each is pushed to a reader."""
+    """One stream from a decode instance. Its items wait until `start`, then they are pushed."""
 
     def __init__(self, stream_id: int, instance_id: str, epoch: str, refusals: Refusals | None = None) -> None:
         self.stream_id = stream_id
@@ -50,7 +50,7 @@ class InStream:
         self._refusals = refusals or Refusals()
         self._items: list[StreamItem] = []
         self._error: MeshError | None = None
-        self.failure = Failure()  # for a caller that waits for something else about this stream
+        self.failure = Failure()  # for a caller that waits for something else of this stream
         self._reader: Reader | None = None
         self._next_seq = 0
 
@@ -118,7 +118,7 @@ class _Source:
 
 
 class StreamInbox:
-    """All streams of one frontend; they share one NATS subject."""
+    """All streams of one frontend, on one NATS subject."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class StreamInbox:
             subject: NATS subject of this frontend's frames.
             resend: asks an instance to send its frames again, from a number on.
             refusals: counts what is dropped.
-            together: entered while the items of one turn of the event loop are pushed to their readers.
+            together: entered while the items of one turn of the loop are pushed.
         """
         self.subject = subject
         self._resend = resend
@@ -193,7 +193,7 @@ class StreamInbox:
             self._refusals.count("tokens", DUPLICATE)
 
     async def look(self) -> None:
-        """Ask quiet instances every LOOK_S whether frames were lost."""
+        """Ask quiet instances for lost frames, every LOOK_S."""
         while True:
             await asyncio.sleep(LOOK_S)
             for source in list(self._sources.values()):
@@ -243,7 +243,7 @@ def _joined(items: Sequence[StreamItem]) -> StreamItem:
 
 
 def _broken(cause: Exception) -> InvariantBroken:
-    """The error for a defect in our own reader: not one that moves a stream."""
+    """A defect in our own reader must not move the stream."""
     error = InvariantBroken(f"a stream's reader: {cause}")
     error.__cause__ = cause
     return error

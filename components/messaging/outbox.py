@@ -176,7 +176,7 @@ class StreamOutbox:
         return Endpoint("resend", ResendFrames, self.resend)
 
     async def resend(self, request: ResendFrames) -> FramesResent:
-        """Send up to RESENT_BYTES of frames again; the frontend asks for more."""
+        """Send up to RESENT_BYTES again; the frontend asks for more."""
         lane = self._sent.lane(request.reply_to)
         number = max(request.first, lane.oldest)
         sent = 0
@@ -212,7 +212,7 @@ class StreamOutbox:
         self._wake.set()
 
     def _due(self, now_s: float) -> dict[str, list[FrameDraft]]:
-        """The frames to send now, by frontend. A quick stream waits until more of its tokens have gathered."""
+        """Frames to send now, by frontend. A quick stream waits until more of its tokens have gathered."""
         gathering, self._gathering = self._gathering, []
         quick_until_s = now_s - QUICK_INTERVALS * self._interval_s
         for stream in gathering:
@@ -249,7 +249,7 @@ class StreamOutbox:
         return draft.pack(self._instance_id, self._epoch(), self._step(), number)
 
     def _probe(self, lane: _Lane) -> str:
-        """A reply subject on which NATS reports that no one listens; "": not asked with this frame."""
+        """The subject on which NATS reports that no one listens; "": do not ask with this frame."""
         now = time.monotonic()
         if now - lane.probed_s < PROBE_S:
             return ""

@@ -40,7 +40,7 @@ class Limits(Protocol):
 
     @property
     def queue_timeout_s(self) -> float:
-        """Longest wait."""
+        """The longest time that a request may wait."""
 
     @property
     def admit_load(self) -> float:
@@ -191,7 +191,6 @@ class Admission:
         self._metrics.queue_time.observe(now_s - one.since_s)
 
     def _wait(self, place: Place, now_s: float) -> None:
-        """Raises: QueueFull."""
         for one in self._queue.put(place.waiting):
             if one is place.waiting:
                 raise self._refusal("full", now_s)

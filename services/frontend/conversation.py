@@ -36,7 +36,6 @@ class AnswerPlan(NamedTuple):
 
 
 async def encode_conversation(text: TextModel, conversation: Conversation) -> list[int]:
-    """Raises: Rejected."""
     formats = text.formats
     if conversation.tools and formats.tools is None:
         raise _unsupported("tools", "this model's chat template has no tools")

@@ -171,7 +171,6 @@ class Exchange:
                 raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
     def _enter(self, scope: Scope, specs: list[PromptSpec]) -> Place:
-        """Raises: QueueFull, KeyLimited."""
         prompts = [spec.prompt for spec in specs]
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
         return self._caller.enter(

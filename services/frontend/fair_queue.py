@@ -267,7 +267,7 @@ class FairQueue:
         self._forget(one)
 
     def waiting_since(self, until_s: float) -> list[Waiting]:
-        """Oldest first."""
+        """Requests that came until then, the oldest first."""
         found: list[Waiting] = []
         for one in self._waiting.values():
             if one.since_s > until_s:

@@ -128,7 +128,6 @@ def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
 
 
 async def tokenize(call: Call, request: TokenizeRequest) -> Parts:
-    """Raises: MeshError."""
     request.check()
     text, model = call.frontend.text, _model(call, request.model)
     if request.prompt is not None:
@@ -154,7 +153,6 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> Parts:
 
 
 async def count_tokens(call: Call, request: CountRequest) -> Parts:
-    """Raises: MeshError."""
     dialect = MessagesDialect(call.id)
     call.refusal = dialect.refusal
     dialect.take(request)

@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""`/v1/completions`: texts or token ids are continued."""
 
 from collections.abc import Sequence
 from functools import partial

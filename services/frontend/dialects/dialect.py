@@ -65,7 +65,7 @@ class Dialect(ABC):
     """One request of one API.
 
     `Exchange` calls, in this order: `headers`, `read`, `token_limit`, `encode`; then, inside `underway`, either `events` or
-    `answer`. A failure at any point becomes a `refusal`.
+    `answer`. Each may raise a MeshError, which becomes a `refusal`.
     """
 
     route: ClassVar[str]
@@ -84,15 +84,14 @@ class Dialect(ABC):
 
     @abstractmethod
     async def read(self, body: Body, scope: Scope) -> GenerationFields:
-        """Returns: the fields that all APIs share. Raises: MeshError."""
+        """Returns: the fields that all APIs share."""
 
     @abstractmethod
     def token_limit(self) -> int | None:
-        """Raises: Rejected."""
+        """The most tokens to generate for each choice; None: the rest of the context."""
 
     @abstractmethod
-    async def encode(self, text: TextModel) -> Encoded:
-        """Raises: Rejected."""
+    async def encode(self, text: TextModel) -> Encoded: ...
 
     def underway(self, reply: Reply, generation: Generation) -> AbstractAsyncContextManager[None]:
         """Entered around admission and generation, once the request is known to be valid."""
