@@ -1,7 +1,7 @@
 """Puts the frames of one decode instance in order, and asks for those that are missing.
 
-NATS may lose frames while it, or a connection to it, restarts. A later frame reveals the gap by its number. Nothing follows the
-last frame of a stream, so an instance that is quiet for a second is asked whether it has sent more.
+NATS may lose frames during a restart or a reconnect. A later frame reveals the gap; a lost last frame is found by asking an
+instance that is quiet for a second.
 """
 
 import asyncio

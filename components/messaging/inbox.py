@@ -1,4 +1,4 @@
-"""A frontend's side of token streams: frames arrive from decode instances, and their items are pushed to the readers."""
+"""A frontend's side of token streams: frames arrive from decode instances, their items are pushed to readers."""
 
 import asyncio
 import logging
@@ -253,7 +253,7 @@ def _broken(cause: Exception) -> InvariantBroken:
 async def open_inbox(
     bus: Bus, subject: str, together: AbstractContextManager[object] | None = None
 ) -> AsyncIterator[StreamInbox]:
-    """Open an inbox that receives while inside. `subject` is `<namespace>.frontend.<instance id>.tokens`."""
+    """`subject`: `<namespace>.frontend.<instance id>.tokens`."""
     namespace = subject.partition(".")[0]
 
     async def resend(instance_id: str, first: int) -> FramesResent:

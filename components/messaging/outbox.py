@@ -1,7 +1,6 @@
-"""Decode's side of token streams: the tokens of all streams to one frontend leave in numbered frames, which are kept a while.
+"""Decode's side of token streams: all tokens to one frontend leave in numbered frames, which are kept a while.
 
-NATS delivers at most once. A frontend that misses a frame asks for it by its number, so that a lost message does not move a
-stream.
+NATS delivers at most once, so a frontend asks for the frames that it misses.
 """
 
 import asyncio
@@ -70,7 +69,7 @@ class OutStream:
         self.gathered += token_ids
 
     def leave(self, until_seq: int, frame: FrameDraft) -> None:
-        """Move the gathered tokens to a frame. Their numbers end before `until_seq`."""
+        """The numbers of the gathered tokens end before `until_seq`."""
         token_ids, self.gathered = self.gathered, []
         frame.tokens(self.stream_id, until_seq - len(token_ids), token_ids)
 
@@ -82,8 +81,6 @@ class OutStream:
 
 
 class _Lane:
-    """The frames to one frontend."""
-
     __slots__ = ("deaf_since_s", "frames", "is_probing", "oldest", "probed_s", "reply_to")
 
     def __init__(self, reply_to: str) -> None:
@@ -116,7 +113,6 @@ class SentFrames:
         return lane
 
     def keep(self, lane: _Lane, frame: bytes) -> None:
-        """Keep the lane's next frame, and drop old ones."""
         now = self._clock()
         lane.frames.append(frame)
         self._order.append((now, lane))
@@ -128,16 +124,11 @@ class SentFrames:
 
 
 class StreamOutbox:
-    """Collects items and sends them as frames.
-
-    The first item after a pause leaves at once. Then tokens gather for `interval_s`: each frame costs an event and two context
-    switches.
-    """
+    """Sends items as frames: at once after a pause, else each `interval_s`, as a frame costs two context switches."""
 
     def __init__(
         self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
     ) -> None:
-        """`interval_s`: the shortest time between two sendings."""
         self._bus = bus
         self._instance_id = instance_id
         self._epoch = epoch
@@ -162,7 +153,6 @@ class StreamOutbox:
         self._begin()
 
     def put_tokens(self, stream: OutStream, token_ids: Sequence[int]) -> None:
-        """Queue plain tokens: nearly all that is sent."""
         if not stream.gathered:
             self._gathering.append(stream)
             self._begin()
@@ -272,7 +262,7 @@ class StreamOutbox:
 async def open_outbox(
     bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
 ) -> AsyncIterator[StreamOutbox]:
-    """Open an outbox that sends while inside; leaving sends what is queued."""
+    """Leaving sends what is queued."""
     outbox = StreamOutbox(bus, instance_id, epoch, step, interval_s)
     async with background(outbox.run(), "stream-outbox"):
         try:

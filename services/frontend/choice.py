@@ -161,7 +161,7 @@ class Choice:
 
 
 class ParsedChoice(Choice):
-    """A choice whose text is parsed into reasoning, answer and tool calls. Stop strings apply to the whole text."""
+    """Parses the text into reasoning, answer and tool calls. Stop strings apply to the whole."""
 
     __slots__ = ("_before", "_parser")
 
@@ -175,7 +175,7 @@ class ParsedChoice(Choice):
         await self._text.run(len(self._before), self._parser.begin)
 
     def take(self, item: StreamItem) -> Piece:
-        """What `item` adds to each. Sets `finish` also when the only call that is wanted is complete."""
+        """Sets `finish` also when the only wanted call is complete."""
         piece = super().take(item)
         parser = self._parser
         text, reasoning, calls = parser.feed(piece.text)

@@ -29,8 +29,6 @@ from components.wire.sampling import Constraint
 
 
 class AnswerPlan(NamedTuple):
-    """What the model may answer, and how to parse it."""
-
     output: OutputPlan | None = None  # None: the text is shown as it is
     asked: AskedConstraint | None = None  # in place of the constraint in the request's fields; None: that one
 
@@ -126,7 +124,7 @@ def _held_to(
     *,
     single: bool,
 ) -> AskedConstraint | None:
-    """What the answer must be, by the choice of tools, strict tools, and the constraint in the request."""
+    """What the answer must be, by tools and the request's constraint."""
     mode, name = conversation.choice
     callable_tools = _callable_tools(conversation)
     if mode in {"required", "named"}:

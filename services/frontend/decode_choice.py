@@ -42,7 +42,7 @@ WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
 UNHEARD_S: Final = 10.0  # so long, sending to instances that do not listen uses up no moves
-BROKEN_MOVES: Final = 3  # that a `BREAKING` error uses up, so that a request that breaks instances breaks two at most
+BROKEN_MOVES: Final = 3  # that a `BREAKING` error uses up: two instances at most break
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
 MOST_BACK_OFF_S: Final = 1.0
 # The instance or this request is broken, or the two do not understand each other.
@@ -82,7 +82,7 @@ class DecodeChoice:
     async def choose(self, prompt: Prompt, attempts: Attempts) -> tuple[InstanceRecord, Route]:
         """Choose an instance that has not failed this request; if all have, one of them after a pause.
 
-        Without an instance, wait for one to come back. Raises: NoDecodeInstance.
+        Raises: NoDecodeInstance, if none comes back in time.
         """
         began, left_s = time.monotonic(), remaining_s(prompt.deadline_unix_ms)
         adapter = self.adapter(prompt)
@@ -175,7 +175,7 @@ class DecodeChoice:
 
 
 def explain_endpoint(choice: DecodeChoice, text: TextModel, model: str) -> Endpoint:
-    """What `inspect route` calls: where a text would go now. Nothing is sent to decode."""
+    """For `inspect route`: where a text would go now. Nothing is sent to decode."""
 
     async def explain_route(request: ExplainRoute) -> RouteExplained:
         messages = [{"role": "user", "content": request.text}]

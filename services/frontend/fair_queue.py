@@ -70,7 +70,7 @@ class _Line:
 
 
 class _Order:
-    """Lines that wait, by rank. Ranks only grow, so a stale one is corrected when it comes to the top."""
+    """Lines by rank. Ranks only grow: a stale one is corrected at the top of the heap."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], _Line]] = []
@@ -105,7 +105,7 @@ class _Order:
 
 
 class _Heaviest:
-    """Finds the line with the most tokens. Growth is noted at once, a loss when the line comes to the top."""
+    """Finds the line with the most tokens. Growth is noted at once, a loss at the top of the heap."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, _Line]] = []
@@ -160,7 +160,7 @@ class _Level:
         self._sweep_at = SWEEP_AT
 
     def turn(self) -> tuple[int, int]:
-        """The turn of its first request; the least of all levels is next."""
+        """The level with the least is next."""
         return self._order.first().first().turn[0], self._priority
 
     def add(self, one: Waiting) -> None:
@@ -282,7 +282,7 @@ class FairQueue:
             level.charge(key, tokens)
 
     def _make_room(self, newcomer: Waiting) -> list[Waiting] | None:
-        """Drop requests for `newcomer` and return them. None: drop the newcomer, and no other."""
+        """Drop and return requests for `newcomer`; None: drop it alone."""
         over = self.tokens + newcomer.tokens - self._max_tokens
         if over <= 0 or not self._waiting:
             return []

@@ -1,4 +1,4 @@
-"""Stored responses: where they are kept, which client may read them, and those that run in the background."""
+"""Stored responses, and those that run in the background."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ _LOST: Final = "The instance working on this response was lost, or its time limi
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What is stored with a response, so that another can continue it."""
+    """What another response needs to continue this one."""
 
     input: str  # JSON
     earlier: str  # JSON
@@ -79,7 +79,7 @@ class Underway:
 
 
 class StoredResponses:
-    """Stored responses. All frontends share the records; those that run here are known here only."""
+    """All frontends share the records; each knows those that it runs."""
 
     def __init__(self, bus: Bus, records: Records, subject: str) -> None:
         self._bus = bus
