@@ -25,6 +25,7 @@ FOR_THE_ENGINE: Final = {
     "components.wire.sampling",
     "components.wire.tokens",
 }
+SHARED_BY_WORKERS: Final = "services.worker"  # a module, no service
 # None of these comes with a package's __init__ (importing any submodule runs it), nor into the engine.
 SOCKET_LIBRARIES: Final = {
     "aiohttp",
@@ -109,7 +110,7 @@ def service(name: str) -> str:
 def fault(importer: str, imported: str) -> str | None:
     """Why module `importer` must not import `imported`; None when it may."""
     match top(importer), top(imported):
-        case "services", "services" if service(importer) != service(imported):
+        case "services", "services" if service(imported) not in (service(importer), SHARED_BY_WORKERS):
             reads_settings = service(importer) == "services.local" and imported.endswith(".config")
             return None if reads_settings else "no service imports another; services.local imports their settings"
         case "components", "services" | "engine":
@@ -127,14 +128,16 @@ def fault(importer: str, imported: str) -> str | None:
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [
-        ("services.decode.handlers", "services.decode.config", True),
-        ("services.decode.handlers", "services.prefill.config", False),
+        ("services.decode.service", "services.decode.config", True),
+        ("services.decode.service", "services.prefill.config", False),
+        ("services.decode.service", "services.worker", True),
+        ("services.worker", "services.decode.config", False),
         ("services.local.plan", "services.decode.config", True),
-        ("services.local.plan", "services.decode.handlers", False),
+        ("services.local.plan", "services.decode.service", False),
         ("services.planner.config", "services.decode.config", False),
-        ("services.decode.handlers", "engine.core", True),
+        ("services.decode.service", "engine.core", True),
         ("components.routing.policy", "engine.ports", False),
-        ("components.wire.rooms", "services.bootstrap.rooms", False),
+        ("components.wire.rooms", "services.bootstrap.service", False),
         ("engine.core", "components.errors", True),
         ("engine.core", "components.discovery.registry", False),
         ("engine.core", "services.decode.config", False),

@@ -12,11 +12,11 @@ from components.telemetry.logs import log_ready
 from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
 from services.bootstrap.config import BootstrapSettings
-from services.bootstrap.handlers import BootstrapService
+from services.bootstrap.service import BootstrapService
 
 
 async def main(settings: BootstrapSettings) -> None:
-    """Serve bootstrap rooms until told to stop."""
+    """Serve until a stop signal."""
     me = new_instance_id()
     subject = subject_of(settings.namespace, "bootstrap", me)
     registration = Registration(me)
@@ -30,13 +30,11 @@ async def main(settings: BootstrapSettings) -> None:
     ):
         metrics.register(bus.refusals)
         metrics.register(bus.clocks)
-        service = BootstrapService(bus, settings.namespace, registration, registry, metrics)
+        service = BootstrapService(bus, settings.namespace, registration, metrics)
+        endpoints = [*service.endpoints(), present_endpoint(registration)]
         async with (
             background(service.clean(settings.room_cleanup_s), "clean-rooms"),
-            background(service.tell(), "tell-of-lost-instances"),
-            serve_calls(
-                bus, "bootstrap", subject, [*service.endpoints(), present_endpoint(registration)], {"instance_id": me}
-            ),
+            serve_calls(bus, "bootstrap", subject, endpoints, {"instance_id": me}),
             registry.advertise(registration, record_maker(settings, "bootstrap", me, http=page)),
         ):
             settle()

@@ -1,23 +1,21 @@
-"""Texts to vectors: each text is a request of the engine, and the call waits for all of them."""
+"""Embeddings: each text of a call is a request of the engine, and the call waits for all of them."""
 
 import asyncio
 from collections.abc import Sequence
 
 from components.discovery.registry import Registration
-from components.errors import Cancelled, DeadlineExceeded, MeshError, Overloaded, PeerLost, Rejected, UnknownModel
-from components.messaging.deadline import remaining_s
+from components.errors import Cancelled, DeadlineExceeded, MeshError, PeerLost, Rejected
 from components.messaging.service import Endpoint
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedCancelled, EmbedRequest, Vectors
 from components.wire.tokens import unpack_tokens
 from engine.loop import EngineLoop
 from engine.ports import Engine, EngineRequest, Phase, SamplingParams, StepOutput
+from services.worker import check_addressed, check_model
 
 NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 
 
 class EmbeddingService:
-    """The calls of an instance whose model makes embeddings."""
-
     def __init__(self, registration: Registration, engine: EngineLoop, model: str) -> None:
         self.draining = False
         self._registration = registration
@@ -25,29 +23,24 @@ class EmbeddingService:
         self._model = model
         self._texts: dict[str, asyncio.Future[bytes]] = {}  # by engine id
         self._calls: dict[str, list[str]] = {}  # engine ids of each
-        self._none = asyncio.Event()
-        self._none.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         engine.on_output(self._stepped)
 
     def __len__(self) -> int:
-        """Texts to be done."""
+        """Number of texts that have no vector yet."""
         return len(self._texts)
 
     def endpoints(self) -> list[Endpoint]:
-        """What it answers."""
         return [
             Endpoint("embed", EmbedRequest, self.embed, span="decode.embed"),
             Endpoint("cancel_embed", CancelEmbed, self.cancel_embed),
         ]
 
     async def embed(self, request: EmbedRequest) -> Vectors:
-        """The vectors of texts. Raises: what makes the frontend go elsewhere; DeadlineExceeded; Rejected."""
-        self._registration.check_epoch(request.epoch)
-        left_s = remaining_s(request.deadline_unix_ms)
-        if self.draining:
-            raise Overloaded("this decode instance is leaving")
-        if request.model != self._model:
-            raise UnknownModel(f"this instance serves {self._model!r}, not {request.model!r}")
+        """Raises: MeshError; unless it is Rejected or DeadlineExceeded, the frontend tries another instance."""
+        left_s = check_addressed(request, self._registration, draining=self.draining)
+        check_model(request.model, self._model)
         if request.request_id in self._calls:
             raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
         if len(request.texts) > MAX_TEXTS:
@@ -57,7 +50,7 @@ class EmbeddingService:
         futures = [asyncio.get_running_loop().create_future() for _ in ids]
         self._calls[request.request_id] = ids
         self._texts.update(zip(ids, futures, strict=True))
-        self._none.clear()
+        self._idle.clear()
         try:
             prompts = [
                 EngineRequest(name, tokens, NOTHING_DRAWN, Phase.EMBED, request.cache_salt, priority=request.priority)
@@ -72,15 +65,14 @@ class EmbeddingService:
             self._forget(request.request_id)
 
     async def cancel_embed(self, request: CancelEmbed) -> EmbedCancelled:
-        """Nobody waits for them any more."""
         return EmbedCancelled(count=self._fail(request.request_id, Cancelled("the client has gone")))
 
     async def drained(self) -> None:
         """Wait until every call is answered."""
-        await self._none.wait()
+        await self._idle.wait()
 
     def stop_all(self, cause: str) -> None:
-        """Give every call back to its frontend, which goes on elsewhere."""
+        """Fail every call: its frontend tries another instance."""
         for request_id in list(self._calls):
             self._fail(request_id, PeerLost(cause))
 
@@ -93,7 +85,7 @@ class EmbeddingService:
         return count
 
     def _forget(self, request_id: str) -> None:
-        """Nobody waits for a call any more; what is not done of it will not be."""
+        """Drop a call, and cancel its texts that have no vector."""
         left = []
         for name in self._calls.pop(request_id):
             future = self._texts.pop(name)
@@ -102,7 +94,7 @@ class EmbeddingService:
         if left:
             self._engine.post(lambda engine: _cancel_all(engine, left))
         if not self._calls:
-            self._none.set()
+            self._idle.set()
 
     def _stepped(self, output: StepOutput) -> None:
         for done in output.embedded:

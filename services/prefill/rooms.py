@@ -1,4 +1,4 @@
-"""Rooms that nothing is computed for: offers that came before their question, requests that are over, and the word of both."""
+"""Rooms without a transfer: offers that arrived before their request, and requests that have ended."""
 
 import asyncio
 import logging
@@ -16,39 +16,37 @@ from components.wire.rooms import CloseRooms, PagesOffered, RoomFailed
 log = logging.getLogger(__name__)
 
 CLOSE_EVERY_S: Final = 0.02
-EARLY_FOR_S: Final = 10.0  # as long as decode waits for an answer to its question
+EARLY_FOR_S: Final = 10.0  # decode's timeout for the answer to its request
 MAX_EARLY: Final = 4096
 OVER_FOR_S: Final = 60.0  # longer than any message is late
 
 
 class Rooms:
-    """See the module."""
-
-    def __init__(self, bus: Bus, registry: Registry, keep: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        """`keep` runs in the background what is said to others."""
+    def __init__(
+        self, bus: Bus, registry: Registry, in_background: Callable[[Coroutine[Any, Any, None]], None]
+    ) -> None:
         self._bus = bus
         self._registry = registry
-        self._keep = keep
-        self._closing: dict[str, list[str]] = {}  # rooms that are over, by bootstrap instance
-        self._early: dict[str, PagesOffered] = {}  # pages for prompts that nobody has asked for yet
-        self._over: OrderedDict[str, float] = OrderedDict()  # request ids that are over here, and since when
+        self._in_background = in_background
+        self._closing: dict[str, list[str]] = {}  # rooms to close, by bootstrap instance
+        self._early: dict[str, PagesOffered] = {}  # by id of a request that has not arrived
+        self._over: OrderedDict[str, float] = OrderedDict()  # when a request ended, by its id
 
     def hold(self, offer: PagesOffered) -> bool:
-        """Keep pages until their question comes. Returns: whether that is possible; not of what is over, nor too many."""
+        """Keep an offer until its request arrives. Returns False if the request has ended, or too many are kept."""
         if offer.request_id in self._over or len(self._early) >= MAX_EARLY:
             return False
-        if (other := self._early.get(offer.request_id)) is not None:  # by another bootstrap replica
+        if (other := self._early.get(offer.request_id)) is not None:  # from another bootstrap replica
             self.close_later(other)
         self._early[offer.request_id] = offer
-        asyncio.get_running_loop().call_later(EARLY_FOR_S, self._too_early, offer)
+        asyncio.get_running_loop().call_later(EARLY_FOR_S, self._expire, offer)
         return True
 
     def take(self, request_id: str) -> PagesOffered | None:
-        """What was kept for this question."""
         return self._early.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """Nothing is begun under this name any more: a question or an offer that comes late, or twice, is refused."""
+        """Refuse this request and its offers from now on: a late or repeated message must not cause a write."""
         if (offer := self.take(request_id)) is not None:
             self.close_later(offer)
         now_s = time.monotonic()
@@ -58,25 +56,23 @@ class Rooms:
             self._over.popitem(last=False)
 
     def is_over(self, request_id: str) -> bool:
-        """Whether a request of this name was here a short while ago."""
         return request_id in self._over
 
     def close_later(self, offer: PagesOffered) -> None:
-        """Nobody waits for a room to close: those of some milliseconds go together."""
+        """Close the room at its bootstrap instance. Rooms of some milliseconds share a message."""
         if not self._closing:
-            asyncio.get_running_loop().call_later(CLOSE_EVERY_S, self.close)
+            asyncio.get_running_loop().call_later(CLOSE_EVERY_S, self.send_closes)
         self._closing.setdefault(offer.bootstrap_id, []).append(offer.room)
 
-    def close(self) -> None:
-        """Tell of all rooms that are over."""
+    def send_closes(self) -> None:
         closing, self._closing = self._closing, {}
         for bootstrap_id, rooms in closing.items():
             bootstrap = self._registry.book.find(bootstrap_id)
             if bootstrap is not None:
-                self._keep(self._bus.publish(f"{bootstrap.subject}.close", CloseRooms(rooms=rooms)))
+                self._in_background(self._bus.publish(f"{bootstrap.subject}.close", CloseRooms(rooms=rooms)))
 
-    async def tell_decode(self, of: PrefillRequest | PagesOffered, error: MeshError) -> None:
-        """Why its pages will not be written."""
+    async def notify_decode(self, of: PrefillRequest | PagesOffered, error: MeshError) -> None:
+        """Report to decode why its pages will not be written."""
         decode = self._registry.book.find(of.decode_id)
         if decode is None:
             return
@@ -84,11 +80,10 @@ class Rooms:
         try:
             await self._bus.publish(f"{decode.subject}.room_failed", failed)
         except MeshError as exc:
-            log.warning("decode not told", extra={"room": of.room, "cause": exc.message})
+            log.warning("decode was not notified", extra={"room": of.room, "cause": exc.message})
 
-    def _too_early(self, offer: PagesOffered) -> None:
-        """Nobody has asked for what these pages are for."""
+    def _expire(self, offer: PagesOffered) -> None:
         if self._early.get(offer.request_id) is offer:
             self.end(offer.request_id)
             error = TransferFailed(f"room {offer.room} is unknown to this prefill instance")
-            self._keep(self.tell_decode(offer, error))
+            self._in_background(self.notify_decode(offer, error))

@@ -5,23 +5,17 @@ from itertools import product
 import pytest
 
 from components.errors import IllegalTransition, InvariantBroken
-from components.kv_transfer import receiver, sender
-from components.kv_transfer.receiver import ReceiveState
-from components.kv_transfer.sender import SendState
 from components.lifecycle import Lifecycle, Tally
-from services.bootstrap import rooms
-from services.bootstrap.rooms import RoomState
-from services.decode import streams
-from services.decode.streams import DecodeState
-from services.prefill import jobs
-from services.prefill.jobs import PrefillState
+from services.decode import inbound, requests
+from services.decode.inbound import InboundState
+from services.decode.requests import RequestState
+from services.prefill import outbound
+from services.prefill.outbound import OutboundState
 
 TABLES: dict[type[StrEnum], Mapping[StrEnum, Set[StrEnum]]] = {
-    ReceiveState: receiver.NEXT,
-    SendState: sender.NEXT,
-    RoomState: rooms.NEXT,
-    PrefillState: jobs.NEXT,
-    DecodeState: streams.NEXT,
+    InboundState: inbound.NEXT,
+    OutboundState: outbound.NEXT,
+    RequestState: requests.NEXT,
 }
 PAIRS = [(states, one, other) for states in TABLES for one, other in product(states, states)]
 
@@ -78,6 +72,6 @@ def test_a_tally_counts_each_state_that_is_not_terminal(states: type[StrEnum]) -
     assert not any(tally[state] for state in states)
 
 
-def test_a_receive_whose_pages_are_known_to_prefill_never_closes_without_being_pinned() -> None:
-    assert receiver.NEXT[ReceiveState.TRANSFERRING] == {ReceiveState.DONE, ReceiveState.PINNED}
-    assert receiver.NEXT[ReceiveState.PINNED] == {ReceiveState.CLOSED}
+def test_a_transfer_whose_pages_prefill_knows_is_never_closed_without_being_pinned() -> None:
+    assert inbound.NEXT[InboundState.TRANSFER] == {InboundState.LANDED, InboundState.PINNED}
+    assert inbound.NEXT[InboundState.PINNED] == {InboundState.CLOSED}

@@ -66,7 +66,7 @@ class Fault:
     """One fault. `at` names what it waits for, the `nth` time that it is seen:
 
     `message <tag>`, `message frame`, `message last-frame`, `write pages`, `write aux`, `<lifecycle> <state>` such as
-    `receive transferring`, or `time <seconds>`.
+    `inbound transfer`, `<lifecycle> <state> to <state>`, or `time <seconds>`.
     """
 
     do: Do
@@ -152,10 +152,12 @@ class Chaos:
         finally:
             DECODE.removeHandler(told)
 
-    def _moved(self, of: str, now: str) -> None:
+    def _moved(self, of: str, was: str, now: str) -> None:
         if not of.startswith("request "):
             self.note(f"{of} is {now}")
-        self._due(f"{of.partition(' ')[0]} {now}", ())
+        lifecycle_name = of.partition(" ")[0]
+        self._due(f"{lifecycle_name} {now}", ())
+        self._due(f"{lifecycle_name} {was} to {now}", ())
 
     def _due(self, event: str, kinds: tuple[Do, ...]) -> list[Fault]:
         """Faults of `kinds` for this event; others that wait for it are carried out."""
@@ -185,14 +187,14 @@ class Chaos:
 class _Moves:
     """In the place of the lifecycles' logger, which would make a record of each move."""
 
-    def __init__(self, moved: Callable[[str, str], None]) -> None:
+    def __init__(self, moved: Callable[[str, str, str], None]) -> None:
         self._moved = moved
 
     def isEnabledFor(self, _level: int) -> bool:
         return True
 
     def debug(self, _message: str, *, extra: dict[str, str]) -> None:
-        self._moved(extra["of"], extra["is"])
+        self._moved(extra["of"], extra["was"], extra["is"])
 
 
 class _Told(logging.Handler):

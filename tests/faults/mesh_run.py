@@ -15,8 +15,8 @@ from uuid import UUID
 
 from components.wire.sampling import Sampling
 from engine.mock import build
-from services.decode import remote_prefill
-from services.decode.remote_prefill import RemotePrefill
+from services.decode import prefill_client as prefill_client_module
+from services.decode.prefill_client import PrefillClient
 from services.frontend import exchange
 from tests.faults.clients import Client
 from tests.faults.faults import Chaos, Do, Fault
@@ -69,7 +69,7 @@ class MeshRun:
         max_tokens: Sequence[int] = (1, 2, 8, 20),
         restart_s: float = RESTART_S,
         limit: Limit | None = None,
-        remote_prefill: Callable[..., RemotePrefill] = RemotePrefill,
+        prefill_client: Callable[..., PrefillClient] = PrefillClient,
         skews_s: dict[str, float] | None = None,  # of the wall clocks of a role
     ) -> None:
         """Clients come over `over_s` and live for `life_s`. What they may see is `limit`, or what the table says."""
@@ -91,7 +91,7 @@ class MeshRun:
         self._prompts: list[list[int]] = []
         self._numbers = dict.fromkeys(ROLES, 0)
         self._nodes: list[Node] = []
-        self._remote_prefill = remote_prefill
+        self._prefill_client = prefill_client
         self._clients = [self._client(i, self.random.random() * over_s) for i in range(num_clients)]
 
     async def run(self) -> Outcome:
@@ -101,9 +101,11 @@ class MeshRun:
         etcd = MemoryEtcd(Random(self.random.random()), LEASE_TTL_S)
         nats = MemoryNats(self.chaos, Random(self.random.random()))
         fabric = Fabric(self.chaos, Random(self.random.random()))
-        self._cluster = Cluster(nats, etcd, fabric, self._home, self._setup, self._remote_prefill)
+        self._cluster = Cluster(nats, etcd, fabric, self._home, self._setup, self._prefill_client)
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(remote_prefill, "randbits", Random(self.random.random()).getrandbits))
+            stack.enter_context(
+                mock.patch.object(prefill_client_module, "randbits", Random(self.random.random()).getrandbits)
+            )
             stack.enter_context(mock.patch.object(exchange, "uuid4", partial(_uuid, Random(self.random.random()))))
             stack.enter_context(mock.patch.object(build, "model_dir", found_model))
             stack.enter_context(self.chaos.watching())

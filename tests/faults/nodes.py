@@ -38,14 +38,14 @@ from engine.mock.build import build_engine
 from engine.model.resolve import model_dir
 from engine.ports import max_request_pages
 from engine.scheduler.request import Request, RequestState
-from services.bootstrap.handlers import BootstrapService
-from services.decode.handlers import DecodeService
-from services.decode.remote_prefill import RemotePrefill
-from services.decode.streams import ActiveRequests
+from services.bootstrap.service import BootstrapService
+from services.decode.prefill_client import PrefillClient
+from services.decode.requests import ActiveRequests
+from services.decode.service import DecodeService
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.mesh_client import MeshClient
-from services.prefill.handlers import PrefillService
+from services.prefill.service import PrefillService
 from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
@@ -116,10 +116,10 @@ class Cluster:
         fabric: Fabric,
         home: Path,
         setup: Setup,
-        remote_prefill: Callable[..., RemotePrefill] = RemotePrefill,
+        prefill_client: Callable[..., PrefillClient] = PrefillClient,
     ) -> None:
         self.nats, self.etcd, self.fabric, self.home, self.setup = nats, etcd, fabric, home, setup
-        self.remote_prefill = remote_prefill
+        self.prefill_client = prefill_client
 
 
 class Node(ABC):
@@ -361,7 +361,7 @@ class Decode(Worker):
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
         )
         setup = self.cluster.setup
-        self.remote = self.cluster.remote_prefill(
+        self.prefill_client = self.cluster.prefill_client(
             self.bus,
             self.registration,
             self.registry,
@@ -374,7 +374,7 @@ class Decode(Worker):
         self.service = DecodeService(
             self.registration,
             self.engine,
-            self.remote,
+            self.prefill_client,
             prefills,
             self.active,
             metrics=self.metrics,
@@ -394,7 +394,7 @@ class Decode(Worker):
     def _kept(self) -> list[str]:
         counts = {
             "streams": len(self.active),
-            "transfers": len(self.remote._fetches),
+            "transfers": len(self.prefill_client),
             "tasks of requests": len(self.service._tasks),
         }
         return [*super()._kept(), *(f"{count} {what}" for what, count in counts.items() if count)]
@@ -419,21 +419,20 @@ class Prefill(Worker):
         self.engine.on_output(lambda output: heart.stepped(output.stats.step))
 
     def _kept(self) -> list[str]:
-        jobs = self.service.num_jobs
-        return [*super()._kept(), *([f"{jobs} jobs"] if jobs else [])]
+        transfers = self.service.num_transfers
+        return [*super()._kept(), *([f"{transfers} transfers"] if transfers else [])]
 
 
 class Bootstrap(Node):
     role: Role = "bootstrap"
 
     async def _serve(self, stack: AsyncExitStack) -> None:
-        self.service = BootstrapService(self.bus, NAMESPACE, self.registration, self.registry, CollectorRegistry())
+        self.service = BootstrapService(self.bus, NAMESPACE, self.registration, CollectorRegistry())
         await stack.enter_async_context(background(self.service.clean(ROOM_CLEANUP_S), "clean-rooms"))
-        await stack.enter_async_context(background(self.service.tell(), "tell"))
         await stack.enter_async_context(self._advertised(self.service.endpoints(), self._record()))
 
     def _kept(self) -> list[str]:
-        rooms = len(self.service._rooms)
+        rooms = len(self.service)
         return [f"{rooms} rooms"] if rooms else []
 
 

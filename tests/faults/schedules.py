@@ -26,20 +26,20 @@ FIELDS: Final = {
 }
 STATES: Final = (  # the first of each lifecycle by what leads to it: nothing moves there
     "message generate.v4",  # decode accepted
-    "decode prealloc",
-    "decode transfer",
+    "message prefill.v5",  # inbound prealloc
+    "inbound transfer",
     "decode running",
-    "decode done",
-    "message prefill-accepted.v2",  # prefill, receive and send bootstrapping
+    "decode ended",
+    "message prefill-accepted.v2",  # prefill bootstrapping
     "prefill waiting",
     "prefill computing",
     "prefill inflight",
     "prefill done",
     "message room-open.v2",
-    "receive done",
-    "send transferring",
-    "message room-pages.v2",  # room open
-    "room closed",
+    "inbound landed",
+    "message kv-coming.v1",
+    "message room-pages.v2",
+    "message room-close.v2",
     "write pages",
     "write aux",
     "request reserved",
@@ -47,19 +47,19 @@ STATES: Final = (  # the first of each lifecycle by what leads to it: nothing mo
 STATES_AFTER_FAILURE: Final = (
     "decode waiting",
     "prefill failed",
-    "receive pinned",
-    "receive closed",
-    "send failed",
+    "inbound pinned",
+    "inbound closed",
+    "message room-failed.v1",
     "request held",
 )
-STATES_AFTER_LOSS: Final = ("room failed",)
-STATES_AFTER_CLIENT: Final = ("decode failed",)
+STATES_AFTER_LOSS: Final = ("inbound pinned",)
+STATES_AFTER_CLIENT: Final = ("decode accepted to ended",)
 DELAYS_S: Final = (0.05, 3.0, 12.0)  # noticed by nobody, by some, by every call
 AWAY_S, LONG_AWAY_S = 8.0, 60.0  # longer than a lease; than anything waits
 STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has run out, and after
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
 A_PREFILL_IS_KILLED: Final = Fault(Do.KILL, "write pages", role="prefill")
-A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "receive transferring", after_s=0.0005)
+A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "inbound transfer", after_s=0.0005)
 
 QUEUES: Final[dict[str, Any]] = {
     "num_clients": 12,
@@ -67,7 +67,7 @@ QUEUES: Final[dict[str, Any]] = {
     "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 2},
 }
 
-LASTS: Final[dict[str, Any]] = {"num_clients": 120, "over_s": 16.0}  # rooms fail seconds after their prefill was killed
+LASTS: Final[dict[str, Any]] = {"num_clients": 120, "over_s": 16.0}  # so that the prefill that is killed has transfers
 
 Schedule = list[Fault]
 
@@ -124,7 +124,7 @@ def of_writes() -> Iterator[Schedule]:
 def of_states() -> Iterator[Schedule]:
     """Every role and both servers, in every state of both lifecycles."""
     for at in STATES:  # rooms are closed some milliseconds later, when a client may be served
-        yield from ([fault] for fault in _at_state(at) if (at, fault.do) != ("room closed", Do.CLIENT_GONE))
+        yield from ([fault] for fault in _at_state(at) if (at, fault.do) != ("message room-close.v2", Do.CLIENT_GONE))
     for at in STATES_AFTER_FAILURE:
         yield from ([A_TRANSFER_FAILS, fault] for fault in _at_state(at) if fault.do not in (Do.LEASE, Do.DRAIN))
     for at in STATES_AFTER_LOSS:
@@ -159,8 +159,8 @@ def conditions(schedule: Schedule) -> tuple[int, dict[str, Any]]:
     changes = {"setup": setup}
     if any(fault.at == "prefill waiting" for fault in schedule):
         changes |= QUEUES
-    if any(fault.at == "room failed" for fault in schedule):
-        changes |= LASTS | {"setup": replace(setup, asks=False)}  # who asks may close the room before it fails
+    if schedule[0] is A_PREFILL_IS_KILLED:
+        changes |= LASTS
     return seed, changes
 
 

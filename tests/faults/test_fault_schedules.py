@@ -7,18 +7,15 @@ from typing import Final
 import pytest
 from _pytest.mark import ParameterSet
 
-from components.kv_transfer.receiver import ReceiveState
-from components.kv_transfer.sender import SendState
-from services.bootstrap.rooms import RoomState
-from services.decode.streams import DecodeState
-from services.prefill.jobs import PrefillState
+from services.decode.inbound import InboundState
+from services.decode.requests import RequestState
+from services.prefill.outbound import OutboundState
 from tests.faults.faults import Do, Fault
 from tests.faults.limits import Limit, limit_of, row_of
 from tests.faults.mesh_run import Outcome, check
 from tests.faults.schedules import Schedule, conditions, mixture, named, of_messages, of_states, of_writes
 from tests.faults.setup import any_setup
 
-SAME_MOMENT = {"receive transferring", "send done"}  # as decode transfer, as prefill done
 FAULTS = 900  # at least so many are injected here
 MIXTURES = 45
 TOGETHER = Limit(1.0, failed=2, moves=2)  # that faults at once cost beyond what each costs alone
@@ -75,15 +72,13 @@ def test_much_goes_wrong_at_once(home: Path, seed: int) -> None:
 
 def test_no_state_of_a_lifecycle_is_left_out() -> None:
     tables = {
-        "decode": DecodeState,
-        "prefill": PrefillState,
-        "receive": ReceiveState,
-        "send": SendState,
-        "room": RoomState,
+        "decode": RequestState,
+        "prefill": OutboundState,
+        "inbound": InboundState,
     }
     tried = {fault.at for schedule in of_states() for fault in schedule}
     first = {f"{name} {next(iter(states))}" for name, states in tables.items()}  # nothing moves there
-    assert {f"{name} {state}" for name, states in tables.items() for state in states} - first <= tried | SAME_MOMENT
+    assert {f"{name} {state}" for name, states in tables.items() for state in states} - first <= tried
 
 
 def test_make_test_tries_faults_at_every_message_write_and_state() -> None:

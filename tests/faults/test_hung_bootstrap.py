@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from components.wire.rooms import OpenRoom, RoomOk
-from services.bootstrap.handlers import BootstrapService
+from services.bootstrap.service import BootstrapService
 from tests.faults import clients
 from tests.faults.mesh_run import run_faults
 from tests.faults.nodes import Frontend

@@ -5,7 +5,9 @@ from typing import Any, Final
 
 import pytest
 
-from services.decode.remote_prefill import Fetch, RemotePrefill
+from components.wire.prefill import Quiesce
+from services.decode.inbound import InboundTransfer
+from services.decode.prefill_client import PrefillClient
 from tests.faults.faults import Do, Fault
 from tests.faults.mesh_run import check, run_faults
 from tests.faults.setup import EQUAL, LARGE_TO_SMALL, SMALL_TO_LARGE, Setup
@@ -33,10 +35,10 @@ WAYS: Final = {
 }
 
 
-class FreesAtOnce(RemotePrefill):
+class FreesAtOnce(PrefillClient):
     """Takes pages back without asking whether anybody still writes into them."""
 
-    async def _until_quiet(self, fetch: Fetch) -> None:
+    async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
         return
 
 
@@ -65,5 +67,5 @@ def test_a_late_write_hits_nobody(home: Path, seed: int, way: str) -> None:
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.faults) for seed in SIZES if seed > 1)])
 def test_an_implementation_that_frees_pages_at_once_is_caught(home: Path, seed: int, way: str) -> None:
     schedule, mesh = _run(way, seed)
-    outcome = run_faults(home, seed, schedule, **mesh, remote_prefill=FreesAtOnce)
+    outcome = run_faults(home, seed, schedule, **mesh, prefill_client=FreesAtOnce)
     assert outcome.problems, "pages were freed under a write, and nothing showed it"

@@ -28,7 +28,7 @@ from components.messaging import (
 )
 from engine import core
 from engine.mock import runner
-from services.decode import remote_prefill
+from services.decode import prefill_client
 from services.frontend import decode_choice, exchange
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(kv_publisher, "time", clock),
         mock.patch.object(kv_subscriber, "time", clock),
         mock.patch.object(decode_choice, "time", clock),
-        mock.patch.object(remote_prefill, "time", clock),
+        mock.patch.object(prefill_client, "time", clock),
         mock.patch.object(presence, "time", clock),
         mock.patch.object(outbox, "time", clock),
         mock.patch.object(bus, "time", clock),

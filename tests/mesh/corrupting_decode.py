@@ -8,11 +8,11 @@ from typing import Any, Final
 import numpy as np
 
 from components.kv_transfer.checksum import Sent
-from components.kv_transfer.receiver import Receiver
 from components.process import run
 from engine.mock.memory import MARK
 from services.decode.__main__ import main
 from services.decode.config import DecodeSettings
+from services.decode.inbound import InboundTransfer
 
 DAMAGE: Final = os.environ["DAMAGE"]
 
@@ -29,16 +29,16 @@ def damage(region: Any, page: int) -> None:
 
 
 def damaging(landed: Any) -> Any:
-    async def wrapper(self: Any, stamp: int, num_pages: int, sent: Sent) -> Any:
+    async def wrapper(self: Any, sent: Sent) -> Any:
         await asyncio.shield(self._landed)
         if sent.tokens:
             damage(self._transfer._region, sent.pages[-1])
-        return await landed(self, stamp, num_pages, sent)
+        return await landed(self, sent)
 
     return wrapper
 
 
-Receiver.landed = damaging(Receiver.landed)  # type: ignore[method-assign]
+InboundTransfer.landed = damaging(InboundTransfer.landed)  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     run(main(DecodeSettings.read()))

@@ -11,10 +11,10 @@ from components.process import run
 from components.wire.kv_events import FetchKvDump, KvDumpPart, pack_hashes
 from services.decode.__main__ import main as decode
 from services.decode.config import DecodeSettings
-from services.decode.handlers import DecodeService
+from services.decode.service import DecodeService
 from services.prefill.__main__ import main as prefill
 from services.prefill.config import PrefillSettings
-from services.prefill.handlers import PrefillService
+from services.prefill.service import PrefillService
 
 ROLE: Final = os.environ["ROLE"]
 LOST: Final = 5

@@ -22,7 +22,7 @@ from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.choose import kv_opener
 from components.kv_transfer.layout import KvLayout
-from components.kv_transfer.receiver import Receiver
+from tests.services.decode.inbound import inbound
 
 LAYOUT = KvLayout(model="m", dtype="float32", page_size=16, layers=2, kv_heads=2, head_dim=64)
 NUM_PAGES = 64
@@ -58,11 +58,11 @@ def of_size(page_size: int) -> Pages:
 async def receive(pages: Pages, transfer: KvTransfer, room: str, *facts: int) -> None:
     """One transfer, stamped with 1, of which decode holds nothing."""
     num_tokens, page_size, *table = facts
-    receiver = Receiver(transfer, room, PageChecksums(pages))
-    receiver.offer(room)
+    receiver = inbound(transfer, room=room, stamp=1, checksums=PageChecksums(pages))
+    receiver.expose(0)
     say(str(receiver.slot))
     try:
-        await receiver.landed(1, len(table), Sent(table, range(num_tokens), page_size))
+        await receiver.landed(Sent(table, range(num_tokens), page_size))
         say("landed")
     except MeshError as exc:
         say(f"{type(exc).__name__}: {exc.message}")

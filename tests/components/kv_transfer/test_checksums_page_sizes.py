@@ -16,18 +16,17 @@ from components.kv_transfer.aux import AuxBuffer, AuxRecord
 from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.pieces import Pieces
-from components.kv_transfer.receiver import Receiver
-from components.kv_transfer.sender import Sender
 from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
 from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
 from tests.components.kv_transfer.pools import LAYOUT, Pool, block_table, brute_force, copied, pool
+from tests.services.decode.inbound import inbound
+from tests.services.prefill.outbound import ROOM, chunk, last_chunk, outbound, run
 
 pytestmark = pytest.mark.anyio
 
 SIZES = (4, 8, 16, 64)
 UNEQUAL = [(a, b) for a, b in product(SIZES, SIZES) if a != b]
-ROOM, STAMP = "boot/1", 77
 
 
 @dataclass
@@ -143,9 +142,9 @@ async def transferred(
     decode = Copying("decode-d", of_size(theirs), 2, room)
     prefill = Copying("prefill-p", of_size(ours), 1, room, peer=decode)
     prefill.damaged = damaged
-    receiver = Receiver(decode, "r", PageChecksums(decode.region))
-    receiver.offer(ROOM)
-    sender = Sender(prefill, "r", num_tokens, checksums=PageChecksums(prefill.region))
+    receiver = inbound(decode, checksums=PageChecksums(decode.region))
+    receiver.expose(0)
+    sender = outbound(prefill, num_tokens, checksums=PageChecksums(prefill.region))
     table, pages = (block_table(of_size(size), 3, num_tokens) for size in (ours, theirs))
     offer = PagesOffered(
         request_id="r",
@@ -158,16 +157,16 @@ async def transferred(
         aux_slot=receiver.slot,
         deadline_unix_ms=now_ms() + 60_000,
     )
-    sender.offered(offer, decode.endpoint, STAMP)
-    sending = asyncio.create_task(sender.run())
-    sender.computed(table, 90)
+    sender.offered(offer, decode.endpoint)
+    sending = asyncio.create_task(run(sender))
+    sender.computed(chunk(table, 90))
     while cached * theirs < 80 and not (prefill.pieces or sending.done()):  # of 90 tokens at least 80 leave
         await asyncio.sleep(0.001)
-    sender.completed(table, 42, 0)
+    sender.computed(last_chunk(table, 42, 0))
     await sending
     receiver._checksums = PageChecksums(decode.region)  # `copied` has made another array
     sent = Sent(pages, range(cached * theirs, num_tokens), ours)
-    return await receiver.landed(STAMP, len(pages), sent), pages
+    return await receiver.landed(sent), pages
 
 
 @pytest.mark.parametrize(("ours", "theirs"), UNEQUAL)

@@ -9,11 +9,11 @@ import pytest
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.kv_transfer.pieces import Pieces
-from components.kv_transfer.sender import Sender
 from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
 from tests.components.kv_transfer.nixl_peer import NUM_PAGES, Pages, of_size
 from tests.components.kv_transfer.test_nixl_transfer import Peer, start_peer  # noqa: F401
+from tests.services.prefill.outbound import chunk, last_chunk, outbound, run
 
 pytestmark = pytest.mark.anyio
 
@@ -59,12 +59,12 @@ async def _send(transfer: NixlTransfer, pages: Pages, peer: Peer, room: str, *, 
     ours = list(range(pages.layout.pages_for(NUM_TOKENS)))[::-1]
     slot = int(peer.say(f"receive {room} {NUM_TOKENS} {pages.layout.page_size} {' '.join(map(str, theirs))}"))
     through = Damaging(transfer, pages) if damaged else transfer
-    sender = Sender(through, room, NUM_TOKENS, checksums=PageChecksums(pages))
-    sender.offered(_offer(room, theirs, slot), endpoint, 1)
-    sending = asyncio.create_task(sender.run())
-    sender.computed(ours, 170)
+    sender = outbound(through, NUM_TOKENS, stamp=1, checksums=PageChecksums(pages))
+    sender.offered(_offer(room, theirs, slot), endpoint)
+    sending = asyncio.create_task(run(sender))
+    sender.computed(chunk(ours, 170))
     await asyncio.sleep(0.02)
-    sender.completed(ours, 42, 0)
+    sender.computed(last_chunk(ours, 42, 0))
     await sending
     return (await asyncio.to_thread(peer.read)).strip()
 

@@ -10,18 +10,19 @@ from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
 from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.nixl_transfer import open_nixl
-from components.kv_transfer.receiver import Receiver, ReceiveState
-from components.kv_transfer.sender import Sender, SendState
 from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
+from services.decode.inbound import InboundState
+from services.prefill.outbound import OutboundState
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.components.kv_transfer.nixl_peer import LAYOUT as LAYOUT_OF_PEER
 from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.kv_transfer.test_nixl_transfer import Peer, shared_peer, start_peer  # noqa: F401
+from tests.services.decode.inbound import inbound
+from tests.services.prefill.outbound import ROOM, chunk, last_chunk, outbound, run
 
 pytestmark = pytest.mark.anyio
 
-ROOM, STAMP = "boot/1", 77
 OURS, THEIRS = [10, 11, 12, 13, 14], [90, 80, 70, 60, 50]
 SLOT_BYTES = slot_bytes(16)
 
@@ -58,9 +59,9 @@ class Pair:
         self.decode = Copying(theirs)
         self.prefill = Copying(mine, peer=self.decode)
         sending, checking = (PageChecksums(pages) if on else None for pages, on in ((mine, sends), (theirs, checks)))
-        self.receiver = Receiver(self.decode, "r", checking)
-        self.receiver.offer(ROOM)
-        self.sender = Sender(self.prefill, "r", num_tokens=18, checksums=sending)
+        self.receiver = inbound(self.decode, checksums=checking)
+        self.receiver.expose(0)
+        self.sender = outbound(self.prefill, num_tokens=18, checksums=sending)
         offer = PagesOffered(
             request_id="r",
             room=ROOM,
@@ -72,16 +73,16 @@ class Pair:
             aux_slot=self.receiver.slot,
             deadline_unix_ms=now_ms() + 60_000,
         )
-        self.sender.offered(offer, replace(endpoint(), aux_slot_bytes=aux_slot_bytes), STAMP)
+        self.sender.offered(offer, replace(endpoint(), aux_slot_bytes=aux_slot_bytes))
         self.sent = Sent(THEIRS, range(num_cached * LAYOUT.page_size, 18), LAYOUT.page_size)
 
     async def run(self) -> AuxRecord:
-        sending = asyncio.create_task(self.sender.run())
-        self.sender.computed(OURS, 9)
+        sending = asyncio.create_task(run(self.sender))
+        self.sender.computed(chunk(OURS, 9))
         await asyncio.sleep(0.01)
-        self.sender.completed(OURS, 42, 0)
+        self.sender.computed(last_chunk(OURS, 42, 0))
         await sending
-        return await asyncio.wait_for(self.receiver.landed(STAMP, 5, self.sent), 5)
+        return await asyncio.wait_for(self.receiver.landed(self.sent), 5)
 
 
 async def test_each_page_has_the_checksum_of_its_own_bytes() -> None:
@@ -97,7 +98,7 @@ async def test_pages_that_arrive_as_they_were_sent_are_believed(num_cached: int)
     pair = Pair(num_cached=num_cached)
     record = await pair.run()
     assert record.checksums == tuple(crc32(pair.prefill.pages.memory[p].tobytes()) for p in OURS[num_cached:])
-    assert pair.receiver.lifecycle.state is ReceiveState.DONE
+    assert pair.receiver.lifecycle.state is InboundState.LANDED
 
 
 @pytest.mark.parametrize(("damaged", "told"), [({60}, "1 of 5 .*: 60$"), ({50, 90}, "2 of 5 .*: 90, 50$")])
@@ -106,8 +107,8 @@ async def test_a_damaged_page_is_named_and_the_pages_stay_until_prefill_is_quiet
     pair.prefill.damaged = damaged
     with pytest.raises(KvCorrupt, match=told):
         await pair.run()
-    assert pair.receiver.lifecycle.state is ReceiveState.TRANSFERRING
-    assert pair.receiver.abandon() is True
+    assert pair.receiver.lifecycle.state is InboundState.TRANSFER
+    assert pair.receiver.abandon() is InboundState.PINNED
 
 
 async def test_pages_that_decode_held_before_are_not_checked() -> None:
@@ -118,12 +119,12 @@ async def test_pages_that_decode_held_before_are_not_checked() -> None:
 
 async def test_a_damaged_aux_slot_is_not_believed() -> None:
     pair = Pair()
-    sending = asyncio.create_task(pair.sender.run())
-    pair.sender.completed(OURS, 42, 0)
+    sending = asyncio.create_task(run(pair.sender))
+    pair.sender.computed(last_chunk(OURS, 42, 0))
     await sending
     pair.decode.aux._heads[pair.receiver.slot]["first_token"] = 43
     with pytest.raises(KvCorrupt, match="the aux slot did not arrive"):
-        await pair.receiver.landed(STAMP, 5, pair.sent)
+        await pair.receiver.landed(pair.sent)
 
 
 async def test_a_prefill_that_sends_no_checksums_is_not_believed_where_they_are_wanted() -> None:
@@ -134,11 +135,11 @@ async def test_a_prefill_that_sends_no_checksums_is_not_believed_where_they_are_
 
 async def test_without_room_for_the_checksums_nothing_is_sent() -> None:
     pair = Pair(aux_slot_bytes=slot_bytes(0))
-    pair.sender.completed(OURS, 42, 0)
+    pair.sender.computed(last_chunk(OURS, 42, 0))
     with pytest.raises(TransferFailed, match="it has 5 checksums, but aux slots hold 0"):
-        await pair.sender.run()
+        await run(pair.sender)
     assert not pair.prefill.writes
-    assert pair.sender.lifecycle.state is SendState.FAILED
+    assert pair.sender.lifecycle.state is OutboundState.FAILED
 
 
 @pytest.mark.parametrize("room", [0, 40, 200])

@@ -3,38 +3,25 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from components.aio import background
 from components.discovery.registry import Registration
-from components.errors import IncompatibleLayout, MalformedMessage, MeshError, TransferFailed
-from components.kv_transfer.layout import KvLayout
+from components.errors import MalformedMessage, MeshError, TransferFailed
 from components.messaging.deadline import now_ms
 from components.messaging.service import Endpoint
 from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
-from services.bootstrap.handlers import BootstrapService
-from tests.components.discovery.records import record
-from tests.components.kv_transfer.fake_transfer import LAYOUT, endpoint
+from services.bootstrap.service import BootstrapService
 from tests.components.messaging.fake_bus import FakeBus
-from tests.services.decode.fake_engine import FakeRegistry, turns
+from tests.services.decode.fake_engine import turns
 
 pytestmark = pytest.mark.anyio
 
 
 class Replica:
     def __init__(self) -> None:
-        self.bus, self.registry, self.metrics = FakeBus(), FakeRegistry(), CollectorRegistry()
-        for role, name in (("prefill", "p"), ("decode", "d")):
-            self.registry.book.put(name, record(name, "1", role=role))
-        service = BootstrapService(
-            self.bus,
-            "ns",
-            Registration("boot"),
-            self.registry,
-            self.metrics,
-        )
-        self.service = service
+        self.bus, self.metrics = FakeBus(), CollectorRegistry()
+        self.service = BootstrapService(self.bus, "ns", Registration("boot"), self.metrics)
         self.refusal: MeshError | None = None
         self.bus.serve("ns.prefill.p", [Endpoint("pages", PagesOffered, self.take)])
 
@@ -44,7 +31,7 @@ class Replica:
             raise self.refusal
         return RoomOk(room=offered.room)
 
-    async def open(self, room: str = "one", life_ms: int = 60_000, layout: KvLayout | None = None) -> RoomOk:
+    async def open(self, room: str = "one", life_ms: int = 60_000) -> RoomOk:
         return await self.service.open(
             OpenRoom(
                 room=room,
@@ -57,7 +44,6 @@ class Replica:
                 num_cached_pages=0,
                 aux_slot=0,
                 deadline_unix_ms=now_ms() + life_ms,
-                layout=layout,
             )
         )
 
@@ -73,7 +59,6 @@ class Replica:
 async def replica() -> AsyncIterator[Replica]:
     made = Replica()
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(background(made.service.tell(), "tell"))
         await stack.enter_async_context(background(made.service.clean(0.01), "clean"))
         yield made
 
@@ -90,14 +75,46 @@ async def test_pages_are_handed_on_and_a_room_lasts_until_it_is_closed(replica: 
     assert not replica.failures()
 
 
-async def test_pages_that_do_not_fit_prefills_as_etcd_has_them_are_refused(replica: Replica) -> None:
-    replica.registry.book.put("p", record("p", "1", role="prefill", kv=endpoint("prefill-p")))
-    with pytest.raises(IncompatibleLayout, match="page_size: 4 here, 6 there"):
-        await replica.open(layout=replace(LAYOUT, page_size=6))
-    assert replica.open_rooms == 0
-    assert not replica.bus.sent
-    await replica.open(layout=LAYOUT)
+async def test_the_offer_is_forwarded_as_decode_made_it(replica: Replica) -> None:
+    await replica.open(life_ms=100)
+    await turns()
+    [offered] = replica.bus.of(PagesOffered)
+    assert offered == PagesOffered(
+        request_id="r",
+        room="one",
+        bootstrap_id="boot",
+        decode_id="d",
+        decode_epoch="1",
+        pages=[1],
+        num_cached_pages=0,
+        aux_slot=0,
+        deadline_unix_ms=offered.deadline_unix_ms,
+        sender="boot",
+        sent_unix_ms=offered.sent_unix_ms,
+    )
+    assert 0 <= offered.deadline_unix_ms - offered.sent_unix_ms <= 100
+
+
+async def test_a_room_that_is_open_is_not_opened_again(replica: Replica) -> None:
+    await replica.open()
+    with pytest.raises(MalformedMessage, match="room one is open already"):
+        await replica.open()
     assert replica.open_rooms == 1
+
+
+async def test_a_room_is_closed_once_and_closing_it_again_is_fine(replica: Replica) -> None:
+    await replica.open()
+    closing = CloseRooms(rooms=["one", "another"])
+    assert [(await replica.service.close(closing)).count for _ in range(2)] == [1, 0]
+    assert replica.open_rooms == 0
+
+
+async def test_prefill_that_refuses_after_it_has_closed_the_room_is_not_reported_again(replica: Replica) -> None:
+    replica.refusal = TransferFailed("over")
+    await replica.open()
+    await replica.service.close(CloseRooms(rooms=["one"]))
+    await turns()
+    assert not replica.failures()
 
 
 @pytest.mark.parametrize("refusal", [TransferFailed("over"), MalformedMessage("garbled"), None])
@@ -115,23 +132,11 @@ async def test_decode_is_told_at_once_when_prefill_does_not_take_its_pages(
     assert replica.open_rooms == 0
 
 
-async def test_a_transfer_that_nobody_ends_fails_at_its_deadline(replica: Replica) -> None:
+async def test_a_room_that_no_prefill_closes_is_forgotten_at_its_deadline_which_both_sides_watch(
+    replica: Replica,
+) -> None:
     await replica.open(life_ms=30)
     async with asyncio.timeout(5):
         while replica.open_rooms:
             await asyncio.sleep(0.005)
-    assert sorted(replica.failures()) == [
-        ("ns.decode.d.room_failed", "DeadlineExceeded"),
-        ("ns.prefill.p.room_failed", "DeadlineExceeded"),
-    ]
-
-
-async def test_a_side_that_leaves_etcd_or_comes_back_anew_is_told_to_the_other(replica: Replica) -> None:
-    await replica.open()
-    replica.registry.book.put("p", record("p", "2", role="prefill"))
-    await turns()
-    assert replica.failures() == [("ns.decode.d.room_failed", "PrefillLost")]
-    await replica.open("two")
-    replica.registry.book.remove("d")
-    await turns()
-    assert replica.failures()[1:] == [("ns.prefill.p.room_failed", "PeerLost")]
+    assert not replica.failures()

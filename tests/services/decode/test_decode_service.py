@@ -36,9 +36,9 @@ from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from engine.ports import Failed, FinishReason, Phase, Reserved, StepStats, TokenOutput
-from services.decode.handlers import DecodeService
-from services.decode.remote_prefill import RemotePrefill
-from services.decode.streams import ActiveRequests
+from services.decode.prefill_client import PrefillClient
+from services.decode.requests import ActiveRequests
+from services.decode.service import DecodeService
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.components.kv_transfer.nixl_peer import Pages
@@ -105,7 +105,7 @@ class Decode:
         self.fleet = Fleet(self.registry.book, self.prefills, "prefill", "round_robin", Random(0))
         self.registration = Registration("d", "mine")
         self.active = ActiveRequests(outbox)
-        self.remote = RemotePrefill(
+        self.prefill_client = PrefillClient(
             self.bus,
             self.registration,
             self.registry,
@@ -116,7 +116,7 @@ class Decode:
         self.service = DecodeService(
             self.registration,
             self.engine,
-            self.remote,
+            self.prefill_client,
             self.fleet,
             self.active,
             metrics=self.metrics,
@@ -177,7 +177,7 @@ class Decode:
         """Those that somebody stands in."""
         found = {
             str(state): self.metrics.registry.get_sample_value("queue_length", {"queue": str(state)})
-            for state in self.active.tally.states
+            for state in [*self.active.tally.states, *self.prefill_client.tally.states]
         }
         return {state: int(count) for state, count in found.items() if count}
 
@@ -192,7 +192,7 @@ class Decode:
     def assert_nothing_is_kept(self) -> None:
         assert not self.queues()
         assert not self.service._tasks
-        assert not self.remote._fetches
+        assert not self.prefill_client._transfers
         assert not len(self.active)
         assert not self.active._by_stream
         assert not self.transfer.expected
@@ -206,7 +206,7 @@ class Decode:
 
 @pytest.fixture
 async def decode(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Decode]:
-    monkeypatch.setattr("services.decode.remote_prefill.randbits", lambda _: 76)
+    monkeypatch.setattr("services.decode.prefill_client.randbits", lambda _: 76)
     bus = FakeBus()
     async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
         yield Decode(outbox, bus)
@@ -605,13 +605,13 @@ async def test_a_first_token_that_the_engine_refuses_is_computed_here(decode: De
 @pytest.fixture
 def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill that nobody can reach is gone after milliseconds."""
-    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.005)
-    monkeypatch.setattr("services.decode.remote_prefill.GONE_AFTER_S", 0.02)
+    monkeypatch.setattr("services.decode.prefill_client.QUIESCE_AGAIN_S", 0.005)
+    monkeypatch.setattr("services.decode.prefill_client.GONE_AFTER_S", 0.02)
 
 
 def let_offers_expire(decode: Decode) -> None:
     """The time has passed in which prefill may write into what was offered."""
-    for fetch in decode.remote._fetches.values():
+    for fetch in decode.prefill_client._transfers.values():
         fetch.deadline_unix_ms = now_ms() - 10_000
 
 
@@ -648,7 +648,7 @@ async def test_a_prefill_that_does_not_answer_and_still_listens_may_write(
     decode: Decode, quiet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Etcd's word was enough: a prefill that was stopped for longer than its lease wrote into another request's pages."""
-    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("services.decode.prefill_client.QUIESCE_TIMEOUT_S", 0.01)
     decode.prefill.quiets.clear()
     await decode.ask()
     await decode.reserve()
@@ -681,7 +681,7 @@ async def test_pages_come_back_whatever_the_asking_for_quiet_raises(decode: Deco
 
 async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of a kind that nobody thought of ended the asking once, and the pages stayed for ever."""
-    monkeypatch.setattr("services.decode.remote_prefill.QUIESCE_AGAIN_S", 0.001)
+    monkeypatch.setattr("services.decode.prefill_client.QUIESCE_AGAIN_S", 0.001)
     decode.prefill.quiet_failures = [InvariantBroken("bug"), Overloaded("busy"), MalformedMessage("what")]
     await decode.ask()
     await decode.reserve()
@@ -753,7 +753,7 @@ async def test_without_prefill_a_prompt_is_computed_here_where_failures_are_aske
 async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_and_prefill_called_off(
     decode: Decode, missing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decode.remote._bootstrap_timeout_s = 0.05
+    decode.prefill_client._bootstrap_timeout_s = 0.05
     if missing == "answer":
         decode.prefill.answers.clear()
     await decode.ask()
@@ -773,7 +773,7 @@ async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_an
 
 
 async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_its_end(decode: Decode) -> None:
-    decode.remote._timeout_s = 0.1
+    decode.prefill_client._timeout_s = 0.1
     decode.prefill.quiets.clear()
     await decode.ask()
     await asyncio.sleep(0.2)
@@ -808,7 +808,7 @@ async def test_decode_tells_prefill_and_bootstrap_what_its_pages_and_adapters_ar
 async def test_where_pages_are_verified_prefill_is_asked_for_checksums_and_must_have_readable_pages(
     decode: Decode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decode.remote._checksums = PageChecksums(Pages(layout=LAYOUT, num_pages=100))
+    decode.prefill_client._checksums = PageChecksums(Pages(layout=LAYOUT, num_pages=100))
     await decode.ask()
     assert decode.prefill.asked[0].verify_kv
     await decode.reserve()

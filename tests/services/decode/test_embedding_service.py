@@ -53,7 +53,7 @@ class Instance:
     def assert_nothing_is_kept(self) -> None:
         assert not len(self.service)
         assert not self.service._calls
-        assert self.service._none.is_set()
+        assert self.service._idle.is_set()
 
 
 @pytest.fixture

@@ -68,4 +68,4 @@ async def test_a_prompt_whose_mask_cannot_be_made_leaves_nothing_behind_and_deco
 async def test_an_instance_without_masks_refuses_such_a_prompt(prefill: Prefill) -> None:
     with pytest.raises(Rejected):
         await prefill.ask(sampling=CONSTRAINED)
-    assert not prefill.service.num_jobs
+    assert not prefill.service.num_transfers

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from components.discovery.registry import Registration
 from components.errors import (
     DeadlineExceeded,
-    IncompatibleLayout,
     Overloaded,
     PromptTooLong,
     Rejected,
@@ -27,8 +26,8 @@ from components.wire.rooms import CloseRooms, KvComing, PagesOffered, RoomFailed
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from engine.ports import Computed, Failed, KvRegion, Phase
-from services.prefill.handlers import PrefillService
-from services.prefill.jobs import PrefillState
+from services.prefill.outbound import OutboundState
+from services.prefill.service import PrefillService
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.components.kv_transfer.nixl_peer import Pages
@@ -104,13 +103,13 @@ class Prefill:
         """Those that somebody stands in."""
         found = {
             str(state): self.metrics.registry.get_sample_value("queue_length", {"queue": str(state)})
-            for state in PrefillState
+            for state in OutboundState
         }
         return {state: int(count) for state, count in found.items() if count}
 
     def assert_nothing_is_kept(self, request_id: str = "r") -> None:
         assert not self.queues()
-        assert self.service.num_jobs == 0
+        assert self.service.num_transfers == 0
         assert request_id in self.engine.did("release")
         assert self.transfer.aux.num_free == self.transfer.aux.num_slots
         assert self.transfer.in_flight == 0
@@ -122,7 +121,7 @@ class Prefill:
 
     async def closed(self) -> list[str]:
         """The rooms that bootstrap was told of, which may be a little later."""
-        self.service._rooms.close()
+        self.service._rooms.send_closes()
         await turns()
         return [room for closing in self.bus.of(CloseRooms) for room in closing.rooms]
 
@@ -166,13 +165,13 @@ async def test_a_room_that_two_replicas_opened_is_closed_at_the_second_at_once(p
     await prefill.ask()
     await prefill.offer()
     await prefill.offer(bootstrap_id="boot2", deadline_unix_ms=0)
-    prefill.service._rooms.close()
+    prefill.service._rooms.send_closes()
     await turns()
     closing = [subject for subject, message in prefill.bus.sent if isinstance(message, CloseRooms)]
     assert closing == ["ns.bootstrap.boot2.close"]
     prefill.computed()
     await turns()
-    prefill.service._rooms.close()
+    prefill.service._rooms.send_closes()
     await turns()
     closing = [subject for subject, message in prefill.bus.sent if isinstance(message, CloseRooms)]
     assert closing[1:] == ["ns.bootstrap.boot.close"]
@@ -246,19 +245,6 @@ async def test_a_message_for_an_earlier_registration_is_stale(prefill: Prefill) 
     with pytest.raises(StaleInstance):
         await prefill.ask()
     assert not prefill.engine.engine.did
-
-
-async def test_a_decode_whose_pages_or_weights_differ_is_refused_before_anything_is_computed(prefill: Prefill) -> None:
-    """Prefill found out when it connected: the prompt was computed for nothing."""
-    with pytest.raises(IncompatibleLayout, match="model: m here, n there, page_size: 4 here, 6 there"):
-        await prefill.ask("r1", layout=replace(LAYOUT, model="n", page_size=6))
-    prefill.engine.engine.adapters = {"legal": "w1"}
-    with pytest.raises(IncompatibleLayout, match=r"'legal' \(w1 here, w2 there\)"):
-        await prefill.ask("r2", adapter="legal", adapter_identity="w2")
-    assert not prefill.engine.engine.did
-    await prefill.ask(layout=LAYOUT, adapter="legal", adapter_identity="w1")
-    await turns()
-    assert prefill.engine.did("submit") == ["r"]
 
 
 async def test_a_room_whose_pages_do_not_come_is_given_up_and_decode_hears(prefill: Prefill) -> None:
@@ -398,7 +384,7 @@ async def test_a_client_that_leaves_is_no_failed_transfer(
     await prefill.offer()
     assert await prefill.quiesce(cancelled=cancelled) == Quiet(request_id="r")
     await turns()
-    said = {record.message: record.levelno for record in caplog.records if record.name == "services.prefill.jobs"}
+    said = {record.message: record.levelno for record in caplog.records if record.name == "services.prefill.outbound"}
     assert said == ({"cancelled by the client": logging.DEBUG} if cancelled else {"transfer failed": logging.WARNING})
     counts = [
         prefill.metrics.registry.get_sample_value(f"{name}_total")
@@ -433,7 +419,7 @@ async def test_nothing_is_written_for_a_request_that_was_over_once(prefill: Pref
     await turns()
     assert len(prefill.transfer.writes) == written
     assert not prefill.service._rooms._early
-    assert prefill.service.num_jobs == 0
+    assert prefill.service.num_transfers == 0
 
 
 async def test_requests_that_were_over_long_ago_are_forgotten(
@@ -519,7 +505,7 @@ async def test_quiet_told_before_the_offer_keeps_the_request_from_writing(prefil
 async def test_a_deadline_ends_a_transfer_whose_pages_never_come(prefill: Prefill) -> None:
     await prefill.ask(life_ms=200)
     async with asyncio.timeout(5):
-        while prefill.service.num_jobs:
+        while prefill.service.num_transfers:
             await asyncio.sleep(0.005)
     await turns()
     assert prefill.failures == ["DeadlineExceeded"]
@@ -540,18 +526,6 @@ async def test_a_deadline_during_a_write_waits_for_the_write(prefill: Prefill) -
     await quiet
 
 
-async def test_a_failed_room_stops_its_transfer_and_no_other(prefill: Prefill) -> None:
-    await prefill.ask()
-    failed = RoomFailed(request_id="r", room="another", error="PeerLost", cause="x")
-    await prefill.service.room_failed(failed)
-    await turns()
-    assert prefill.service.num_jobs == 1
-    await prefill.service.room_failed(replace(failed, room=ROOM))
-    await turns()
-    assert prefill.failures == ["PeerLost"]
-    prefill.assert_nothing_is_kept()
-
-
 async def test_a_decode_that_is_gone_ends_its_transfers_and_is_forgotten(prefill: Prefill) -> None:
     prefill.registry.book.put("other", record("other", "1", kv=endpoint("decode-other")))
     await prefill.ask("r")
@@ -560,8 +534,8 @@ async def test_a_decode_that_is_gone_ends_its_transfers_and_is_forgotten(prefill
     await turns()
     assert not prefill.failures, "nobody is there to be told"
     assert prefill.transfer.forgotten == ["decode-d"]
-    assert prefill.service.num_jobs == 1
-    assert not prefill.service._kept
+    assert prefill.service.num_transfers == 1
+    assert not prefill.service._tasks
 
 
 async def test_a_decode_that_registers_anew_keeps_its_connection_and_loses_its_transfers(prefill: Prefill) -> None:

@@ -1,4 +1,4 @@
-"""What the decode service answers: a request to generate, streams to cancel, a transfer that will not complete."""
+"""The decode service: takes requests, gets their KV from prefill or computes it, and streams tokens."""
 
 import asyncio
 import logging
@@ -14,14 +14,14 @@ from components.errors import (
     KvCorrupt,
     KvUnavailable,
     MeshError,
-    Overloaded,
     PeerBroken,
     PeerLost,
     PrefillLost,
     Rejected,
     UnknownModel,
 )
-from components.messaging.deadline import now_ms, remaining_s
+from components.lifecycle import Tally
+from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import heartbeat_of
 from components.messaging.outbox import OutStream
@@ -43,23 +43,38 @@ from engine.sampling.check import check_branches
 from engine.sampling.wire import sampling_params
 from services.decode.config import OnTransferFailure
 from services.decode.embedding import EmbeddingService
+from services.decode.inbound import InboundState, InboundTransfer
 from services.decode.prefill_choice import PrefillChoice, Wanted
-from services.decode.remote_prefill import Fetch, RemotePrefill
-from services.decode.streams import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, DecodeState
+from services.decode.prefill_client import PrefillClient
+from services.decode.requests import NEXT, SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestState
+from services.worker import check_addressed, check_model
 
 log = logging.getLogger(__name__)
 
-LIGHT_TOKENS: Final = 4096  # a prompt that is checked and hashed in less than a millisecond
+LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
+
+
+class _RequestQueues(Tally[RequestState]):
+    """Counts a request with a transfer under way in the queue of the transfer alone."""
+
+    def __init__(self, requests: Tally[RequestState], transfers: Tally[InboundState]) -> None:
+        super().__init__(NEXT)
+        self._requests = requests
+        self._transfers = transfers
+
+    def __getitem__(self, state: RequestState) -> int:
+        count = self._requests[state]
+        if state is RequestState.ACCEPTED:
+            count -= self._transfers[InboundState.PREALLOC] + self._transfers[InboundState.TRANSFER]
+        return max(0, count)  # a transfer may outlive its request
 
 
 class DecodeService:
-    """The requests of this instance."""
-
     def __init__(
         self,
         registration: Registration,
         engine: EngineLoop,
-        remote: RemotePrefill,
+        prefill: PrefillClient,
         prefills: Fleet,
         active: ActiveRequests,
         *,
@@ -72,7 +87,7 @@ class DecodeService:
     ) -> None:
         self._registration = registration
         self._engine = engine
-        self._remote = remote
+        self._prefill = prefill
         self._prefills = prefills
         self._active = active
         self._metrics = metrics
@@ -80,12 +95,12 @@ class DecodeService:
         self._on_transfer_failure = on_transfer_failure
         self._masks = masks
         self._rate = PromptRate()
-        self._accepted = 0  # requests
+        self._num_accepted = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._choice = PrefillChoice(
             prefills,
             engine.engine,
-            remote,
+            prefill,
             self._prompts,
             model=model,
             max_local_prefill=max_local_prefill,
@@ -94,13 +109,13 @@ class DecodeService:
         self.embedding = EmbeddingService(registration, engine, model)
         self.draining = False
         active.outbox.on_gone(self._frontend_gone)
-        metrics.show_queues(active.tally)
+        metrics.show_queues(_RequestQueues(active.tally, prefill.tally))
+        metrics.show_queues(prefill.tally)
         engine.on_output(self._stepped)
-        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers).stepped)
-        prefills.alive.on_lost(remote.instance_lost)
+        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
+        prefills.alive.on_lost(prefill.instance_lost)
 
     def endpoints(self) -> list[Endpoint]:
-        """The calls of a stream's life."""
         return [
             Endpoint("generate", GenerateRequest, self.generate, immediate=True),
             Endpoint("cancel", CancelStreams, self.cancel, immediate=True),
@@ -112,13 +127,9 @@ class DecodeService:
         ]
 
     async def generate(self, request: GenerateRequest) -> GenerateAccepted:
-        """Take a request; its tokens follow as frames. Raises: what makes the frontend go elsewhere."""
-        self._registration.check_epoch(request.epoch)
-        left_s = remaining_s(request.deadline_unix_ms)
-        if self.draining:
-            raise Overloaded("this decode instance is leaving")
-        if request.model != self._model:
-            raise UnknownModel(f"this instance serves {self._model!r}, not {request.model!r}")
+        """Accept a request; its tokens follow as frames. Raises: MeshError; the frontend then tries another instance."""
+        left_s = check_addressed(request, self._registration, draining=self.draining)
+        check_model(request.model, self._model)
         if request.adapter and request.adapter not in self._engine.engine.adapters:
             raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
         engine_id = f"{request.request_id}.{request.stream_id}"
@@ -136,18 +147,19 @@ class DecodeService:
             sampling=sampling,
             streams={i: OutStream(request.reply_to, request.stream_id + i) for i in range(sampling.n)},
             span=tracer.start_span("decode.request", kind=trace.SpanKind.SERVER),
+            lifecycle=self._active.lifecycle(engine_id),
         )
         active.span.set_attribute("kvmesh.decode.instance", self._registration.instance_id)
         active.span.set_attribute("kvmesh.prompt_tokens", len(active.token_ids))
-        expired = DeadlineExceeded("the request's deadline passed")  # its frontend may be gone, and cancel nothing
+        # A frontend that is gone cancels nothing.
+        expired = DeadlineExceeded("the request's deadline passed")
         active.expiry = asyncio.get_running_loop().call_later(left_s, self._stop, active, expired)
         self._active.add(active)
-        self._accepted += 1
+        self._num_accepted += 1
         self._keep(active.engine_id, self._run(active))
-        return GenerateAccepted(request_id=request.request_id, number=self._accepted)
+        return GenerateAccepted(request_id=request.request_id, number=self._num_accepted)
 
     async def cancel(self, request: CancelStreams) -> StreamsCancelled:
-        """Nobody reads these streams any more."""
         count = 0
         for stream_id in request.stream_ids:
             found = self._active.of_stream(request.reply_to, stream_id)
@@ -157,17 +169,14 @@ class DecodeService:
         return StreamsCancelled(count=count)
 
     async def room_failed(self, failed: RoomFailed) -> RoomOk:
-        """The bootstrap service knows that a transfer will not complete."""
-        self._remote.room_failed(failed)
+        self._prefill.room_failed(failed)
         return RoomOk(room=failed.room)
 
     async def kv_coming(self, coming: KvComing) -> RoomOk:
-        """Prefill is about to be done with a transfer."""
-        self._remote.kv_coming(coming)
+        self._prefill.kv_coming(coming)
         return RoomOk(room=coming.room)
 
     def heartbeat(self) -> Heartbeat:
-        """What this instance says of itself."""
         me = self._registration
         return heartbeat_of(
             me.instance_id,
@@ -175,8 +184,8 @@ class DecodeService:
             self._engine.stats,
             self._prompts(),
             draining=self.draining,
-            accepted=self._accepted,
-            num_requests=sum(len(active.streams) for active in self._active.everyone()) + len(self.embedding),
+            accepted=self._num_accepted,
+            num_requests=sum(len(active.streams) for active in self._active.all()) + len(self.embedding),
         )
 
     async def drained(self) -> None:
@@ -188,28 +197,27 @@ class DecodeService:
             await asyncio.wait(self._tasks.values())
 
     def _frontend_gone(self, reply_to: str) -> None:
-        """Nobody reads the streams of a frontend that has ended."""
         streams = self._active.of_frontend(reply_to)
         if streams:
-            log.warning("frontend is gone, its streams end", extra={"subject": reply_to, "streams": len(streams)})
+            log.warning("frontend is gone, ending its streams", extra={"subject": reply_to, "streams": len(streams)})
         for active in streams:
             self._stop(active, Cancelled("the frontend has gone"))
 
     def stop_all(self, cause: str) -> None:
-        """Give every request back to its frontend, which goes on elsewhere."""
-        for active in self._active.everyone():
+        """Fail every request: its frontend continues it on another instance."""
+        for active in self._active.all():
             self._stop(active, PeerLost(cause))
         self.embedding.stop_all(cause)
 
     async def _run(self, active: ActiveRequest) -> None:
-        """Bring one request into the running batch, by the shortest way that works."""
+        """Get a request into the running batch."""
         with use_span(active.span):
             try:
                 if active.request.sampling.constraint is not None:
                     active.mask = await self._mask_of(active)
                 prefill = await self._choose(active)
                 if prefill is None:
-                    active.enter(DecodeState.WAITING)
+                    active.enter(RequestState.WAITING)
                     self._submit(active, Phase.FULL)
                 else:
                     await self._fetch(active, *prefill)
@@ -221,14 +229,17 @@ class DecodeService:
                 self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
 
     async def _mask_of(self, active: ActiveRequest) -> TokenMask | None:
-        """Before anything is asked of anybody: who waits for its mask holds up nobody. Raises: Rejected."""
+        """Called before pages are reserved or prefill is asked: a request that waits for its mask must hold neither.
+
+        Raises: Rejected.
+        """
         if self._masks is None:
             raise Rejected("this instance has no masks for constraints")
         with tracer.start_as_current_span("decode.compile"):
             return await self._masks.mask_of(active.request.sampling, active.token_ids)
 
     async def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, Chosen] | None:
-        """A prefill instance, or None when computing here is the better or the only way."""
+        """Choose a prefill instance. Returns None if the prompt should be computed here."""
         request = active.request
         with tracer.start_as_current_span("decode.lookup") as span:
             hit = self._engine.engine.peek_prefix(active.blocks)
@@ -247,26 +258,25 @@ class DecodeService:
             span.set_attributes(chosen.facts())
             return self._choice.record_of(chosen), chosen
 
-    def _transfers(self) -> dict[str, float]:
-        """For the line of a batch: requests whose KV is on its way, and the share of pages that it will come into."""
+    def _transfers_to_log(self) -> dict[str, float]:
         total_pages = max(1, self._engine.stats.total_pages)
         return {
-            "#transfer-req": self._active.tally[DecodeState.TRANSFER],
-            "pre-allocated usage": round(self._remote.num_reserved_pages / total_pages, 2),
+            "#transfer-req": self._prefill.tally[InboundState.TRANSFER],
+            "pre-allocated usage": round(self._prefill.num_reserved_pages / total_pages, 2),
         }
 
     def _prompts(self) -> PromptLoad:
-        """What this instance computes itself."""
+        """Return the prompt tokens queued here, and the speed of their computation."""
         queued = 0
-        if self._active.tally[DecodeState.WAITING]:  # seldom, beside prefill instances
-            waiting = (a for a in self._active.everyone() if a.lifecycle.state is DecodeState.WAITING)
+        if self._active.tally[RequestState.WAITING]:  # rare if there are prefill instances
+            waiting = (a for a in self._active.all() if a.lifecycle.state is RequestState.WAITING)
             queued = sum(len(active.token_ids) - active.num_cached for active in waiting)
         return PromptLoad(queued, self._rate.tokens_per_s)
 
     async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord, chosen: Chosen) -> None:
-        """Let `prefill` compute the prompt; when that fails, compute it here: the client sees only latency.
+        """Let `prefill` compute the prompt. If that fails, compute it here: the client sees only latency.
 
-        Raises: KvUnavailable instead, where that is asked for and nothing of the answer is out yet.
+        Raises: KvUnavailable instead, if `on_transfer_failure` is "fail" and the request has no token yet.
         """
         tokens = len(active.token_ids)
         router = self._prefills.router
@@ -279,36 +289,35 @@ class DecodeService:
             route.over()
 
     async def _fetch_by(self, route: Route, active: ActiveRequest, prefill: InstanceRecord) -> None:
-        fetch = self._remote.begin(active.engine_id, prefill, route, lambda: active.enter(DecodeState.TRANSFER))
-        active.enter(DecodeState.PREALLOC)
+        transfer = self._prefill.begin(active.engine_id, prefill)
         try:
-            self._remote.ask(fetch, active.request)
-            await asyncio.sleep(0)  # the task that asks begins,
-            await asyncio.sleep(0)  # and NATS's that writes: the question is on its way before our engine plans a step
+            self._prefill.ask(transfer, active.request, route)
+            # Let the task that asks and NATS's writer run: the request must leave before our engine plans a step.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
             self._submit(active, Phase.DECODE)
-            record = await self._remote.run(fetch, active.request)
+            record = await self._prefill.run(transfer, active.request)
             route.succeeded()
             active.wait("decode.first_token")
-            # For branches pages are copied, and masks take their time.
+            # Branches copy pages, and masks take time: not on the event loop.
             light = active.sampling.n == 1 and active.mask is None
             run = self._engine.call if light else self._engine.post
             outputs = await run(lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs))
         except MeshError as exc:
-            in_time = now_ms() < active.request.deadline_unix_ms  # else it came with too little time left
-            if in_time and (fetch.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
+            in_time = now_ms() < active.request.deadline_unix_ms  # else the request came with too little time left
+            if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
-            self._settle_later(fetch)
-            self._go_on_without_kv(active, exc)
-        except BaseException:  # cancelled, or our bug: the pages must come back all the same
-            fetch.is_cancelled = isinstance(active.error, Cancelled)
-            self._settle_later(fetch)
+            self._settle_later(transfer)
+            self._compute_here(active, exc)
+        except BaseException:  # cancelled, or our bug: the pages must come back in both cases
+            self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
             raise
         else:
-            for output in outputs:  # before anything else is awaited: the next step's tokens may be right behind
+            for output in outputs:  # before the next await: the next step's tokens may follow at once
                 self._active.emit(output)
-            await self._remote.settle(fetch)
+            await self._prefill.settle(transfer)
 
-    def _go_on_without_kv(self, active: ActiveRequest, cause: MeshError) -> None:
+    def _compute_here(self, active: ActiveRequest, cause: MeshError) -> None:
         self._metrics.transfer_failed()
         if isinstance(cause, KvCorrupt):
             self._metrics.corrupt()
@@ -318,7 +327,7 @@ class DecodeService:
         log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": cause.message})
         active.span.add_event("recompute", {"cause": cause.message})
         self._metrics.recomputed()
-        active.enter(DecodeState.WAITING)
+        active.enter(RequestState.WAITING)
         active.wait(SPAN_LOCAL_PREFILL)
         self._engine.call(lambda engine: engine.recompute(active.engine_id))
 
@@ -338,7 +347,7 @@ class DecodeService:
             blocks=active.blocks,
         )
 
-        # Cancelled while the mask was compiled.
+        # Branches may be cancelled while the mask is compiled.
         gone = [branch for branch in range(active.sampling.n) if branch not in active.streams]
 
         def submit(engine: Engine) -> None:
@@ -352,13 +361,12 @@ class DecodeService:
                 failed = error if isinstance(error, MeshError) else PeerLost(f"decode failed: {type(error).__name__}")
                 self._stop(active, failed)
 
-        # A prompt to be computed is for the engine's thread anyway, and a long one is checked and hashed for milliseconds.
+        # Checking and hashing a long prompt takes milliseconds, which the event loop should not lose.
         light = phase is Phase.DECODE and len(active.token_ids) <= LIGHT_TOKENS
         run = self._engine.call if light else self._engine.post
         run(submit).add_done_callback(submitted)
 
     def _stop_branch(self, active: ActiveRequest, branch: int) -> None:
-        """Nobody reads this branch any more."""
         if len(active.streams) == 1:
             self._stop(active, Cancelled("the client has gone"))
             return
@@ -366,20 +374,19 @@ class DecodeService:
         self._active.drop(active, branch)
 
     def _stop(self, active: ActiveRequest, error: MeshError) -> None:
-        """No more work on this request, from now on."""
         self._engine.call(lambda engine: engine.cancel(active.engine_id))
         self._active.fail(active, error)
         if (task := self._tasks.get(active.engine_id)) is not None:
             task.cancel()
 
-    def _settle_later(self, fetch: Fetch) -> None:
+    def _settle_later(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
         """Free the exposed pages as soon as prefill cannot write into them any more."""
 
         async def settle() -> None:
-            await self._remote.settle(fetch)
-            self._engine.call(lambda engine: engine.release(fetch.engine_id))
+            await self._prefill.settle(transfer, cancelled=cancelled)
+            self._engine.call(lambda engine: engine.release(transfer.engine_id))
 
-        self._keep(f"settle {fetch.engine_id}", settle())
+        self._keep(f"settle {transfer.engine_id}", settle())
 
     def _keep(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=name)
@@ -390,7 +397,7 @@ class DecodeService:
         self._metrics.record(output.stats)
         self._rate.stepped(output.stats.prompt_tokens, output.stats.step_s)
         for reserved in output.reserved:
-            self._remote.reserved(reserved)
+            self._prefill.reserved(reserved)
         for tokens in output.tokens:
             self._active.emit(tokens)
         for failed in output.failed:

@@ -1,4 +1,4 @@
-"""Prefill and decode with pages of different sizes: what the sender has written must be what decode's pages need."""
+"""Prefill and decode with pages of different sizes: what prefill has written must be what decode's pages need."""
 
 import asyncio
 
@@ -7,15 +7,14 @@ import pytest
 from msgspec.structs import replace
 
 from components.kv_transfer.aux import AuxRecord
-from components.kv_transfer.sender import Sender
 from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
 from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
 from tests.components.kv_transfer.pools import LAYOUT, NUM_TOKENS, block_table, brute_force, copied, pool
+from tests.services.prefill.outbound import ROOM, STAMP, chunk, last_chunk, outbound, run
 
 pytestmark = pytest.mark.anyio
 
-ROOM, STAMP = "boot/1", 77
 PAIRS = [(16, 64), (64, 16), (128, 16), (16, 128), (32, 64), (128, 64)]
 CHUNKS = (50, 100, 150, 170, 250)  # none ends with a page of any size
 
@@ -32,8 +31,8 @@ async def send(
     here, there = replace(LAYOUT, page_size=ours), replace(LAYOUT, page_size=theirs)
     decode = FakeTransfer(endpoint("decode-d", layout=there))
     prefill = FakeTransfer(endpoint("prefill-p", layout=here), peer=decode)
-    sender = Sender(prefill, "r", num_tokens)
-    task = asyncio.create_task(sender.run())
+    sender = outbound(prefill, num_tokens)
+    task = asyncio.create_task(run(sender))
     pages = block_table(there, seed=2, num_tokens=num_tokens)
     offer = PagesOffered(
         request_id="r",
@@ -46,12 +45,12 @@ async def send(
         aux_slot=3,
         deadline_unix_ms=now_ms() + 60_000,
     )
-    sender.offered(offer, decode.endpoint, STAMP)
+    sender.offered(offer, decode.endpoint)
     table = block_table(here, seed=1, num_tokens=num_tokens)
     for num_computed in chunks:
-        sender.computed(table, num_computed)
+        sender.computed(chunk(table, num_computed))
         await turns()
-    sender.completed(table, first_token=42, num_cached_tokens=0)
+    sender.computed(last_chunk(table, 42, 0))
     await task
     assert not prefill.writes
     assert sender.num_bytes == sum(int(p.length.sum()) for p in prefill.pieces)

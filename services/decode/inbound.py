@@ -1,0 +1,135 @@
+"""A prompt's KV on its way from a prefill instance: who may write into our pages, and when it is complete."""
+
+import asyncio
+from enum import StrEnum, auto
+from typing import Final
+
+from components.aio import Failure
+from components.errors import KvCorrupt, TransferFailed
+from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums, Sent
+from components.lifecycle import Lifecycle, Tally
+from components.telemetry.spans import tracer
+from components.wire.instances import InstanceRecord
+from engine.ports import Reserved
+
+MAX_NAMED: Final = 16  # pages in an error message
+
+
+class InboundState(StrEnum):
+    """Only in TRANSFER and PINNED may prefill write into our pages. Then they must not be reused."""
+
+    PREALLOC = auto()  # prefill is asked to compute, the engine to reserve pages; prefill knows no page
+    TRANSFER = auto()  # pages are offered
+    LANDED = auto()  # all pages are complete, and prefill writes no more
+    PINNED = auto()  # failed after the offer; pages and aux slot are kept until prefill is quiet or gone
+    CLOSED = auto()  # failed, and no process can write
+
+
+S = InboundState
+NEXT: Final = {
+    S.PREALLOC: {S.TRANSFER, S.CLOSED},
+    S.TRANSFER: {S.LANDED, S.PINNED},
+    S.PINNED: {S.CLOSED},
+}
+
+
+class InboundTransfer:
+    """One prompt's KV. Holds an aux slot until it has landed or is closed."""
+
+    asking: asyncio.Task[None] | None = None  # the call to prefill; not cancelled while its answer matters
+    is_room_open = False
+    deadline_unix_ms = 0  # of the offer: prefill posts no write after it
+
+    def __init__(
+        self,
+        transfer: KvTransfer,
+        engine_id: str,
+        prefill: InstanceRecord,
+        room: str,
+        stamp: int,  # prefill writes it into the aux slot after the last page
+        *,
+        checksums: PageChecksums | None = None,  # to verify what has landed
+        tally: Tally[InboundState] | None = None,
+    ) -> None:
+        """Raises: QueueFull, if no aux slot is free."""
+        self.slot = transfer.aux.take()
+        self.engine_id = engine_id
+        self.prefill = prefill
+        self.room = room
+        self.stamp = stamp
+        self.failure = Failure()
+        self.lifecycle = Lifecycle(f"inbound {engine_id}", NEXT, S.PREALLOC, tally)
+        self.reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        self._transfer = transfer
+        self._checksums = checksums
+        self._landed: asyncio.Future[None] | None = None
+
+    @property
+    def refusal(self) -> BaseException | None:
+        """Why prefill has not accepted the prompt."""
+        if self.asking is None or not self.asking.done() or self.asking.cancelled():
+            return None
+        return self.asking.exception()
+
+    @property
+    def waits_for_prefill(self) -> bool:
+        """False while it waits for our own pages, or for bootstrap: then prefill is not to blame."""
+        return self.is_room_open or self.asking is None or not self.asking.done() or self.refusal is not None
+
+    def expose(self, deadline_unix_ms: int) -> None:
+        """Call before the offer leaves: from then on prefill may write."""
+        self.deadline_unix_ms = deadline_unix_ms
+        self.lifecycle.advance(S.TRANSFER)
+        self._landed = self._transfer.expect(self.room, self.slot)
+
+    async def landed(self, sent: Sent) -> AuxRecord:
+        """Wait until all pages that prefill sends are complete. Raises: TransferFailed; KvCorrupt."""
+        assert self._landed is not None, "expose() comes first"
+        await asyncio.shield(self._landed)  # prefill's write needs our polling, also after this wait is cancelled
+        record = self._transfer.aux.read(self.slot)
+        found, expected = (record.stamp, record.num_pages), (self.stamp, len(sent.pages))
+        if found != expected:
+            raise TransferFailed(
+                f"the aux slot says stamp {found[0]}, {found[1]} pages; expected {expected[0]}, {expected[1]}"
+            )
+        if self._checksums is not None:
+            with tracer.start_as_current_span("decode.verify"):
+                await _verify(record, sent, self._checksums)
+        self.lifecycle.advance(S.LANDED)
+        self._transfer.aux.give_back(self.slot)
+        return record
+
+    def abandon(self) -> InboundState:
+        """Give up. Returns PINNED if prefill may still write: then `close` must follow."""
+        if self.lifecycle.state is S.TRANSFER:
+            self.lifecycle.advance(S.PINNED)
+        elif self.lifecycle.state is S.PREALLOC:
+            self.close()
+        return self.lifecycle.state
+
+    def close(self) -> None:
+        """Return the aux slot. Prefill knows no page of ours, or has confirmed that it writes no more, or is gone."""
+        self.lifecycle.advance(S.CLOSED)
+        if self._landed is not None:
+            self._landed.cancel()
+        self._transfer.aux.give_back(self.slot)
+
+
+async def _verify(record: AuxRecord, sent: Sent, checksums: PageChecksums) -> None:
+    """Raises: KvCorrupt, naming the pages. If prefill's pages are larger, those that share a checksum are named together."""
+    if record.checksums is None:
+        raise TransferFailed("KV cannot be verified: prefill sent no checksums; its version is too old")
+    landed = checksums.of_transfer(sent.page_size)
+    if not record.intact or len(record.checksums) != landed.num_sums(sent.tokens):
+        raise KvCorrupt("the aux slot did not arrive as prefill wrote it")
+    await landed.add(sent.pages, sent.tokens)
+    both = zip(record.checksums, landed.sums, strict=True)
+    wrong = [i for i, (was, now) in enumerate(both) if was != now]
+    pages = [sent.pages[entry] for i in wrong for entry in landed.covered(i, sent.tokens)]
+    if pages:
+        named = ", ".join(map(str, pages[:MAX_NAMED])) + (", …" if len(pages) > MAX_NAMED else "")
+        raise KvCorrupt(
+            f"{len(pages)} of {landed.num_pages(sent.tokens)} pages did not arrive as prefill sent them: {named}"
+        )

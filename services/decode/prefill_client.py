@@ -1,0 +1,296 @@
+"""Messages to prefill and bootstrap for the transfers into this decode instance."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from functools import partial
+from random import Random
+from random import getrandbits as randbits
+from typing import Any, Final, TypeVar
+
+from opentelemetry.trace import SpanKind
+
+from components.aio import ended
+from components.discovery.registry import Registration, Registry
+from components.errors import (
+    DeadlineExceeded,
+    MeshError,
+    NobodyListens,
+    NoBootstrapInstance,
+    PeerLost,
+    PrefillLost,
+    reported,
+)
+from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.backend import KvTransfer, check_same_backend
+from components.kv_transfer.checksum import PageChecksums, Sent
+from components.kv_transfer.page_reader import check_readable
+from components.lifecycle import Tally
+from components.messaging.bus import Bus
+from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.heartbeats import warn_of_protocol
+from components.routing.router import Route
+from components.telemetry.spans import record_span, tracer
+from components.wire.generate import GenerateRequest
+from components.wire.instances import InstanceRecord, KvEndpoint
+from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
+from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
+from components.wire.tokens import num_tokens
+from engine.ports import Reserved
+from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
+from services.decode.inbound import NEXT, InboundState, InboundTransfer
+
+log = logging.getLogger(__name__)
+
+S = InboundState
+T = TypeVar("T")
+
+CALL_TIMEOUT_S: Final = 10.0
+QUIESCE_TIMEOUT_S = 5.0
+QUIESCE_AGAIN_S = 0.5
+GONE_AFTER_S = 5.0  # without a listener under prefill's name: longer than a reconnection
+FENCE_MARGIN_S: Final = 4.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
+
+
+class PrefillClient:
+    """All inbound transfers. `_within` checks their deadlines, `instance_lost` ends those of a lost prefill instance."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        registration: Registration,
+        registry: Registry,
+        transfer: KvTransfer,
+        timeout_s: float,  # from the offer to the last byte
+        *,
+        bootstrap_timeout_s: float | None = None,  # until our pages are offered; None: timeout_s
+        checksums: PageChecksums | None = None,  # to verify what has landed
+        recomputes: bool = True,  # whether a prompt is computed here if its KV does not arrive
+    ) -> None:
+        self.tally = Tally(NEXT)
+        self._bus = bus
+        self._registration = registration
+        self._registry = registry
+        self._transfer = transfer
+        self._timeout_s = timeout_s
+        self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
+        self._checksums = checksums
+        self._transfers: dict[str, InboundTransfer] = {}  # by engine id
+        registry.book.subscribe(_bootstrap_changed)
+        self._bootstraps = BootstrapChoice(Random(registration.instance_id), or_nobody=recomputes)
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def has_room(self) -> bool:
+        return self._transfer.aux.num_free > 0
+
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages of ours that wait for KV."""
+        futures = (each.reserved for each in self._transfers.values())
+        ready = (future for future in futures if future.done() and not future.cancelled() and not future.exception())
+        return sum(len(future.result().pages) for future in ready)
+
+    def check(self, endpoint: KvEndpoint) -> None:
+        """Raises: IncompatibleLayout, for another backend than ours; Rejected, if its KV cannot be verified."""
+        check_same_backend(self._transfer.endpoint.backend, endpoint.backend)
+        if self._checksums is not None:
+            check_readable(endpoint.device)
+
+    def begin(self, engine_id: str, prefill: InstanceRecord) -> InboundTransfer:
+        """Raises: QueueFull, if no aux slot is free."""
+        # Unique, not secret. The kernel's random numbers release the GIL, and the engine's thread would take it.
+        room, stamp = f"{randbits(63):x}", randbits(62) + 1
+        transfer = InboundTransfer(
+            self._transfer,
+            engine_id,
+            prefill,
+            room,
+            stamp,
+            checksums=self._checksums,
+            tally=self.tally,
+        )
+        self._transfers[engine_id] = transfer
+        return transfer
+
+    def reserved(self, event: Reserved) -> None:
+        """Take the engine's pages for a prompt."""
+        transfer = self._transfers.get(event.request_id)
+        if transfer is not None and not transfer.reserved.done():
+            transfer.reserved.set_result(event)
+
+    def instance_lost(self, record: InstanceRecord, why: str) -> None:
+        for transfer in self._transfers.values():
+            if (transfer.prefill.instance_id, transfer.prefill.epoch) == (record.instance_id, record.epoch):
+                transfer.failure.tell(PrefillLost(f"prefill {record.instance_id}: {why}"))
+
+    def room_failed(self, failed: RoomFailed) -> None:
+        transfer = self._transfers.get(failed.request_id)
+        if transfer is not None and transfer.room == failed.room:
+            kind = reported(failed.error, PrefillLost)
+            transfer.failure.tell(kind(f"prefill {transfer.prefill.instance_id}: {failed.cause}"))
+
+    def kv_coming(self, coming: KvComing) -> None:
+        self._transfer.hasten(coming.room)
+
+    def ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
+        """Ask prefill to compute the prompt. The engine may reserve pages at the same time."""
+        transfer.asking = asyncio.create_task(self._ask(transfer, request, route), name=f"ask {transfer.engine_id}")
+        transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
+
+    async def run(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
+        """Bring the prompt's KV into the reserved pages.
+
+        Raises: MeshError, if the prompt must be computed here. Prefill may write into the pages until `settle` returns.
+        """
+        left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
+        reserved = await self._within(left_s, "beginning of a transfer from", transfer, _pages_of(transfer))
+        left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
+        sent = self._sent(transfer, request, reserved)
+        return await self._within(left_s, "KV from", transfer, self._receive(transfer, reserved, sent, left_s))
+
+    async def settle(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
+        """Return when prefill cannot write into the pages any more. `cancelled`: the client has gone."""
+        cause = "the client has gone" if cancelled else "decode gave this transfer up"
+        quiesce = Quiesce(request_id=transfer.engine_id, cause=cause, cancelled=cancelled)
+        match transfer.abandon():
+            case S.PINNED:
+                await _until_answered(transfer)
+                if not isinstance(transfer.refusal, NobodyListens):  # else the request has reached no process
+                    await self._until_quiet(transfer, quiesce)
+                transfer.close()
+            case S.CLOSED if transfer.asking is not None:
+                # Prefill knows no page, but may compute, and hold its own pages until the deadline.
+                await _until_answered(transfer)
+                with suppress(MeshError):  # a prefill instance that is gone holds nothing
+                    await self._bus.publish(f"{transfer.prefill.subject}.quiesce", quiesce)
+            case S.LANDED if transfer.asking is not None:
+                transfer.asking.cancel()  # its answer may be lost
+        self._transfers.pop(transfer.engine_id, None)
+
+    async def _within(self, seconds: float, what: str, transfer: InboundTransfer, work: Coroutine[Any, Any, T]) -> T:
+        late = DeadlineExceeded(f"no {what} prefill {transfer.prefill.instance_id} in {seconds:.3g} s")
+        return await transfer.failure.within(seconds, late, work)
+
+    def _sent(self, transfer: InboundTransfer, request: GenerateRequest, reserved: Reserved) -> Sent:
+        ours, theirs = self._transfer.endpoint, transfer.prefill.kv
+        assert theirs is not None, "an instance without KV is not chosen"
+        tokens = range(reserved.num_cached_pages * ours.layout.page_size, num_tokens(request.token_ids))
+        return Sent(reserved.pages, tokens, theirs.layout.page_size)
+
+    async def _receive(self, transfer: InboundTransfer, reserved: Reserved, sent: Sent, timeout_s: float) -> AuxRecord:
+        await self._offer(transfer, reserved, now_ms() + int(timeout_s * 1000))
+        transfer.is_room_open = True
+        with tracer.start_as_current_span("decode.receive") as span:
+            span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
+            return await transfer.landed(sent)
+
+    async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
+        life_s = self._bootstrap_timeout_s + self._timeout_s
+        prefill = transfer.prefill
+        asking = PrefillRequest(
+            request_id=transfer.engine_id,
+            epoch=prefill.epoch,
+            decode_id=self._registration.instance_id,
+            decode_epoch=self._registration.epoch,
+            room=transfer.room,
+            stamp=transfer.stamp,
+            token_ids=request.token_ids,
+            deadline_unix_ms=min(request.deadline_unix_ms, now_ms() + int(life_s * 1000)),
+            sender=self._registration.instance_id,
+            sent_unix_ms=now_ms(),
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            adapter=request.adapter,
+            adapter_identity=prefill.adapters.get(request.adapter, ""),
+            layout=self._transfer.endpoint.layout,
+            verify_kv=self._checksums is not None,
+        )
+        with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
+            span.set_attribute("kvmesh.prefill.instance", prefill.instance_id)
+            subject = f"{prefill.subject}.prefill"
+            accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
+        route.accepted(accepted.number)
+
+    async def _offer(self, transfer: InboundTransfer, reserved: Reserved, deadline_unix_ms: int) -> None:
+        """Open the room at a bootstrap replica. Raises: NoBootstrapInstance."""
+        opening = OpenRoom(
+            room=transfer.room,
+            request_id=transfer.engine_id,
+            prefill_id=transfer.prefill.instance_id,
+            prefill_epoch=transfer.prefill.epoch,
+            decode_id=self._registration.instance_id,
+            decode_epoch=self._registration.epoch,
+            pages=reserved.pages,
+            num_cached_pages=reserved.num_cached_pages,
+            aux_slot=transfer.slot,
+            deadline_unix_ms=deadline_unix_ms,
+            sender=self._registration.instance_id,
+            sent_unix_ms=now_ms(),
+            layout=self._transfer.endpoint.layout,
+        )
+        replicas = [r for r in self._registry.book.of_role("bootstrap") if r.is_understood]
+        if not replicas:
+            raise NoBootstrapInstance("no bootstrap instance is registered")
+        transfer.expose(deadline_unix_ms)
+
+        async def ask(replica: InstanceRecord) -> None:
+            await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
+
+        with tracer.start_as_current_span("decode.open_room", kind=SpanKind.CLIENT):
+            await self._bootstraps.open(replicas, ask)
+
+    async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
+        """Return when prefill cannot write into our pages any more.
+
+        Only prefill knows that: a released handle proves nothing, nor does a message about a dead peer. A prefill instance
+        that NATS cannot find may be cut off, and still write. But it posts no write after the offer's deadline. So the
+        pages are safe when the deadline has passed and no process has listened for GONE_AFTER_S.
+        """
+        subject = f"{transfer.prefill.subject}.quiesce"
+        gone_since: float | None = None
+        while True:
+            try:
+                await self._bus.call(subject, quiesce, Quiet, timeout_s=QUIESCE_TIMEOUT_S)
+            except PeerLost:
+                gone_since = gone_since or time.monotonic()
+                late_s = (now_ms() - transfer.deadline_unix_ms) / 1000
+                if time.monotonic() - gone_since > GONE_AFTER_S and late_s > FENCE_MARGIN_S:
+                    return
+            except MeshError as exc:
+                gone_since = None
+                log.debug("not quiet yet", extra={"request": transfer.engine_id, "cause": exc.message})
+            except Exception:  # an unexpected error must not pin the pages forever
+                gone_since = None
+                log.exception("quiesce failed, trying again", extra={"request": transfer.engine_id})
+            else:
+                return
+            await asyncio.sleep(QUIESCE_AGAIN_S)
+
+
+async def _pages_of(transfer: InboundTransfer) -> Reserved:
+    asked_ns = time.time_ns()
+    reserved = await transfer.reserved
+    record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
+    return reserved
+
+
+async def _until_answered(transfer: InboundTransfer) -> None:
+    """Wait for prefill's answer: a cancel sent earlier could overtake the request and be ignored."""
+    if transfer.asking is not None:
+        await ended(transfer.asking)
+
+
+def _fail_if_refused(transfer: InboundTransfer, _: asyncio.Task[None]) -> None:
+    if isinstance(transfer.refusal, Exception):
+        transfer.failure.tell(transfer.refusal)
+
+
+def _bootstrap_changed(was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+    if now is not None and now.role == "bootstrap":
+        warn_of_protocol(was, now)

@@ -1,0 +1,294 @@
+"""A prompt's way from this prefill instance to a decode instance: computed in chunks, written as it is computed."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from enum import StrEnum, auto
+from typing import Any, Final, TypeVar
+
+from opentelemetry.trace import Span
+
+from components.aio import Failure, ended
+from components.errors import Cancelled, DeadlineExceeded, InvariantBroken, MeshError, TransferFailed
+from components.kv_transfer.aux import AuxRecord, room_for_checksums
+from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums, TransferChecksums
+from components.kv_transfer.pieces import cut
+from components.lifecycle import Lifecycle, Tally
+from components.messaging.deadline import now_ms, remaining_s
+from components.telemetry.spans import mark_outcome, record_span, tracer, use_span
+from components.wire.instances import KvEndpoint
+from components.wire.prefill import PrefillRequest
+from components.wire.rooms import PagesOffered
+from components.wire.tokens import num_tokens
+from engine.ports import Computed
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class OutboundState(StrEnum):
+    """Only from WAITING to INFLIGHT may this instance write into decode's pages."""
+
+    BOOTSTRAPPING = auto()  # decode's pages are unknown; the prompt is queued or computed meanwhile
+    WAITING = auto()  # decode's pages are known; the prompt is queued
+    COMPUTING = auto()  # chunks are computed, and written to decode
+    INFLIGHT = auto()  # the prompt is computed, its last writes are under way
+    DONE = auto()  # decode has all pages and the aux slot
+    FAILED = auto()  # no write is in flight, and none will be posted
+
+
+S = OutboundState
+NEXT: Final = {
+    S.BOOTSTRAPPING: {S.WAITING, S.COMPUTING, S.INFLIGHT, S.FAILED},
+    S.WAITING: {S.COMPUTING, S.INFLIGHT, S.FAILED},
+    S.COMPUTING: {S.INFLIGHT, S.FAILED},
+    S.INFLIGHT: {S.DONE, S.FAILED},
+}
+
+
+async def _announce_nothing(_: PagesOffered) -> None:
+    pass
+
+
+class OutboundTransfer:
+    """One prompt of decode. Joins two inputs: the pages that decode offers, and the pages that the engine has computed."""
+
+    task: asyncio.Task[None]  # runs it
+
+    def __init__(
+        self,
+        transfer: KvTransfer,
+        request: PrefillRequest,
+        span: Span,  # prefill.request: from acceptance to the last byte
+        *,
+        tally: Tally[OutboundState] | None = None,
+        checksums: PageChecksums | None = None,  # if decode verifies KV
+        bootstrap_timeout_s: float | None = None,  # limit on the wait for decode's offer
+        announce: Callable[[PagesOffered], Awaitable[None]] = _announce_nothing,  # awaited before the last write
+        num_cached: int = 0,  # prompt tokens in the prefix cache; they are no work, and must not look like a queue
+        step_s: Callable[[], float] = float,  # duration of the engine's last step
+    ) -> None:
+        self.request = request
+        self.offer: PagesOffered | None = None
+        self.failure = Failure()
+        self.num_tokens = num_tokens(request.token_ids)
+        self.num_bytes = 0  # of pages, as the backend reports them
+        self.duration_s = 0.0  # from the offer to the aux slot
+        self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)
+        self._transfer = transfer
+        self._layout = transfer.endpoint.layout
+        self._span = span
+        self._checksums = checksums
+        self._bootstrap_timeout_s = bootstrap_timeout_s
+        self._announce = announce
+        self._num_cached = num_cached
+        self._step_s = step_s
+        self._submitted_ns = time.time_ns()
+        self._started_ns = 0
+        self._computed_ns = 0
+        self._peer: KvEndpoint | None = None
+        self._computed: Computed | None = None  # the engine's latest report
+        self._sums: TransferChecksums | None = None  # of the tokens written so far
+        self._changed = asyncio.Event()  # an offer, or a chunk
+        self._limit: asyncio.TimerHandle | None = None
+
+    @property
+    def tokens_left(self) -> int:
+        """Prompt tokens that are not computed yet."""
+        return self.num_tokens - (self._num_cached if self._computed is None else self._computed.num_computed)
+
+    def offered(self, offer: PagesOffered, peer: KvEndpoint) -> None:
+        """Take decode's pages. Ignores a second offer, and one that comes after the end."""
+        if self.lifecycle.state is not S.BOOTSTRAPPING:
+            return
+        self.offer, self._peer = offer, peer
+        record_span("prefill.bootstrap", self._submitted_ns, parent=self._span)
+        self.lifecycle.advance(S.INFLIGHT if self._computed_ns else S.COMPUTING if self._started_ns else S.WAITING)
+        self._changed.set()
+
+    def computed(self, event: Computed) -> None:
+        """Take the engine's report of a chunk."""
+        now_ns = time.time_ns()
+        self._computed = event
+        if not self._started_ns:
+            self._started_ns = max(self._submitted_ns, now_ns - int(self._step_s() * 1e9))
+        if event.first_token is not None:
+            self._computed_ns = now_ns
+            self._record_computing(event)
+        if self.lifecycle.state in (S.WAITING, S.COMPUTING):
+            following = S.INFLIGHT if self._computed_ns else S.COMPUTING
+            if following is not self.lifecycle.state:
+                self.lifecycle.advance(following)
+        self._changed.set()
+
+    async def run(self, before: Callable[[], Awaitable[None]] | None = None) -> MeshError | None:
+        """Send everything, after `before`. Returns why not all was sent; then, too, no write is in flight any more."""
+        with use_span(self._span, end_on_exit=True):
+            try:
+                outcome = await self._outcome(before)
+                if outcome is None:
+                    record_span("prefill.inflight", self._computed_ns)
+                    self.lifecycle.advance(S.DONE)
+                else:
+                    self._report(outcome)
+                return outcome
+            finally:
+                self._stop_limit()
+                if not self.lifecycle.is_over:
+                    self.lifecycle.advance(S.FAILED)
+
+    def _record_computing(self, event: Computed) -> None:
+        record_span("prefill.queue", self._submitted_ns, self._started_ns, parent=self._span)
+        record_span(
+            "prefill.compute",
+            self._started_ns,
+            self._computed_ns,
+            parent=self._span,
+            attributes={"kvmesh.prompt_tokens": event.num_computed, "kvmesh.cached_tokens": event.num_cached_tokens},
+        )
+
+    def _report(self, outcome: MeshError) -> None:
+        mark_outcome(self._span, outcome)
+        facts = {"request": self.request.request_id, "cause": outcome.message}
+        if isinstance(outcome, Cancelled):
+            log.debug("cancelled by the client", extra=facts)
+        else:
+            log.warning("transfer failed", extra=facts)
+
+    async def _outcome(self, before: Callable[[], Awaitable[None]] | None) -> MeshError | None:
+        try:
+            await self.failure.unless(self._run(before))
+        except MeshError as exc:
+            return exc
+        except Exception as exc:  # the edge of one request
+            log.exception("transfer failed", extra={"request": self.request.request_id})
+            return InvariantBroken(f"transfer failed: {type(exc).__name__}")
+        return None
+
+    async def _run(self, before: Callable[[], Awaitable[None]] | None) -> None:
+        self._limit_to(None, "")
+        if before is not None:
+            await before()
+        self._limit_to(self._bootstrap_timeout_s, "decode did not offer its pages in")
+        while self.offer is None or self._peer is None:
+            await self._change()
+        self._limit_to(remaining_s(self.offer.deadline_unix_ms), "the transfer did not end in")
+        await self._send(self.offer, self._peer)
+
+    def _limit_to(self, seconds: float | None, late: str) -> None:
+        """Fail at the earlier of `seconds` from now and the request's deadline. Replaces the limit before."""
+        self._stop_limit()
+        left_s = max(0.0, self.request.deadline_unix_ms - now_ms()) / 1000
+        error = DeadlineExceeded("the transfer did not end before the request's deadline")
+        if seconds is not None and seconds < left_s:
+            left_s, error = seconds, DeadlineExceeded(f"{late} {seconds:g} s")
+        self._limit = asyncio.get_running_loop().call_later(left_s, self.failure.tell, error)
+
+    def _stop_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _send(self, offer: PagesOffered, peer: KvEndpoint) -> None:
+        with tracer.start_as_current_span("prefill.transfer") as span:
+            span.set_attribute("kvmesh.transfer.backend", peer.backend)
+            started = time.monotonic()
+            self._sums = self._begin_checksums(offer, peer)
+            await self._transfer.connect(peer)
+            last = await self._send_pages(offer, peer)
+            span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
+            await self._send_aux(offer, peer, last)
+            self.duration_s = time.monotonic() - started
+
+    async def _send_pages(self, offer: PagesOffered, peer: KvEndpoint) -> Computed:
+        """Returns the engine's last report, which has the first token."""
+        unit = min(self._layout.page_size, peer.layout.page_size)
+        sent = offer.num_cached_pages * peer.layout.page_size
+        while True:
+            computed = self._computed
+            if computed is not None and (ready := self._num_ready(computed, unit)) > sent:
+                if ready == self.num_tokens:
+                    await self._announce(offer)
+                self.num_bytes += await _to_its_end(self._write(offer, peer, computed.pages, range(sent, ready)))
+                sent = ready
+            elif computed is not None and computed.first_token is not None:
+                return computed
+            else:
+                await self._change()
+
+    def _num_ready(self, computed: Computed, unit: int) -> int:
+        """Number of leading tokens to write: whole pages of the smaller size, so that no piece of one is cut in two."""
+        if computed.num_computed == self.num_tokens or computed.first_token is not None:
+            return self.num_tokens
+        return computed.num_computed // unit * unit
+
+    def _write(self, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range) -> Awaitable[int]:
+        """Write `tokens`, and compute their checksums at the same time: both only read our pages."""
+        write = self._begin_write(offer, peer, ours, tokens)
+        return write if self._sums is None else _with_sums(write, self._sums.add(ours, tokens))
+
+    def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range) -> Awaitable[int]:
+        """Post a write. Raises: DeadlineExceeded.
+
+        After the offer's deadline decode may reuse its pages if it cannot reach this instance. The timer is not enough: a
+        process that was stopped may get here before the timer runs.
+        """
+        remaining_s(offer.deadline_unix_ms)
+        if peer.layout.page_size != self._layout.page_size:
+            return self._transfer.write_pieces(peer.agent, cut(self._layout, peer.layout, tokens, ours, offer.pages))
+        # The unused rows of the last page are written, too: a whole page is one piece.
+        pages = slice(tokens.start // self._layout.page_size, self._layout.pages_for(tokens.stop))
+        return self._transfer.write_pages(peer.agent, ours[pages], offer.pages[pages])
+
+    def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> TransferChecksums | None:
+        """Returns None if decode does not verify. Raises: TransferFailed, if the aux slot is too small for the checksums."""
+        if self._checksums is None:
+            return None
+        sums = self._checksums.of_transfer(peer.layout.page_size)
+        needed = sums.num_sums(range(offer.num_cached_pages * peer.layout.page_size, self.num_tokens))
+        room = room_for_checksums(min(self._transfer.aux.slot_bytes, peer.aux_slot_bytes))
+        if needed > room:
+            raise TransferFailed(f"KV cannot be verified: it has {needed} checksums, but aux slots hold {room}")
+        return sums
+
+    async def _send_aux(self, offer: PagesOffered, peer: KvEndpoint, last: Computed) -> None:
+        assert last.first_token is not None
+        slot = self._transfer.aux.take()
+        try:
+            record = AuxRecord(
+                stamp=self.request.stamp,
+                num_pages=peer.layout.pages_for(self.num_tokens),
+                first_token=last.first_token,
+                num_cached_tokens=last.num_cached_tokens,
+                checksums=None if self._sums is None else tuple(self._sums.sums),
+                logprobs=last.logprobs,
+            )
+            self._transfer.aux.write(slot, record)
+            remaining_s(offer.deadline_unix_ms)  # as in _begin_write
+            await _to_its_end(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
+        finally:
+            self._transfer.aux.give_back(slot)
+
+
+async def _with_sums(write: Awaitable[int], sums: Awaitable[None]) -> int:
+    summing = asyncio.ensure_future(sums)
+    try:
+        moved = await write
+    finally:
+        await ended(summing)
+    summing.result()
+    return moved
+
+
+async def _to_its_end(write: Awaitable[T]) -> T:
+    """Await a write even if cancelled: the pages may be reused as soon as this returns."""
+    writing: asyncio.Future[Any] = asyncio.ensure_future(write)
+    await ended(writing)
+    result: T = writing.result()
+    return result

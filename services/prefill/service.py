@@ -1,0 +1,315 @@
+"""The prefill service: takes prompts and decode's pages, and stops transfers."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from opentelemetry import trace
+
+from components.discovery.registry import Registration, Registry
+from components.errors import Cancelled, MeshError, PeerLost, Rejected, TransferFailed
+from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.checksum import PageChecksums
+from components.lifecycle import Tally
+from components.messaging.bus import Bus
+from components.messaging.heartbeats import heartbeat_of
+from components.messaging.service import Endpoint
+from components.routing.local_prefill import PromptLoad, PromptRate
+from components.structured.masks import MaskMaker
+from components.telemetry.spans import tracer
+from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord
+from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
+from components.wire.rooms import KvComing, PagesOffered, RoomOk
+from components.wire.tokens import unpack_tokens
+from engine.log_line import BatchLog
+from engine.loop import EngineLoop
+from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
+from engine.sampling.wire import sampling_params
+from services.prefill.outbound import NEXT, OutboundState, OutboundTransfer
+from services.prefill.rooms import Rooms
+from services.worker import check_addressed
+
+log = logging.getLogger(__name__)
+
+
+class PrefillService:
+    """Whether decode's KV layout and adapters are compatible is checked by decode, when it chooses an instance."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        registration: Registration,
+        registry: Registry,
+        engine: EngineLoop,
+        transfer: KvTransfer,
+        *,
+        metrics: WorkerMetrics,
+        bootstrap_timeout_s: float | None = None,  # limit on the wait for decode's pages
+        masks: MaskMaker | None = None,  # None: prompts with a constraint are refused
+    ) -> None:
+        self._bus = bus
+        self._registration = registration
+        self._registry = registry
+        self._engine = engine
+        self._transfer = transfer
+        self._metrics = metrics
+        self._bootstrap_timeout_s = bootstrap_timeout_s
+        self._masks = masks
+        self._outbound: dict[str, OutboundTransfer] = {}  # by request id
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._tasks: set[asyncio.Task[None]] = set()  # messages to send, peers to disconnect
+        self._rooms = Rooms(bus, registry, self._in_background)
+        self._tally = Tally(NEXT)
+        self._rate = PromptRate()
+        self._num_accepted = 0
+        self.draining = False
+        engine.on_output(self._stepped)
+        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
+        metrics.show_queues(self._tally)
+        registry.book.subscribe(self._instance_changed)
+
+    def _transfers_to_log(self) -> dict[str, float]:
+        return {"#transfer-req": self._tally[OutboundState.INFLIGHT]}
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._outbound)
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("prefill", PrefillRequest, self.prefill, immediate=True),
+            Endpoint("pages", PagesOffered, self.pages, immediate=True),
+            Endpoint("quiesce", Quiesce, self.quiesce),
+        ]
+
+    async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
+        """Start computing. Raises: MeshError; decode then computes the prompt itself."""
+        try:
+            accepted = self._begin(request)
+        except MeshError:
+            if request.request_id not in self._outbound:
+                self._rooms.end(request.request_id)
+            raise
+        if (offer := self._rooms.take(request.request_id)) is not None:
+            with suppress(TransferFailed):  # `pages` has notified decode
+                await self.pages(offer)
+        return accepted
+
+    def _begin(self, request: PrefillRequest) -> PrefillAccepted:
+        self._check(request)
+        span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
+        try:
+            return self._accept(request, span)
+        except BaseException:
+            span.end()
+            raise
+
+    def _check(self, request: PrefillRequest) -> None:
+        check_addressed(request, self._registration, draining=self.draining)
+        if request.sampling.constraint is not None and self._masks is None:
+            raise Rejected("this instance has no masks for constraints")
+        if request.request_id in self._outbound or self._rooms.is_over(request.request_id):
+            raise Rejected(f"request id {request.request_id!r} is in use, or was", param="request_id")
+
+    async def pages(self, offer: PagesOffered) -> RoomOk:
+        """Take decode's pages, which may arrive before the request.
+
+        Raises: TransferFailed, after notifying decode; nothing will be written into those pages.
+        """
+        if offer.request_id not in self._outbound and self._rooms.hold(offer):
+            return RoomOk(room=offer.room)
+        try:
+            self._take_offer(offer)
+        except TransferFailed as exc:
+            self._rooms.close_later(offer)
+            await self._rooms.notify_decode(offer, exc)
+            raise
+        return RoomOk(room=offer.room)
+
+    def _take_offer(self, offer: PagesOffered) -> None:
+        transfer = self._outbound.get(offer.request_id)
+        if transfer is None or transfer.request.room != offer.room:
+            raise TransferFailed(f"room {offer.room} is over on this prefill instance")
+        record = self._registry.book.find(offer.decode_id, offer.decode_epoch)
+        if record is None or record.kv is None:
+            raise TransferFailed(f"decode instance {offer.decode_id} is not registered with epoch {offer.decode_epoch}")
+        # Both count pages of decode's size.
+        limit, num_pages = record.kv.num_pages, record.kv.layout.pages_for(transfer.num_tokens)
+        if len(offer.pages) != num_pages or not all(0 <= page < limit for page in offer.pages):
+            raise TransferFailed(f"the offer must name {num_pages} pages below {limit}")
+        if not 0 <= offer.num_cached_pages <= num_pages:
+            raise TransferFailed(f"{offer.num_cached_pages} cached pages of {num_pages}")
+        if not 0 <= offer.aux_slot < record.kv.aux_slots:
+            raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
+        transfer.offered(offer, record.kv)
+        if (
+            transfer.offer is not None and transfer.offer.bootstrap_id != offer.bootstrap_id
+        ):  # two replicas opened the room
+            self._rooms.close_later(offer)
+
+    async def quiesce(self, request: Quiesce) -> Quiet:
+        """Stop a transfer. After the answer no write of it is in flight, and none will be posted."""
+        transfer = self._outbound.get(request.request_id)
+        if transfer is not None:
+            kind = Cancelled if request.cancelled else TransferFailed
+            transfer.failure.tell(kind(request.cause))
+            await asyncio.wait((transfer.task,))
+        self._rooms.end(request.request_id)
+        return Quiet(request_id=request.request_id)
+
+    def heartbeat(self) -> Heartbeat:
+        me = self._registration
+        prompts = PromptLoad(sum(each.tokens_left for each in self._outbound.values()), self._rate.tokens_per_s)
+        return heartbeat_of(
+            me.instance_id,
+            me.epoch,
+            self._engine.stats,
+            prompts,
+            draining=self.draining,
+            accepted=self._num_accepted,
+            num_requests=self.num_transfers,
+        )
+
+    async def drained(self) -> None:
+        """Wait until every transfer is over and every message is sent."""
+        await self._idle.wait()
+        self._rooms.send_closes()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def stop_all(self, cause: str) -> None:
+        """Fail every transfer: decode computes those prompts itself."""
+        for transfer in self._outbound.values():
+            transfer.failure.tell(PeerLost(cause))
+
+    def _accept(self, request: PrefillRequest, span: trace.Span) -> PrefillAccepted:
+        blocks = self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
+        prompt = EngineRequest(
+            request_id=request.request_id,
+            token_ids=unpack_tokens(request.token_ids),
+            sampling=sampling_params(request.sampling),
+            phase=Phase.PREFILL,
+            cache_salt=request.cache_salt,
+            num_generated=request.sampling.num_generated,
+            priority=request.priority,
+            adapter=request.adapter,
+            blocks=blocks,
+        )
+        transfer = OutboundTransfer(
+            self._transfer,
+            request,
+            span,
+            num_cached=self._engine.engine.peek_prefix(blocks),
+            checksums=self._checksums if request.verify_kv else None,
+            tally=self._tally,
+            bootstrap_timeout_s=self._bootstrap_timeout_s,
+            announce=self._announce,
+            step_s=lambda: self._engine.stats.step_s,
+        )
+        self._outbound[request.request_id] = transfer
+        self._num_accepted += 1
+        self._idle.clear()
+        if request.sampling.constraint is None:
+            self._submit(transfer, prompt)
+        transfer.task = asyncio.create_task(self._run(transfer, prompt), name=f"prefill {request.request_id}")
+        return PrefillAccepted(request_id=request.request_id, number=self._num_accepted)
+
+    def _submit(self, transfer: OutboundTransfer, prompt: EngineRequest) -> None:
+        submitted = self._engine.post(lambda engine: engine.submit(prompt))
+        submitted.add_done_callback(lambda done: _fail_unless_submitted(done, transfer))
+
+    async def _mask_of(self, request: PrefillRequest, token_ids: Sequence[int]) -> TokenMask | None:
+        """The mask of the first token. Raises: Rejected."""
+        assert self._masks is not None, "such a prompt was not accepted"
+        with tracer.start_as_current_span("prefill.compile"):
+            return await self._masks.mask_of(request.sampling, token_ids)
+
+    @cached_property
+    def _checksums(self) -> PageChecksums:
+        """Raises: Rejected, if this instance's pages cannot be read."""
+        return PageChecksums(self._engine.engine.kv_region)
+
+    async def _announce(self, offer: PagesOffered) -> None:
+        """Let decode poll more often near the end: without this a transfer ends milliseconds later."""
+        decode = self._registry.book.find(offer.decode_id, offer.decode_epoch)
+        if decode is not None:
+            with suppress(MeshError):
+                await self._bus.publish(f"{decode.subject}.kv_coming", KvComing(room=offer.room))
+
+    async def _run(self, transfer: OutboundTransfer, prompt: EngineRequest) -> None:
+        request = transfer.request
+
+        async def submit_with_mask() -> None:
+            mask = await self._mask_of(request, prompt.token_ids)
+            self._submit(transfer, msgspec.structs.replace(prompt, mask=mask))
+
+        try:
+            outcome = await transfer.run(None if request.sampling.constraint is None else submit_with_mask)
+            if transfer.offer is not None:
+                self._rooms.close_later(transfer.offer)
+            if outcome is None:
+                self._metrics.transferred(transfer.num_bytes, transfer.duration_s)
+            elif isinstance(outcome, Cancelled):
+                self._metrics.transfer_cancelled()
+            else:
+                self._metrics.transfer_failed()
+                await self._rooms.notify_decode(request, outcome)
+        finally:
+            self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Release the pages of a transfer that has no write in flight. The prefix cache keeps what was computed."""
+        self._outbound.pop(request_id, None)
+        self._rooms.end(request_id)
+        if not self._outbound:
+            self._idle.set()
+
+        def forget(engine: Engine) -> None:
+            engine.cancel(request_id)
+            engine.release(request_id)
+
+        self._engine.call(forget)
+
+    def _stepped(self, output: StepOutput) -> None:
+        self._metrics.record(output.stats)
+        self._rate.stepped(output.stats.prompt_tokens, output.stats.step_s)
+        for event in output.computed:
+            if (transfer := self._outbound.get(event.request_id)) is not None:
+                transfer.computed(event)
+        for failed in output.failed:
+            if (transfer := self._outbound.get(failed.request_id)) is not None:
+                transfer.failure.tell(failed.error)
+
+    def _instance_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+        """Fail the transfers to a decode instance that has left etcd. This is prefill's only check for a lost peer."""
+        if was is None or was.role != "decode" or (now is not None and now.epoch == was.epoch):
+            return
+        for transfer in self._outbound.values():
+            if (transfer.request.decode_id, transfer.request.decode_epoch) == (was.instance_id, was.epoch):
+                transfer.failure.tell(PeerLost(f"decode instance {was.instance_id} is gone"))
+        if was.kv is not None and (now is None or now.kv is None or now.kv.agent != was.kv.agent):
+            self._in_background(self._transfer.disconnect(was.kv.agent))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_failure)
+
+
+def _fail_unless_submitted(done: asyncio.Future[None], transfer: OutboundTransfer) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        transfer.failure.tell(error if isinstance(error, MeshError) else TransferFailed(f"prefill failed: {error!r}"))
+
+
+def _log_failure(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.warning("a message was not sent, or a peer not disconnected", extra={"cause": str(error)})

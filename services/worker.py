@@ -1,0 +1,191 @@
+"""What prefill and decode share: the parts of a worker process, and the check that a request is addressed to it."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from components.aio import first, raises
+from components.discovery.registry import Registration, Registry, join_registry
+from components.errors import Overloaded, UnknownModel
+from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.choose import kv_opener, own_address
+from components.messaging.bus import Bus, connect_bus
+from components.messaging.deadline import remaining_s
+from components.messaging.fan_out import FleetSizes
+from components.messaging.heartbeats import NumCached, send_heartbeats
+from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
+from components.messaging.presence import keep_present, present_endpoint
+from components.messaging.profiles import Profiles, keep_profiles
+from components.messaging.service import Endpoint, serve_calls
+from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
+from components.routing.policies import Phase
+from components.settings import MeshSettings
+from components.structured.masks import MaskMaker, open_masks
+from components.structured.metrics import ConstraintMetrics
+from components.telemetry.logs import log_progress, log_ready
+from components.telemetry.process_health import serve_health
+from components.telemetry.spans import start_telemetry
+from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.embedding_model import EmbeddingModel
+from components.wire.heartbeat import Heartbeat
+from engine.config import EngineConfig
+from engine.loop import EngineLoop
+from engine.model.resolve import model_dir, served_name
+from engine.ports import max_request_pages
+from engine.profiler import EngineProfiler
+from engine.start import start_engine
+
+
+class Addressed(Protocol):
+    """A request to a worker."""
+
+    @property
+    def epoch(self) -> str: ...
+    @property
+    def deadline_unix_ms(self) -> int: ...
+
+
+def check_addressed(request: Addressed, registration: Registration, *, draining: bool) -> float:
+    """Returns the seconds until the request's deadline. Raises: StaleInstance, DeadlineExceeded, Overloaded."""
+    registration.check_epoch(request.epoch)
+    left_s = remaining_s(request.deadline_unix_ms)
+    if draining:
+        raise Overloaded("this instance is leaving")
+    return left_s
+
+
+def check_model(model: str, served: str) -> None:
+    """Raises: UnknownModel."""
+    if model != served:
+        raise UnknownModel(f"this instance serves {served!r}, not {model!r}")
+
+
+def model_name(settings: MeshSettings) -> str:
+    return settings.served_model_name or served_name(settings.model)
+
+
+class WorkerService(Draining, Protocol):
+    def endpoints(self) -> list[Endpoint]: ...
+    def heartbeat(self) -> Heartbeat: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker process whose parts are open. `serve` registers it."""
+
+    role: Phase
+    instance_id: str
+    subject: str
+    settings: MeshSettings
+    config: EngineConfig
+    registration: Registration
+    metrics: WorkerMetrics
+    bus: Bus
+    registry: Registry
+    engine: EngineLoop
+    masks: MaskMaker
+    transfer: KvTransfer
+    kv_events: KvEventPublisher
+    profiles: Profiles
+    page: str  # URL of its metrics
+
+    async def serve(
+        self,
+        service: WorkerService,
+        drain_timeout_s: float,
+        *,
+        num_cached: NumCached = lambda _hashes: 0,
+        max_context: int | None = None,
+        embedding: EmbeddingModel | None = None,
+    ) -> None:
+        """Answer and advertise until a stop signal, then drain. Raises: what the engine failed with."""
+        model, engine = model_name(self.settings), self.engine
+        self.metrics.registry.register(self.bus.refusals)
+        self.metrics.registry.register(self.bus.clocks)
+        self.metrics.show_kv_events(lambda: self.kv_events.log.number, lambda: self.kv_events.log.dropped)
+        engine.on_output(lambda output: self.kv_events.take(output.cache_events))
+        record = record_maker(
+            self.settings,
+            self.role,
+            self.instance_id,
+            model=model,
+            adapters=engine.engine.adapters,
+            max_context=max_context,
+            kv=self.transfer.endpoint,
+            http=self.page,
+            kv_events=self.config.kv_events,
+            embedding=embedding,
+        )
+        interval_s = partial(FleetSizes(self.registry.book).heartbeat_rest_s, self.role)
+        facts = {"instance_id": self.instance_id, "model": model}
+        async with (
+            serve_calls(self.bus, self.role, self.subject, self._endpoints(service), facts),
+            send_heartbeats(self.bus, self.subject, service.heartbeat, interval_s, num_cached) as heart,
+            self.registry.advertise(self.registration, record),
+        ):
+            engine.on_output(lambda output: heart.stepped(output.stats.step))
+            settle()
+            log_ready(instance=self.instance_id, model=model, metrics=self.page)
+            await first(stop_signal(), raises(engine.failed()))
+            await drain(service, drain_timeout_s, heart.at_once)
+
+    def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
+        shared = [*self.profiles.endpoints(), *self.kv_events.endpoints(), present_endpoint(self.registration)]
+        return [*service.endpoints(), *shared]
+
+
+@asynccontextmanager
+async def open_worker(settings: MeshSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
+    me = new_instance_id()
+    subject = subject_of(settings.namespace, role, me)
+    open_transfer = kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
+    registration = Registration(me)
+    metrics = WorkerMetrics()
+    async with (
+        start_telemetry(settings, role, me),
+        connect_bus(settings.nats_url, f"{role}-{me}") as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        start_engine(settings.model, config, settings.home, log_progress) as engine,
+        open_masks(
+            lambda: model_dir(settings.model, settings.home),
+            engine.engine.vocab_size,
+            engine.engine.eos_token_ids,
+            ConstraintMetrics(metrics.registry),
+        ) as masks,
+        open_transfer(
+            engine.engine.kv_region,
+            f"{role}-{me}",
+            settings.kv_transfer_host or own_address(settings.etcd_url),
+            max_request_pages(engine.engine),
+        ) as transfer,
+        keep_profiles(f"{role} {me}", EngineProfiler(engine, {"role": role, "instance": me})) as profiles,
+        publish_kv_events(
+            bus,
+            subject,
+            me,
+            lambda: registration.epoch,
+            on=config.kv_events,
+            rest_s=partial(FleetSizes(registry.book).kv_events_rest_s, role),
+        ) as kv_events,
+        serve_health(settings, metrics.registry, bus, registry, registration) as page,
+        keep_present(bus, registry.book),
+    ):
+        yield Worker(
+            role=role,
+            instance_id=me,
+            subject=subject,
+            settings=settings,
+            config=config,
+            registration=registration,
+            metrics=metrics,
+            bus=bus,
+            registry=registry,
+            engine=engine,
+            masks=masks,
+            transfer=transfer,
+            kv_events=kv_events,
+            profiles=profiles,
+            page=page,
+        )
