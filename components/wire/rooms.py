@@ -1,7 +1,6 @@
 """decode, prefill ↔ bootstrap: a bootstrap room pairs one prefill and one decode for one KV transfer.
 
-Decode names the room when it asks prefill to compute, and opens it at a replica of the bootstrap service once it has pages for
-the KV. All that follows goes to that replica (`<bootstrap subject>.<verb>`): a room lives in that process's memory.
+Decode names the room in its PrefillRequest, and opens it at one replica. The room exists in that process's memory alone.
 """
 
 from components.kv_transfer.layout import KvLayout
@@ -11,30 +10,27 @@ from components.wire.dated import Dated
 
 @message("room-open.v2")
 class OpenRoom(Dated):
-    """decode → bootstrap `.open`: the destination. Handed to prefill as PagesOffered; answered by RoomOk.
+    """decode → bootstrap `.open`; answered by RoomOk. The deadline is for the last byte."""
 
-    Its deadline is for the last byte.
-    """
-
-    room: str  # random: no two are alike
+    room: str  # random
     request_id: str
     prefill_id: str
     prefill_epoch: str
     decode_id: str
     decode_epoch: str
-    pages: list[int]  # of the whole prompt, in order; decode's, of its page size, which prefill's may differ from
-    num_cached_pages: int  # leading ones of these that decode already holds: nothing is sent for them
+    pages: list[int]  # decode's, of the whole prompt, in order
+    num_cached_pages: int  # leading pages that decode already holds: they are not sent
     aux_slot: int
-    layout: KvLayout | None = None  # of decode's pages
+    layout: KvLayout | None = None  # of decode's pages; older bootstraps check it
 
 
 @message("room-pages.v2")
 class PagesOffered(Dated):
-    """bootstrap → prefill, on `<prefill subject>.pages`; answered by RoomOk, or decode is told that the room failed."""
+    """bootstrap → prefill `.pages`: decode's offer; answered by RoomOk, or RoomFailed to decode."""
 
     request_id: str
     room: str
-    bootstrap_id: str  # whose room it is
+    bootstrap_id: str
     decode_id: str
     decode_epoch: str
     pages: list[int]
@@ -44,28 +40,28 @@ class PagesOffered(Dated):
 
 @message("kv-coming.v1")
 class KvComing(Struct):
-    """prefill → decode, on `<decode subject>.kv_coming`: the last pages of this room follow at once. A hint: no answer."""
+    """prefill → decode `.kv_coming`: the last pages follow at once. A hint without an answer."""
 
     room: str
 
 
 @message("room-close.v2")
 class CloseRooms(Struct):
-    """prefill → bootstrap `.close`: these transfers are over, however they ended. Several at once: nobody waits for it."""
+    """prefill → bootstrap `.close`: these transfers have ended."""
 
     rooms: list[str]
 
 
 @message("rooms-closed.v1")
 class RoomsClosed(Struct):
-    """bootstrap → prefill: how many of them were still open."""
+    """bootstrap → prefill: how many of these rooms were open."""
 
     count: int
 
 
 @message("room-failed.v1")
 class RoomFailed(Struct):
-    """bootstrap or prefill → the other side, on `<subject>.room_failed`: this transfer will not complete."""
+    """bootstrap or prefill → decode `.room_failed`: this transfer will not complete."""
 
     request_id: str
     room: str
@@ -75,6 +71,4 @@ class RoomFailed(Struct):
 
 @message("room-ok.v1")
 class RoomOk(Struct):
-    """Done."""
-
     room: str

@@ -1,4 +1,4 @@
-"""Which bootstrap replica opens a room: the first one that answers, and none that was silent lately."""
+"""The choice of a bootstrap replica: hedged calls, and a circuit breaker for each replica."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -10,35 +10,32 @@ from components.errors import DeadlineExceeded, NoBootstrapInstance, PeerBroken,
 from components.routing.breaker import Breaker, BreakerSettings
 from components.wire.instances import InstanceRecord
 
-LIMIT_S: Final = 1.5  # for one answer; opening a room only writes to memory
-HEDGE_S: Final = 0.1  # without an answer until the next replica is asked too
+LIMIT_S: Final = 1.5  # timeout of a call: opening a room only writes to memory
+HEDGE_S: Final = 0.1  # without an answer, until the next replica is asked as well
 PAUSES: Final = BreakerSettings(failures=1, first_s=5.0, most_s=30.0, try_s=LIMIT_S)
 
 Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
 
 
 class BootstrapChoice:
-    """Asks the replicas in turn. One event loop, whose clock it uses."""
+    """Asks the replicas in turn."""
 
     def __init__(self, rng: Random, *, or_nobody: bool = True) -> None:
-        """`rng` spreads the tries of replicas that were silent.
-
-        `or_nobody`: where all were silent lately, none is asked, because the prompt can be computed here instead.
-        """
+        """`or_nobody`: ask no replica if all breakers are open, because the prompt can be computed here instead."""
         self._rng = rng
         self._or_nobody = or_nobody
         self._turn = count()
         self._breakers: dict[str, Breaker] = {}  # by replica
-        self._asked_s: dict[str, list[float]] = {}  # when the calls without an answer began, by replica
+        self._asked_s: dict[str, list[float]] = {}  # start times of pending calls, by replica
         self._calls: set[asyncio.Task[None]] = set()
 
     async def open(self, replicas: Sequence[InstanceRecord], ask: Ask) -> None:
-        """Return when a replica has opened the room; `ask` sends it the message and waits up to `LIMIT_S`.
+        """Return when a replica has opened the room. `ask` calls it, with a timeout of `LIMIT_S`.
 
-        Several replicas may open the same room, which is harmless: prefill takes the first offer and closes other rooms.
-        Raises: NoBootstrapInstance, when no replica answers, or every one was silent lately; a refusal, as it is.
+        Several replicas may open the same room: prefill takes the first offer, and closes the other rooms.
+        Raises: NoBootstrapInstance; a replica's refusal.
         """
-        cause = "every replica was silent lately"
+        cause = "every replica has failed to answer lately"
         waiting: set[asyncio.Task[None]] = set()
         order = self._order(replicas)
         while order or waiting:
@@ -56,7 +53,7 @@ class BootstrapChoice:
         raise NoBootstrapInstance(f"no bootstrap instance opened a room: {cause}")
 
     def _order(self, replicas: Sequence[InstanceRecord]) -> list[InstanceRecord]:
-        """Those that may be asked now, in turn; a replica that owes an answer comes after those that do not."""
+        """Return the replicas to ask, in turn; those with a late answer last."""
         now_s = asyncio.get_running_loop().time()
         ids = {replica.instance_id for replica in replicas}
         self._breakers = {i: breaker for i, breaker in self._breakers.items() if i in ids}
@@ -72,7 +69,7 @@ class BootstrapChoice:
         return asked_s is not None and now_s - asked_s[0] >= HEDGE_S
 
     def _call(self, replica: InstanceRecord, ask: Ask) -> asyncio.Task[None]:
-        """It goes on after another replica has answered: whether this one is silent shows at its limit."""
+        """Start a call. It continues after another replica has answered, so that its timeout counts for the breaker."""
         task = asyncio.create_task(self._judged(replica.instance_id, ask(replica)), name="open room")
         self._calls.add(task)
         task.add_done_callback(self._over)
@@ -81,10 +78,10 @@ class BootstrapChoice:
     def _over(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         if not call.cancelled():
-            call.exception()  # seen, though another replica has opened the room
+            call.exception()  # retrieved: asyncio would log it
 
     async def _judged(self, instance_id: str, call: Coroutine[Any, Any, None]) -> None:
-        """Make the call, and remember what its outcome says of the replica: an answer, even a refusal, is one."""
+        """Await the call, and report to the breaker. A refusal is an answer."""
         clock = asyncio.get_running_loop().time
         if instance_id not in self._breakers:
             self._breakers[instance_id] = Breaker(f"bootstrap {instance_id}", self._rng, PAUSES)
@@ -96,7 +93,7 @@ class BootstrapChoice:
         except DeadlineExceeded:
             breaker.failed(clock())
             raise
-        except PeerLost:  # it does not listen, which costs no time
+        except PeerLost:  # no listener, which costs no time
             breaker.undecided(clock())
             raise
         except Exception:
