@@ -1,4 +1,4 @@
-"""A prompt's KV on its way from a prefill instance: who may write into our pages, and when it is complete."""
+"""One transfer into this decode instance."""
 
 import asyncio
 from enum import StrEnum, auto
@@ -18,13 +18,13 @@ MAX_NAMED: Final = 16  # pages in an error message
 
 
 class InboundState(StrEnum):
-    """Only in TRANSFER and PINNED may prefill write into our pages. Then they must not be reused."""
+    """In TRANSFER and PINNED prefill may write into our pages, so they must not be reused."""
 
-    PREALLOC = auto()  # prefill is asked to compute, the engine to reserve pages; prefill knows no page
+    PREALLOC = auto()  # prefill knows no page; it is asked to compute, and the engine to reserve pages
     TRANSFER = auto()  # pages are offered
-    LANDED = auto()  # all pages are complete, and prefill writes no more
-    PINNED = auto()  # failed after the offer; pages and aux slot are kept until prefill is quiet or gone
-    CLOSED = auto()  # failed, and no process can write
+    LANDED = auto()  # prefill has written everything
+    PINNED = auto()  # failed after the offer: kept until prefill is quiet or gone
+    CLOSED = auto()  # failed, and prefill cannot write
 
 
 S = InboundState
@@ -38,7 +38,7 @@ NEXT: Final = {
 class InboundTransfer:
     """One prompt's KV. Holds an aux slot until it has landed or is closed."""
 
-    asking: asyncio.Task[None] | None = None  # the call to prefill; not cancelled while its answer matters
+    asking: asyncio.Task[None] | None = None  # the call to prefill
     is_room_open = False
     deadline_unix_ms = 0  # of the offer: prefill posts no write after it
 
@@ -48,9 +48,9 @@ class InboundTransfer:
         engine_id: str,
         prefill: InstanceRecord,
         room: str,
-        stamp: int,  # prefill writes it into the aux slot after the last page
+        stamp: int,
         *,
-        checksums: PageChecksums | None = None,  # to verify what has landed
+        checksums: PageChecksums | None = None,  # if KV is to be verified
         tally: Tally[InboundState] | None = None,
     ) -> None:
         """Raises: QueueFull, if no aux slot is free."""
@@ -79,15 +79,15 @@ class InboundTransfer:
         return self.is_room_open or self.asking is None or not self.asking.done() or self.refusal is not None
 
     def expose(self, deadline_unix_ms: int) -> None:
-        """Call before the offer leaves: from then on prefill may write."""
+        """Call before the offer leaves."""
         self.deadline_unix_ms = deadline_unix_ms
         self.lifecycle.advance(S.TRANSFER)
         self._landed = self._transfer.expect(self.room, self.slot)
 
     async def landed(self, sent: Sent) -> AuxRecord:
-        """Wait until all pages that prefill sends are complete. Raises: TransferFailed; KvCorrupt."""
+        """Wait until all pages are complete. Raises: TransferFailed; KvCorrupt."""
         assert self._landed is not None, "expose() comes first"
-        await asyncio.shield(self._landed)  # prefill's write needs our polling, also after this wait is cancelled
+        await asyncio.shield(self._landed)  # its cancellation would stop the polling that prefill's write needs
         record = self._transfer.aux.read(self.slot)
         found, expected = (record.stamp, record.num_pages), (self.stamp, len(sent.pages))
         if found != expected:
@@ -110,7 +110,7 @@ class InboundTransfer:
         return self.lifecycle.state
 
     def close(self) -> None:
-        """Return the aux slot. Prefill knows no page of ours, or has confirmed that it writes no more, or is gone."""
+        """Call when prefill cannot write."""
         self.lifecycle.advance(S.CLOSED)
         if self._landed is not None:
             self._landed.cancel()
@@ -118,7 +118,7 @@ class InboundTransfer:
 
 
 async def _verify(record: AuxRecord, sent: Sent, checksums: PageChecksums) -> None:
-    """Raises: KvCorrupt, naming the pages. If prefill's pages are larger, those that share a checksum are named together."""
+    """Raises: TransferFailed; KvCorrupt, naming all pages that share a wrong checksum."""
     if record.checksums is None:
         raise TransferFailed("KV cannot be verified: prefill sent no checksums; its version is too old")
     landed = checksums.of_transfer(sent.page_size)

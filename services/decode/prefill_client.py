@@ -55,7 +55,7 @@ FENCE_MARGIN_S: Final = 4.0  # after the offer's deadline: for a write posted ju
 
 
 class PrefillClient:
-    """All inbound transfers. `_within` checks their deadlines, `instance_lost` ends those of a lost prefill instance."""
+    """All inbound transfers. Deadlines are checked in `_within`, lost peers in `instance_lost`."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class PrefillClient:
         transfer: KvTransfer,
         timeout_s: float,  # from the offer to the last byte
         *,
-        bootstrap_timeout_s: float | None = None,  # until our pages are offered; None: timeout_s
-        checksums: PageChecksums | None = None,  # to verify what has landed
-        recomputes: bool = True,  # whether a prompt is computed here if its KV does not arrive
+        bootstrap_timeout_s: float | None = None,  # until the offer
+        checksums: PageChecksums | None = None,  # if KV is to be verified
+        recomputes: bool = True,  # prompts whose KV does not arrive
     ) -> None:
         self.tally = Tally(NEXT)
         self._bus = bus
@@ -118,7 +118,6 @@ class PrefillClient:
         return transfer
 
     def reserved(self, event: Reserved) -> None:
-        """Take the engine's pages for a prompt."""
         transfer = self._transfers.get(event.request_id)
         if transfer is not None and not transfer.reserved.done():
             transfer.reserved.set_result(event)
@@ -138,15 +137,12 @@ class PrefillClient:
         self._transfer.hasten(coming.room)
 
     def ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
-        """Ask prefill to compute the prompt. The engine may reserve pages at the same time."""
+        """Ask prefill to compute the prompt, in a task."""
         transfer.asking = asyncio.create_task(self._ask(transfer, request, route), name=f"ask {transfer.engine_id}")
         transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
 
     async def run(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
-        """Bring the prompt's KV into the reserved pages.
-
-        Raises: MeshError, if the prompt must be computed here. Prefill may write into the pages until `settle` returns.
-        """
+        """Receive the KV. Raises: MeshError. In any case prefill may write into our pages until `settle` returns."""
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
         reserved = await self._within(left_s, "beginning of a transfer from", transfer, _pages_of(transfer))
         left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
@@ -164,7 +160,7 @@ class PrefillClient:
                     await self._until_quiet(transfer, quiesce)
                 transfer.close()
             case S.CLOSED if transfer.asking is not None:
-                # Prefill knows no page, but may compute, and hold its own pages until the deadline.
+                # Prefill would compute, and hold its own pages until the deadline.
                 await _until_answered(transfer)
                 with suppress(MeshError):  # a prefill instance that is gone holds nothing
                     await self._bus.publish(f"{transfer.prefill.subject}.quiesce", quiesce)
@@ -246,11 +242,10 @@ class PrefillClient:
             await self._bootstraps.open(replicas, ask)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
-        """Return when prefill cannot write into our pages any more.
+        """Return when prefill cannot write into our pages.
 
-        Only prefill knows that: a released handle proves nothing, nor does a message about a dead peer. A prefill instance
-        that NATS cannot find may be cut off, and still write. But it posts no write after the offer's deadline. So the
-        pages are safe when the deadline has passed and no process has listened for GONE_AFTER_S.
+        Only prefill knows that: a released handle or a report of its death proves nothing. If NATS cannot find it, it may
+        be cut off, and still write. But it posts no write after the offer's deadline, so then the pages are safe.
         """
         subject = f"{transfer.prefill.subject}.quiesce"
         gone_since: float | None = None
@@ -265,7 +260,7 @@ class PrefillClient:
             except MeshError as exc:
                 gone_since = None
                 log.debug("not quiet yet", extra={"request": transfer.engine_id, "cause": exc.message})
-            except Exception:  # an unexpected error must not pin the pages forever
+            except Exception:  # must not pin the pages forever
                 gone_since = None
                 log.exception("quiesce failed, trying again", extra={"request": transfer.engine_id})
             else:

@@ -20,10 +20,10 @@ SPAN_LOCAL_PREFILL: Final = "decode.prefill"
 
 
 class RequestState(StrEnum):
-    """A prompt that prefill computes has an `InboundTransfer` with states of its own."""
+    """While prefill computes the prompt, `InboundState` says more."""
 
-    ACCEPTED = auto()  # not decided where its prompt is computed, or its KV is on the way
-    WAITING = auto()  # its prompt is queued or computed here
+    ACCEPTED = auto()  # and not queued here
+    WAITING = auto()  # prompt queued or computed here
     RUNNING = auto()  # it has its first token
     ENDED = auto()  # after its last token, or with an error
 
@@ -38,30 +38,30 @@ NEXT: Final = {
 
 @dataclass(slots=True)
 class ActiveRequest:
-    engine_id: str  # request id and stream id: unique in the mesh
+    engine_id: str  # unique in the mesh
     request: GenerateRequest
     token_ids: list[int]
     blocks: PromptBlocks
     sampling: SamplingParams
-    streams: dict[int, OutStream]  # of the branches that have not ended
-    span: Span  # decode.request: from acceptance to the last token
+    streams: dict[int, OutStream]  # of running branches
+    span: Span  # decode.request
     lifecycle: Lifecycle[RequestState]
     mask: TokenMask | None = None
-    num_cached: int = 0  # prompt tokens in this instance's prefix cache at arrival
+    num_cached: int = 0  # prefix hit at arrival
     waiting_since_ns: int = 0
-    waiting_span: str = SPAN_LOCAL_PREFILL  # name of the span that ends with the first token
+    waiting_span: str = SPAN_LOCAL_PREFILL  # it ends with the first token
     first_token_ns: int = 0
     num_generated: int = 0  # over all branches
-    expiry: asyncio.TimerHandle | None = None  # ends the request at its deadline
-    error: MeshError | None = None  # why it ended before its last token
+    expiry: asyncio.TimerHandle | None = None  # at its deadline
+    error: MeshError | None = None
 
     def enter(self, state: RequestState) -> None:
-        """Move on, unless the request has ended: the task that works on it may not be cancelled yet."""
+        """Move on. Ignored after the end: the request's task may not be cancelled yet."""
         if not self.lifecycle.is_over:
             self.lifecycle.advance(state)
 
     def wait(self, span: str) -> None:
-        """Start the span that ends with the first token. Replaces one that was started before."""
+        """Start the span that ends with the first token, in place of one before."""
         self.waiting_since_ns, self.waiting_span = time.time_ns(), span
 
 
@@ -90,22 +90,20 @@ class ActiveRequests:
         return self._by_engine_id.get(engine_id)
 
     def of_stream(self, reply_to: str, stream_id: int) -> tuple[ActiveRequest, int] | None:
-        """Find the request of a stream, and the stream's branch."""
+        """Returns the request and its branch."""
         return self._by_stream.get((reply_to, stream_id))
 
     def of_frontend(self, reply_to: str) -> list[ActiveRequest]:
         return [active for active in self._by_engine_id.values() if active.request.reply_to == reply_to]
 
     def all(self) -> list[ActiveRequest]:
-        """Return all requests in order of arrival."""
         return list(self._by_engine_id.values())
 
     async def drained(self) -> None:
-        """Wait until every request has ended."""
         await self._idle.wait()
 
     def emit(self, output: TokenOutput) -> None:
-        """Send a branch's new tokens. Its last tokens end the branch, and the last branch ends the request."""
+        """Send a branch's new tokens; the last ones end it."""
         active = self._by_engine_id.get(output.request_id)
         if active is None or (stream := active.streams.get(output.branch)) is None:
             return
@@ -136,7 +134,7 @@ class ActiveRequests:
             self._end(active)
 
     def fail(self, active: ActiveRequest, error: MeshError) -> None:
-        """End a request with an error to its frontend. Ignores one that has ended."""
+        """End a request with an error. Ignores one that has ended."""
         if self._by_engine_id.get(active.engine_id) is not active:
             return
         active.error = error

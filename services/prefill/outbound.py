@@ -1,4 +1,4 @@
-"""A prompt's way from this prefill instance to a decode instance: computed in chunks, written as it is computed."""
+"""One transfer out of this prefill instance: a prompt is computed in chunks, and written as it is computed."""
 
 import asyncio
 import logging
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class OutboundState(StrEnum):
-    """Only from WAITING to INFLIGHT may this instance write into decode's pages."""
+    """From WAITING to INFLIGHT this instance may write into decode's pages."""
 
-    BOOTSTRAPPING = auto()  # decode's pages are unknown; the prompt is queued or computed meanwhile
-    WAITING = auto()  # decode's pages are known; the prompt is queued
-    COMPUTING = auto()  # chunks are computed, and written to decode
-    INFLIGHT = auto()  # the prompt is computed, its last writes are under way
+    BOOTSTRAPPING = auto()  # decode's pages are unknown; the prompt may be computed
+    WAITING = auto()  # the prompt is queued
+    COMPUTING = auto()  # chunks are computed and written
+    INFLIGHT = auto()  # the prompt is computed, writes are left
     DONE = auto()  # decode has all pages and the aux slot
-    FAILED = auto()  # no write is in flight, and none will be posted
+    FAILED = auto()  # no write is in flight or will be posted
 
 
 S = OutboundState
@@ -54,7 +54,7 @@ async def _announce_nothing(_: PagesOffered) -> None:
 
 
 class OutboundTransfer:
-    """One prompt of decode. Joins two inputs: the pages that decode offers, and the pages that the engine has computed."""
+    """Joins the pages that decode offers and those that the engine has computed."""
 
     task: asyncio.Task[None]  # runs it
 
@@ -62,20 +62,20 @@ class OutboundTransfer:
         self,
         transfer: KvTransfer,
         request: PrefillRequest,
-        span: Span,  # prefill.request: from acceptance to the last byte
+        span: Span,  # prefill.request
         *,
         tally: Tally[OutboundState] | None = None,
-        checksums: PageChecksums | None = None,  # if decode verifies KV
-        bootstrap_timeout_s: float | None = None,  # limit on the wait for decode's offer
-        announce: Callable[[PagesOffered], Awaitable[None]] = _announce_nothing,  # awaited before the last write
-        num_cached: int = 0,  # prompt tokens in the prefix cache; they are no work, and must not look like a queue
-        step_s: Callable[[], float] = float,  # duration of the engine's last step
+        checksums: PageChecksums | None = None,  # if decode verifies
+        bootstrap_timeout_s: float | None = None,  # until decode's offer
+        announce: Callable[[PagesOffered], Awaitable[None]] = _announce_nothing,  # before the last write
+        num_cached: int = 0,  # prefix hit: must not count as queued
+        step_s: Callable[[], float] = float,  # of the engine's last step
     ) -> None:
         self.request = request
         self.offer: PagesOffered | None = None
         self.failure = Failure()
         self.num_tokens = num_tokens(request.token_ids)
-        self.num_bytes = 0  # of pages, as the backend reports them
+        self.num_bytes = 0
         self.duration_s = 0.0  # from the offer to the aux slot
         self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)
         self._transfer = transfer
@@ -90,18 +90,17 @@ class OutboundTransfer:
         self._started_ns = 0
         self._computed_ns = 0
         self._peer: KvEndpoint | None = None
-        self._computed: Computed | None = None  # the engine's latest report
-        self._sums: TransferChecksums | None = None  # of the tokens written so far
+        self._computed: Computed | None = None  # latest
+        self._sums: TransferChecksums | None = None  # of written tokens
         self._changed = asyncio.Event()  # an offer, or a chunk
         self._limit: asyncio.TimerHandle | None = None
 
     @property
     def tokens_left(self) -> int:
-        """Prompt tokens that are not computed yet."""
         return self.num_tokens - (self._num_cached if self._computed is None else self._computed.num_computed)
 
     def offered(self, offer: PagesOffered, peer: KvEndpoint) -> None:
-        """Take decode's pages. Ignores a second offer, and one that comes after the end."""
+        """Ignores a second offer, and one after the end."""
         if self.lifecycle.state is not S.BOOTSTRAPPING:
             return
         self.offer, self._peer = offer, peer
@@ -110,7 +109,6 @@ class OutboundTransfer:
         self._changed.set()
 
     def computed(self, event: Computed) -> None:
-        """Take the engine's report of a chunk."""
         now_ns = time.time_ns()
         self._computed = event
         if not self._started_ns:
@@ -125,7 +123,7 @@ class OutboundTransfer:
         self._changed.set()
 
     async def run(self, before: Callable[[], Awaitable[None]] | None = None) -> MeshError | None:
-        """Send everything, after `before`. Returns why not all was sent; then, too, no write is in flight any more."""
+        """Send everything, after `before`. Returns why it failed. No write is in flight afterwards."""
         with use_span(self._span, end_on_exit=True):
             try:
                 outcome = await self._outcome(before)
@@ -179,7 +177,7 @@ class OutboundTransfer:
         await self._send(self.offer, self._peer)
 
     def _limit_to(self, seconds: float | None, late: str) -> None:
-        """Fail at the earlier of `seconds` from now and the request's deadline. Replaces the limit before."""
+        """Fail in `seconds`, or at the request's deadline. Replaces the previous limit."""
         self._stop_limit()
         left_s = max(0.0, self.request.deadline_unix_ms - now_ms()) / 1000
         error = DeadlineExceeded("the transfer did not end before the request's deadline")
@@ -207,7 +205,6 @@ class OutboundTransfer:
             self.duration_s = time.monotonic() - started
 
     async def _send_pages(self, offer: PagesOffered, peer: KvEndpoint) -> Computed:
-        """Returns the engine's last report, which has the first token."""
         unit = min(self._layout.page_size, peer.layout.page_size)
         sent = offer.num_cached_pages * peer.layout.page_size
         while True:
@@ -223,31 +220,30 @@ class OutboundTransfer:
                 await self._change()
 
     def _num_ready(self, computed: Computed, unit: int) -> int:
-        """Number of leading tokens to write: whole pages of the smaller size, so that no piece of one is cut in two."""
+        """Leading tokens that can be written: whole pages of the smaller size, so that no piece is cut."""
         if computed.num_computed == self.num_tokens or computed.first_token is not None:
             return self.num_tokens
         return computed.num_computed // unit * unit
 
     def _write(self, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range) -> Awaitable[int]:
-        """Write `tokens`, and compute their checksums at the same time: both only read our pages."""
+        """Write and sum `tokens` at the same time: both only read."""
         write = self._begin_write(offer, peer, ours, tokens)
         return write if self._sums is None else _with_sums(write, self._sums.add(ours, tokens))
 
     def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range) -> Awaitable[int]:
-        """Post a write. Raises: DeadlineExceeded.
+        """Raises: DeadlineExceeded: afterwards decode may reuse its pages.
 
-        After the offer's deadline decode may reuse its pages if it cannot reach this instance. The timer is not enough: a
-        process that was stopped may get here before the timer runs.
+        The timer is not enough: a process that was stopped may get here before it.
         """
         remaining_s(offer.deadline_unix_ms)
         if peer.layout.page_size != self._layout.page_size:
             return self._transfer.write_pieces(peer.agent, cut(self._layout, peer.layout, tokens, ours, offer.pages))
-        # The unused rows of the last page are written, too: a whole page is one piece.
+        # With the unused rows of the last page: a whole page is one piece.
         pages = slice(tokens.start // self._layout.page_size, self._layout.pages_for(tokens.stop))
         return self._transfer.write_pages(peer.agent, ours[pages], offer.pages[pages])
 
     def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> TransferChecksums | None:
-        """Returns None if decode does not verify. Raises: TransferFailed, if the aux slot is too small for the checksums."""
+        """Raises: TransferFailed, if the aux slot is too small."""
         if self._checksums is None:
             return None
         sums = self._checksums.of_transfer(peer.layout.page_size)
@@ -287,7 +283,7 @@ async def _with_sums(write: Awaitable[int], sums: Awaitable[None]) -> int:
 
 
 async def _to_its_end(write: Awaitable[T]) -> T:
-    """Await a write even if cancelled: the pages may be reused as soon as this returns."""
+    """Await a write even if cancelled: afterwards pages may be reused."""
     writing: asyncio.Future[Any] = asyncio.ensure_future(write)
     await ended(writing)
     result: T = writing.result()

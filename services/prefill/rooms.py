@@ -16,7 +16,7 @@ from components.wire.rooms import CloseRooms, PagesOffered, RoomFailed
 log = logging.getLogger(__name__)
 
 CLOSE_EVERY_S: Final = 0.02
-EARLY_FOR_S: Final = 10.0  # decode's timeout for the answer to its request
+EARLY_FOR_S: Final = 10.0  # decode's timeout for an answer
 MAX_EARLY: Final = 4096
 OVER_FOR_S: Final = 60.0  # longer than any message is late
 
@@ -28,12 +28,12 @@ class Rooms:
         self._bus = bus
         self._registry = registry
         self._in_background = in_background
-        self._closing: dict[str, list[str]] = {}  # rooms to close, by bootstrap instance
-        self._early: dict[str, PagesOffered] = {}  # by id of a request that has not arrived
-        self._over: OrderedDict[str, float] = OrderedDict()  # when a request ended, by its id
+        self._closing: dict[str, list[str]] = {}  # by bootstrap instance
+        self._early: dict[str, PagesOffered] = {}  # by request id
+        self._over: OrderedDict[str, float] = OrderedDict()  # end by request id
 
     def hold(self, offer: PagesOffered) -> bool:
-        """Keep an offer until its request arrives. Returns False if the request has ended, or too many are kept."""
+        """Keep an offer until its request arrives. Returns False if the request has ended, or for too many offers."""
         if offer.request_id in self._over or len(self._early) >= MAX_EARLY:
             return False
         if (other := self._early.get(offer.request_id)) is not None:  # from another bootstrap replica
@@ -46,7 +46,7 @@ class Rooms:
         return self._early.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """Refuse this request and its offers from now on: a late or repeated message must not cause a write."""
+        """Refuse this id from now on: a late or repeated message must not cause a write."""
         if (offer := self.take(request_id)) is not None:
             self.close_later(offer)
         now_s = time.monotonic()
@@ -59,7 +59,7 @@ class Rooms:
         return request_id in self._over
 
     def close_later(self, offer: PagesOffered) -> None:
-        """Close the room at its bootstrap instance. Rooms of some milliseconds share a message."""
+        """Rooms of some milliseconds share a message."""
         if not self._closing:
             asyncio.get_running_loop().call_later(CLOSE_EVERY_S, self.send_closes)
         self._closing.setdefault(offer.bootstrap_id, []).append(offer.room)
@@ -72,7 +72,6 @@ class Rooms:
                 self._in_background(self._bus.publish(f"{bootstrap.subject}.close", CloseRooms(rooms=rooms)))
 
     async def notify_decode(self, of: PrefillRequest | PagesOffered, error: MeshError) -> None:
-        """Report to decode why its pages will not be written."""
         decode = self._registry.book.find(of.decode_id)
         if decode is None:
             return
