@@ -18,7 +18,7 @@ MAX_ALTERNATIVES: Final = 20  # OpenAI's limit on `top_logprobs`
 HEAD: Final = np.dtype(
     [
         ("stamp", "<u8"),  # of the transfer; 0 before it has landed
-        ("num_pages", "<u4"),  # decode's
+        ("num_pages", "<u4"),  # of decode's page size
         ("first_token", "<i4"),
         ("num_cached_tokens", "<u4"),  # prefix hit on prefill
         ("checked", "<u4"),  # 1 + number of checksums; 0: not asked for
@@ -164,7 +164,7 @@ class AuxBuffer:
         digest = blake2b(head.data, digest_size=8)
         digest.update(sums.data)
         digest.update(notification.encode())
-        return int.from_bytes(digest.digest(), "little") | 1  # never 0
+        return int.from_bytes(digest.digest(), "little") | 1  # 0 would mean no seal
 
     def raw(self, slot: int) -> bytes:
         """Return the bytes of a slot's record, without unused room for checksums."""

@@ -11,7 +11,7 @@ class PrefillRequest(Dated):
     """decode → prefill `.prefill`; answered by PrefillAccepted or Refused. The deadline is for the whole transfer."""
 
     request_id: str
-    epoch: str  # prefill's
+    epoch: str  # of the prefill instance
     decode_id: str
     decode_epoch: str
     room: str  # where decode's pages will be offered

@@ -12,7 +12,7 @@ from components.wire.dated import Dated
 class OpenRoom(Dated):
     """decode → bootstrap `.open`; answered by RoomOk. The deadline is for the last byte."""
 
-    room: str  # random
+    room: str
     request_id: str
     prefill_id: str
     prefill_epoch: str

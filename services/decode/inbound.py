@@ -21,7 +21,7 @@ class InboundState(StrEnum):
     """In TRANSFER and PINNED prefill may write into our pages, so they must not be reused."""
 
     PREALLOC = auto()  # prefill knows no page; it is asked to compute, and the engine to reserve pages
-    TRANSFER = auto()  # pages are offered
+    TRANSFER = auto()  # pages are offered to prefill
     LANDED = auto()  # prefill has written everything
     PINNED = auto()  # failed after the offer: kept until prefill is quiet or gone
     CLOSED = auto()  # failed, and prefill cannot write

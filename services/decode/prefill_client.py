@@ -65,7 +65,7 @@ class PrefillClient:
         transfer: KvTransfer,
         timeout_s: float,  # from the offer to the last byte
         *,
-        bootstrap_timeout_s: float | None = None,  # until the offer
+        bootstrap_timeout_s: float | None = None,  # from the request to the offer
         checksums: PageChecksums | None = None,  # if KV is to be verified
         recomputes: bool = True,  # prompts whose KV does not arrive
     ) -> None:

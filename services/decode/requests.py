@@ -43,8 +43,8 @@ class ActiveRequest:
     token_ids: list[int]
     blocks: PromptBlocks
     sampling: SamplingParams
-    streams: dict[int, OutStream]  # of running branches
-    span: Span  # decode.request
+    streams: dict[int, OutStream]
+    span: Span
     lifecycle: Lifecycle[RequestState]
     mask: TokenMask | None = None
     num_cached: int = 0  # prefix hit at arrival
@@ -52,7 +52,7 @@ class ActiveRequest:
     waiting_span: str = SPAN_LOCAL_PREFILL  # it ends with the first token
     first_token_ns: int = 0
     num_generated: int = 0  # over all branches
-    expiry: asyncio.TimerHandle | None = None  # at its deadline
+    expiry: asyncio.TimerHandle | None = None
     error: MeshError | None = None
 
     def enter(self, state: RequestState) -> None:

@@ -56,13 +56,13 @@ async def _announce_nothing(_: PagesOffered) -> None:
 class OutboundTransfer:
     """Joins the pages that decode offers and those that the engine has computed."""
 
-    task: asyncio.Task[None]  # runs it
+    task: asyncio.Task[None]
 
     def __init__(
         self,
         transfer: KvTransfer,
         request: PrefillRequest,
-        span: Span,  # prefill.request
+        span: Span,
         *,
         tally: Tally[OutboundState] | None = None,
         checksums: PageChecksums | None = None,  # if decode verifies
@@ -90,8 +90,8 @@ class OutboundTransfer:
         self._started_ns = 0
         self._computed_ns = 0
         self._peer: KvEndpoint | None = None
-        self._computed: Computed | None = None  # latest
-        self._sums: TransferChecksums | None = None  # of written tokens
+        self._computed: Computed | None = None
+        self._sums: TransferChecksums | None = None
         self._changed = asyncio.Event()  # an offer, or a chunk
         self._limit: asyncio.TimerHandle | None = None
 
@@ -266,7 +266,7 @@ class OutboundTransfer:
                 logprobs=last.logprobs,
             )
             self._transfer.aux.write(slot, record)
-            remaining_s(offer.deadline_unix_ms)  # as in _begin_write
+            remaining_s(offer.deadline_unix_ms)  # for the reason given in `_begin_write`
             await _to_its_end(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
         finally:
             self._transfer.aux.give_back(slot)
