@@ -20,7 +20,6 @@ from components.errors import (
     Rejected,
     UnknownModel,
 )
-from components.lifecycle import Tally
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import heartbeat_of
@@ -46,27 +45,12 @@ from services.decode.embedding import EmbeddingService
 from services.decode.inbound import InboundState, InboundTransfer
 from services.decode.prefill_choice import PrefillChoice, Wanted
 from services.decode.prefill_client import PrefillClient
-from services.decode.requests import NEXT, SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestState
+from services.decode.requests import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestQueues, RequestState
 from services.worker import check_addressed, check_model
 
 log = logging.getLogger(__name__)
 
 LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
-
-
-class _RequestQueues(Tally[RequestState]):
-    """Counts a request with a transfer under way in the queue of the transfer alone."""
-
-    def __init__(self, requests: Tally[RequestState], transfers: Tally[InboundState]) -> None:
-        super().__init__(NEXT)
-        self._requests = requests
-        self._transfers = transfers
-
-    def __getitem__(self, state: RequestState) -> int:
-        count = self._requests[state]
-        if state is RequestState.ACCEPTED:
-            count -= self._transfers[InboundState.PREALLOC] + self._transfers[InboundState.TRANSFER]
-        return max(0, count)  # a transfer may outlive its request
 
 
 class DecodeService:
@@ -109,7 +93,7 @@ class DecodeService:
         self.embedding = EmbeddingService(registration, engine, model)
         self.draining = False
         active.outbox.on_gone(self._frontend_gone)
-        metrics.show_queues(_RequestQueues(active.tally, prefill.tally))
+        metrics.show_queues(RequestQueues(active.tally, prefill.tally))
         metrics.show_queues(prefill.tally)
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
