@@ -6,6 +6,7 @@ answers over NATS.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,7 +38,8 @@ def present_endpoint(registration: Registration) -> Endpoint:
             raise PeerLost("this instance is leaving")
         return Present(instance_id=registration.instance_id)
 
-    return Endpoint("present", AskPresent, present, immediate=True)
+    # Every peer asks when we leave, and a refusal is the answer.
+    return Endpoint("present", AskPresent, present, immediate=True, refusal_level=logging.DEBUG)
 
 
 class PresenceCheck:

@@ -44,6 +44,7 @@ class Endpoint:
     handler: Callable[[Any], Awaitable[Struct]]  # request message → answer message; a MeshError becomes Refused
     span: str | None = None  # of the span around the handler; None: no span
     immediate: bool = False  # it never waits, so calls need no tasks
+    refusal_level: int = logging.INFO  # of the log line for a refused call
 
 
 class SentAnswers:
@@ -124,7 +125,8 @@ class CallServer:
         except MeshError as exc:
             self._errors[endpoint.name] += 1
             self._refusals.count(endpoint.name, exc)
-            log.info("call refused", extra={"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message})
+            facts = {"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message}
+            log.log(endpoint.refusal_level, "call refused", extra=facts)
             # every release asks another instance after PeerLost, and that one may know this message
             answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
         except Exception as exc:  # the edge of one request

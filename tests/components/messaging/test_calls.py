@@ -13,6 +13,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
+from components.discovery.registry import Registration
 from components.errors import (
     BackendUnavailable,
     DeadlineExceeded,
@@ -23,10 +24,12 @@ from components.errors import (
     QueueFull,
 )
 from components.messaging.bus import HEADERS_BYTES, Bus, connect_bus
+from components.messaging.presence import present_endpoint
 from components.messaging.service import Endpoint, serve_calls
 from components.urls import without_password
 from components.wire.codec import unpack
 from components.wire.generate import CancelStreams, GenerateRequest, StreamsCancelled
+from components.wire.presence import AskPresent, Present
 from components.wire.refused import Refused, raised
 from components.wire.rooms import KvComing, RoomOk
 from components.wire.sampling import Sampling
@@ -75,6 +78,20 @@ async def test_a_refusal_arrives_as_the_error_it_was(bus: Bus, namespace: str) -
         with pytest.raises(QueueFull, match="no room") as raised:
             await ask(bus, subject)
     assert raised.value.fields == {"retry_after_s": 0.5, "rooms": 7}
+
+
+async def test_an_instance_that_leaves_refuses_to_be_present_without_a_word(
+    bus: Bus, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each Ctrl-C printed "call refused call=present" up to four times for each process."""
+    caplog.set_level(logging.DEBUG, "components")
+    registration, subject = Registration("one", "1"), f"{namespace}.bootstrap.one"
+    registration.leaving = True
+    async with serve_calls(bus, "bootstrap", subject, [present_endpoint(registration)], {"instance_id": "one"}):
+        with pytest.raises(PeerLost):
+            await bus.call(f"{subject}.present", AskPresent(epoch="1"), Present, timeout_s=5)
+    [refused] = [r for r in caplog.records if r.message == "call refused"]
+    assert refused.levelno == logging.DEBUG
 
 
 async def test_nobody_there_is_known_at_once(bus: Bus, namespace: str) -> None:
