@@ -51,6 +51,7 @@ class Registration:
         self.epoch = epoch or token_hex(4)
         self.leased_until = 0.0  # monotonic; set by the lease's thread
         self.leaving = False  # the lease was given up on purpose
+        self.revision = 0  # of etcd when the record was last written; the lease's thread's own
 
     def is_leased(self) -> bool:
         """Whether etcd has the record for certain."""
@@ -77,6 +78,7 @@ class Registry:
         self._stop = threading.Event()
         self._watch_call: Any = None
         self._synced = asyncio.Event()
+        self._revision = 0  # of etcd that the book has reached; written on the event loop's thread
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
@@ -127,18 +129,24 @@ class Registry:
         with etcd_client(self._url) as client:
             asked = time.monotonic()  # etcd counts from a moment later
             lease_id = int(client.lease(self._ttl_s).id)
-            client.put(_key(self._prefix, record.role, record.instance_id), dump_record(record), lease_id)
+            self._write(client, registration, record, lease_id)
         registration.renewed(asked + self._ttl_s)
         return lease_id
+
+    def _write(self, client: Any, registration: Registration, record: InstanceRecord, lease_id: int) -> None:
+        put = client.put(_key(self._prefix, record.role, record.instance_id), dump_record(record), lease_id)
+        registration.revision = int(put.header.revision)
 
     def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until: float) -> None:
         """The lease is valid until then. Write the record again if it was deleted."""
         registration.renewed(until)
         key = _key(self._prefix, record.role, record.instance_id)
+        if self._revision < registration.revision:  # our own write has not come back to the book yet
+            return
         if self.connected and (self.book.at(key) is None or key in self.book.doubted):
             log.warning("the record has vanished from etcd, writing it again", extra={"epoch": record.epoch})
             with etcd_client(self._url) as client:
-                client.put(key, dump_record(record), lease_id)
+                self._write(client, registration, record, lease_id)
 
     def _revoke(self, lease_id: int) -> None:
         """Without contact to etcd the lease expires."""
@@ -171,7 +179,7 @@ class Registry:
         records, revision = self._read(client)
         backoff.reset()
         self.connected = True
-        self._loop.call_soon_threadsafe(self._snapshot_taken, records)
+        self._loop.call_soon_threadsafe(self._snapshot_taken, records, revision)
         create = etcdrpc.WatchCreateRequest(
             key=self._prefix.encode(), range_end=self._range_end, start_revision=revision + 1
         )
@@ -186,7 +194,7 @@ class Registry:
                     log.warning("watch cancelled, reading again", extra=facts)
                     return
                 for event in response.events:
-                    self._loop.call_soon_threadsafe(self._changed, event.kv.key, event.kv.value, event.type)
+                    self._loop.call_soon_threadsafe(self._changed, event.kv, event.type)
         finally:
             ended.set()
             self._watch_call.cancel()
@@ -212,16 +220,18 @@ class Registry:
     def _range_end(self) -> bytes:
         return f"{self._prefix[:-1]}0".encode()  # "0" follows "/": every key under the prefix comes before it
 
-    def _snapshot_taken(self, records: dict[str, InstanceRecord]) -> None:
+    def _snapshot_taken(self, records: dict[str, InstanceRecord], revision: int) -> None:
         self.book.replace_all(records)
+        self._revision = revision  # set, not raised: an etcd that lost its data counts from 1 again
         self._synced.set()
 
-    def _changed(self, key: bytes, value: bytes, kind: int) -> None:
-        record = None if kind == 1 else _load(key, value)  # 1: mvccpb.Event.DELETE
+    def _changed(self, kv: Any, kind: int) -> None:
+        record = None if kind == 1 else _load(kv.key, kv.value)  # 1: mvccpb.Event.DELETE
         if record is None:  # an unreadable record counts as absent, as after a read
-            self.book.remove(_text(key))
+            self.book.remove(_text(kv.key))
         else:
-            self.book.put(_text(key), record)
+            self.book.put(_text(kv.key), record)
+        self._revision = int(kv.mod_revision)
 
     def _report(self, exc: BackendUnavailable, backoff: Backoff) -> None:
         level = logging.ERROR if backoff.failures == 1 else logging.DEBUG

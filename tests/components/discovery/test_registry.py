@@ -111,6 +111,22 @@ async def test_a_record_that_vanishes_under_a_standing_lease_is_written_again(et
         assert left[0] == came[1]
 
 
+async def test_a_record_has_not_vanished_while_the_mirror_has_not_seen_it_yet(
+    etcd_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A normal start warned that the record had vanished: the lease's first renewal overtook the mirror's watch."""
+    caplog.set_level(logging.DEBUG, "components")
+    async with join_registry(etcd_url, namespace, SHORT_TTL_S) as registry:
+        renewals: list[float] = []
+        registration = Registration("one")
+        monkeypatch.setattr(registration, "renewed", renewals.append)
+        changed, loop = registry._changed, asyncio.get_running_loop()
+        monkeypatch.setattr(registry, "_changed", lambda *event: loop.call_later(0.3, changed, *event))
+        async with registry.advertise(registration, lambda epoch: record("one", epoch)):
+            await until(lambda: len(renewals) > 2 and epochs(registry), "registered, renewed twice and seen")
+    assert not [message for message in caplog.messages if "vanished" in message]
+
+
 async def test_a_record_that_cannot_be_read_counts_as_gone_and_stops_nobody(
     etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
