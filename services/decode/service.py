@@ -51,6 +51,7 @@ from services.worker import check_addressed, check_model
 log = logging.getLogger(__name__)
 
 LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
+SETTLE_S: Final = 1.0  # when this process leaves: for prefill workers to answer that they write no more
 
 
 class DecodeService:
@@ -81,6 +82,7 @@ class DecodeService:
         self._rate = PromptRate()
         self._num_accepted = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._settling: set[asyncio.Task[None]] = set()  # of those: the request is over, its pages are pinned
         self._choice = PrefillChoice(
             prefills,
             engine.engine,
@@ -173,12 +175,20 @@ class DecodeService:
         )
 
     async def drained(self) -> None:
-        """Wait until every request is answered and every page is safe."""
+        """Wait until every request is answered.
+
+        Pinned pages get SETTLE_S, in which a prefill that lives answers. One that is dead does not, and its offer may last
+        for a minute. Nothing reuses the pages any more: their memory goes with this process.
+        """
         self.embedding.draining = True
         await self._active.drained()
         await self.embedding.drained()
-        while self._tasks:
-            await asyncio.wait(self._tasks.values())
+        while running := set(self._tasks.values()) - self._settling:
+            await asyncio.wait(running)
+        if self._settling:
+            await asyncio.wait(self._settling, timeout=SETTLE_S)
+        for task in self._settling:
+            task.cancel()
 
     def _frontend_gone(self, reply_to: str) -> None:
         streams = self._active.of_frontend(reply_to)
@@ -370,12 +380,15 @@ class DecodeService:
             await self._prefill.settle(transfer, cancelled=cancelled)
             self._engine.call(lambda engine: engine.release(transfer.engine_id))
 
-        self._keep(f"settle {transfer.engine_id}", settle())
+        task = self._keep(f"settle {transfer.engine_id}", settle())
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
 
-    def _keep(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks[name] = task
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
+        return task
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)

@@ -960,6 +960,30 @@ async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_s
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("prefill", ["dead", "hung"])
+async def test_leaving_does_not_wait_for_pages_that_a_dead_or_hung_prefill_has_pinned(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, prefill: str
+) -> None:
+    """After a prefill's death decode did not stop for a minute: it waited for the end of the offer, and was killed."""
+    monkeypatch.setattr("services.decode.handlers.SETTLE_S", 0.05)
+    await decode.ask()
+    await decode.reserve()
+    if prefill == "dead":
+        decode.bus.handlers.clear()
+    else:
+        decode.prefill.quiets.clear()
+    decode.registry.book.remove("p")
+    await turns()
+    draining = asyncio.create_task(decode.service.drained())
+    await asyncio.sleep(0.1)
+    assert not draining.done(), "the request is not answered"
+    decode.assert_pinned()
+    await decode.finish()
+    await asyncio.wait_for(draining, 1)
+    assert decode.tokens() == [43]
+    await decode.until_nothing_runs()
+
+
 @pytest.mark.parametrize(("blamed", "state"), [(True, BreakerState.OPEN), (False, BreakerState.CLOSED)])
 async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstrap(
     decode: Decode, blamed: bool, state: BreakerState
