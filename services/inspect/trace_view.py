@@ -16,6 +16,8 @@ BAR_WIDTH: Final = 24
 SHOWN_ID: Final = 16  # hex digits of a trace id
 NARROW_BAR_WIDTH: Final = 10
 ROOMY: Final = 110  # columns
+LEAST_PROCESS: Final = 10  # columns left for `process` beside the longest name of a span
+GAP: Final = 2  # between two columns of a table
 OLD_S: Final = 180.0  # an older trace is marked with its age
 REQUEST_ID: Final = "kvmesh.request_id"
 
@@ -26,20 +28,28 @@ def trace_table(spans: Sequence[Span], width: int = ROOMY, *, wide: bool = False
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     root = spans[0]
     table = Table(title=_title(spans, root, end - start), title_justify="left", box=None, pad_edge=False)
-    for name in ("span", "start", "ms", "", "process"):
-        table.add_column(
-            name, justify="right" if name in ("start", "ms") else "left", no_wrap=not wide or name != "process"
-        )
+    digits = max(len("start"), len(_ms(end - start)))
+    others = 2 * digits + bar_width + LEAST_PROCESS + 4 * GAP
+    table.add_column("span", no_wrap=True, max_width=None if wide else width - others)
+    table.add_column("start", justify="right", no_wrap=True, min_width=digits)
+    table.add_column("ms", justify="right", no_wrap=True, min_width=digits)
+    table.add_column("", no_wrap=True, min_width=bar_width)
+    table.add_column("process")  # the only one that rich may shrink
     if not wide:
         table.caption, table.caption_justify = "--wide: all attributes", "left"
     for depth, span in _in_order(spans):
         style = "red" if span.status == "ERROR" else ""
         table.add_row(
             Text("  " * depth + span.name, style=style or ("bold" if depth == 0 else "")),
-            Text(f"{(span.start_ns - start) / 1e6:.1f}", style="dim"),
-            f"{(span.end_ns - span.start_ns) / 1e6:.1f}",
+            Text(_ms(span.start_ns - start), style="dim"),
+            _ms(span.end_ns - span.start_ns),
             Text(_bar(span, start, end, bar_width), style=style or "cyan"),
-            Text(f"{span.service}  {_facts(span, wide=wide)}" if shows_facts else span.service, style="dim"),
+            Text(
+                f"{span.service}  {_facts(span, wide=wide)}".rstrip() if shows_facts else span.service,
+                style="dim",
+                no_wrap=not wide,
+                overflow="ellipsis",
+            ),
         )
     return table
 
@@ -64,6 +74,10 @@ def _title(spans: Sequence[Span], root: Span, total_ns: int) -> Text:
     text = Text(f"{root.name}: {len(spans)} spans, {total_ns / 1e6:.1f} ms, at {clock(root.start_ns)}", style="bold")
     text.append(ago, style="yellow")
     return text.append(f"\ntrace {root.trace_id}  request {request_id}", style="dim")
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.1f}"
 
 
 def _bar(span: Span, start_ns: int, end_ns: int, width: int) -> str:

@@ -81,6 +81,26 @@ def test_a_trace_fits_into_80_columns_and_shows_all_attributes_when_asked(monkey
     assert "route.compared=xxxx" in "".join(rendered(trace_table(spans, 220, wide=True), 400))
 
 
+@pytest.mark.parametrize("width", [80, 109, 110, 120, 160, 220])
+@pytest.mark.parametrize(
+    "model", ["smollm2-135m", "an-organisation/a-model-with-a-name-that-is-far-too-long-for-any-terminal"]
+)
+def test_long_attributes_take_nothing_from_the_times(width: int, model: str) -> None:
+    """From 110 columns on a long route.why took the width of all other columns: start and ms were empty."""
+    spans = [
+        span(f"chat {model}", None, 0, 123_456.7),
+        span("decode.request", f"chat {model}", 3, 123_450),
+        span("decode.choose_prefill", "decode.request", 3, 123_450, **{"route.why": "one long reason " * 20}),
+    ]
+    lines = rendered(trace_table(spans, width), width)
+    assert max(map(len, lines)) <= width
+    chosen = next(line for line in lines if line.startswith("    decode.choose_prefill "))
+    assert chosen.split()[1:3] == ["3.0", "123447.0"]
+    assert "decode-1" in chosen
+    assert len({line.index("█") for line in lines if "█" in line}) == 1
+    assert [line.count("█") for line in lines if "chat " in line][-1] == (BAR_WIDTH if width >= 110 else 10)
+
+
 def test_an_old_trace_shows_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 10_000.0)
     fresh, old = (span("root", None, (10_000 - age_s) * 1000, 10_000_000) for age_s in (5, 35 * 60))
