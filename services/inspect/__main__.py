@@ -23,7 +23,7 @@ from components.urls import without_password
 from components.wire.routes import ExplainRoute
 from services.inspect.profile import profile_worker
 from services.inspect.route import show_route
-from services.inspect.trace_view import trace_line, trace_table
+from services.inspect.trace_view import trace_list, trace_table
 from services.inspect.workers import show_planners, show_workers
 
 app = typer.Typer(
@@ -114,8 +114,7 @@ def traces(settings: MeshSettings, *, count: Annotated[int, typer.Option(help="t
     store = TraceStore(settings.home)
     with _readable(settings.home):
         kept = [store.trace(trace_id) for trace_id in store.last_trace_ids(count)]
-    for spans in filter(None, kept):  # removed meanwhile
-        console.print(trace_line(spans), soft_wrap=True)
+    console.print(trace_list(filter(None, kept)))  # removed meanwhile: empty
 
 
 @command(MESH)

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Final
 
@@ -13,7 +13,8 @@ from components.telemetry.trace_store import Span
 from services.inspect.ages import age
 
 BAR_WIDTH: Final = 24
-SHOWN_ID: Final = 16  # hex digits of a trace id
+CLOCK: Final = 16  # characters: the time of another day has no seconds
+SHOWN_ID: Final = 12  # hex digits of a trace id
 NARROW_BAR_WIDTH: Final = 10
 ROOMY: Final = 110  # columns
 LEAST_PROCESS: Final = 10  # columns left for `process` beside the longest name of a span
@@ -93,12 +94,24 @@ def _facts(span: Span, *, wide: bool) -> str:
     return " ".join(f"{name}={value}" for name, value in ours.items() if name not in hidden)
 
 
-def trace_line(spans: Sequence[Span]) -> str:
-    root = next((span for span in spans if span.parent_id is None), spans[0])
-    total_ms = (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e6
-    status = "cancelled" if "kvmesh.cancelled" in root.attributes else {"UNSET": "OK"}.get(root.status, root.status)
-    began = clock(root.start_ns)
-    return f"{began}  {root.trace_id[:SHOWN_ID]}  {total_ms:8.1f} ms  {len(spans):3d} spans  {status:<9}  {root.name}"
+def trace_list(traces: Iterable[Sequence[Span]]) -> Table:
+    """A row per trace, at most 80 columns wide."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("began", "trace", "ms", "spans", "status", "request"):
+        table.add_column(name, justify="right" if name in ("ms", "spans") else "left", no_wrap=name != "request")
+    for spans in traces:
+        root = next((span for span in spans if span.parent_id is None), spans[0])
+        total_ns = max(s.end_ns for s in spans) - min(s.start_ns for s in spans)
+        status = "cancelled" if "kvmesh.cancelled" in root.attributes else {"UNSET": "OK"}.get(root.status, root.status)
+        table.add_row(
+            clock(root.start_ns)[:CLOCK],
+            root.trace_id[:SHOWN_ID],
+            _ms(total_ns),
+            str(len(spans)),
+            status,
+            Text(root.name, no_wrap=True, overflow="ellipsis"),
+        )
+    return table
 
 
 def clock(unix_ns: int) -> str:

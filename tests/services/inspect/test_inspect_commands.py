@@ -98,7 +98,7 @@ def test_a_file_that_is_no_trace_store_is_reported(tmp_path: Path) -> None:
 def test_traces_are_listed_a_line_each_newest_first(home: Path) -> None:
     code, text = invoke("traces", "--state-dir", str(home))
     assert code == 0
-    assert [line.split()[-1] for line in text.splitlines()] == ["newer", "older"]
+    assert [line.split()[-1] for line in text.splitlines()] == ["request", "newer", "older"]
 
 
 @pytest.mark.mesh

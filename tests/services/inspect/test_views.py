@@ -10,7 +10,7 @@ from rich.console import Console
 from components.telemetry.trace_store import Span
 from components.wire.heartbeat import Heartbeat
 from services.inspect.profile import join_segments
-from services.inspect.trace_view import BAR_WIDTH, trace_line, trace_table
+from services.inspect.trace_view import BAR_WIDTH, trace_list, trace_table
 from services.inspect.workers import address_table, load_table, summary
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import endpoint
@@ -116,11 +116,19 @@ def test_an_old_trace_shows_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
         (span("r", None, 0, 1, cancelled="the client has gone"), "cancelled"),
     ],
 )
-def test_a_line_of_the_list_has_time_and_status(one: Span, status: str) -> None:
-    line = trace_line([one])
-    assert line.split()[-2:] == [status, "r"]
-    assert re.match(r"1970-01-0\d \d\d:\d\d:\d\d  f{16}  ", line)
-    assert len(line) <= 90
+def test_a_row_of_a_list_has_the_time_and_the_outcome(one: Span, status: str) -> None:
+    _, row = rendered(trace_list([[one]]), 80)
+    assert row.split()[-2:] == [status, "r"]
+    assert re.match(r"1970-01-0\d \d\d:\d\d  f{12} ", row)
+
+
+def test_a_list_of_traces_fits_into_80_columns() -> None:
+    """It had 91: every line was wrapped."""
+    cancelled = span("chat smollm2-135m", None, 0, 123_456.7, cancelled="the client has gone")
+    _, *rows = rendered(trace_list([[cancelled] * 123, [span("chat " + "long" * 30, None, 0, 1)]]), 80)
+    assert [len(row.rstrip()) <= 80 for row in rows] == [True, True]
+    assert rows[0].split()[2:] == ["ffffffffffff", "123456.7", "123", "cancelled", "chat", "smollm2-135m"]
+    assert rows[1].rstrip().endswith("…")
 
 
 def test_a_span_whose_parent_was_not_kept_is_at_the_root() -> None:
