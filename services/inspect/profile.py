@@ -57,12 +57,16 @@ async def profile_worker(
         raise SystemExit(exc.message) from None
     except OSError as exc:
         raise SystemExit(f"{path} cannot be written: {exc.strerror}") from None
+    console.print(outcome(path, who, last))
+
+
+def outcome(path: Path, who: str, last: ProfilePart) -> str:
+    """What to say of a profile that is written; an idle worker's shows nothing."""
     if last.steps == 0:
-        console.print(
-            f"[yellow]{who} was idle: it computed nothing in {last.seconds:.1f} s. Send requests while it records."
-        )
+        idle = f"[yellow]{who} was idle: it computed nothing in {last.seconds:.1f} s"
+        return f"{idle}, so {path} has no steps. Send it requests meanwhile."
     size_mb = (last.size_bytes or 0) / 1e6
-    console.print(f"{path}: {last.seconds:.1f} s of {who}, {last.steps} steps, {size_mb:.1f} MB. Open it in Perfetto.")
+    return f"{path}: {last.seconds:.1f} s of {who}, {last.steps} steps, {size_mb:.1f} MB. Open it in Perfetto."
 
 
 @contextmanager

@@ -2,6 +2,7 @@ import io
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from rich.console import Console
 
 from components.telemetry.trace_store import Span
 from components.wire.heartbeat import Heartbeat
-from services.inspect.profile import join_segments
+from components.wire.profile import ProfilePart
+from services.inspect.profile import join_segments, outcome
 from services.inspect.trace_view import BAR_WIDTH, trace_list, trace_table
 from services.inspect.workers import address_table, load_table, summary
 from tests.components.discovery.records import record
@@ -191,6 +193,19 @@ def test_a_worker_without_answer_and_one_without_heartbeat_are_marked() -> None:
         x for x in rendered(load_table([record("d1", kv=endpoint())], {}, {"d1": stats()}, wide=False), 80) if "d1" in x
     ]
     assert "silent" in decode
+
+
+def test_an_idle_workers_profile_is_not_to_be_opened() -> None:
+    """It said "computed nothing", and then "Open it in Perfetto."."""
+    made = [
+        outcome(Path("p.json"), "decode d", ProfilePart(data=b"", size_bytes=2_000_000, seconds=5.0, steps=steps))
+        for steps in (0, 7)
+    ]
+    assert (
+        made[0]
+        == "[yellow]decode d was idle: it computed nothing in 5.0 s, so p.json has no steps. Send it requests meanwhile."
+    )
+    assert made[1] == "p.json: 5.0 s of decode d, 7 steps, 2.0 MB. Open it in Perfetto."
 
 
 def test_segments_of_a_profile_become_one_trace() -> None:
