@@ -29,3 +29,11 @@ def beside_local_mesh(settings: S) -> S:
         name: facts[name] for name in FOUND if name in facts and name not in settings.model_fields_set
     }
     return settings.model_copy(update=missing)
+
+
+def no_answer_advice(settings: MeshSettings) -> str:
+    """What to do when etcd or NATS does not answer at the addresses of `beside_local_mesh`."""
+    flags = "--etcd-url and --nats-url (services.local prints both)"
+    if local_mesh(settings.home):
+        return f"name them with {flags}"
+    return f"no services.local runs with state directory {settings.home}: name its --state-dir, or {flags}"

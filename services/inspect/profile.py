@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, Final
 from rich.console import Console
 
 from components.discovery.registry import join_registry
-from components.errors import DeadlineExceeded, MeshError, PeerLost
+from components.errors import BackendUnavailable, DeadlineExceeded, MeshError, PeerLost
+from components.local_mesh import no_answer_advice
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
 from components.urls import without_password
@@ -38,6 +39,10 @@ async def profile_worker(
     with one_line_errors(etcd_url=settings.etcd_url):
         async with asyncio.timeout(CONNECT_S):
             record = await _choose(settings, role, instance)
+    except TimeoutError:
+        raise SystemExit(
+            f"no answer from etcd at {without_password(settings.etcd_url)}: {no_answer_advice(settings)}"
+        ) from None
     who = f"{role} {record.instance_id}"
     path = out or Path(f"profile-{role}-{record.instance_id}.json.gz")
     try:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from components.discovery.registry import join_registry
+from components.local_mesh import no_answer_advice
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
@@ -33,6 +34,11 @@ async def show_workers(settings: MeshSettings, console: Console, *, wide: bool =
     with one_line_errors(etcd_url=settings.etcd_url, nats_url=settings.nats_url):
         async with asyncio.timeout(CONNECT_S):
             await _show(settings, console, wide=wide)
+    except TimeoutError:
+        raise SystemExit(
+            f"no answer from etcd at {without_password(settings.etcd_url)} or NATS at {without_password(settings.nats_url)}: "
+            f"{no_answer_advice(settings)}"
+        ) from None
 
 
 async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None:

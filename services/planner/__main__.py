@@ -1,12 +1,13 @@
 """python -m services.planner: finds how many workers the load needs, and starts and stops them through a connector."""
 
+import logging
 import os
 import socket
 
 from components.aio import first
 from components.discovery.leader import lead
 from components.discovery.registry import join_registry
-from components.local_mesh import beside_local_mesh
+from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
 from components.messaging.service import serve_calls
 from components.process import new_instance_id, run, stop_signal
@@ -18,6 +19,8 @@ from services.planner.connectors import open_connector
 from services.planner.metrics import PlannerMetrics
 from services.planner.observer import open_observer
 from services.planner.planning import Planning
+
+log = logging.getLogger(__name__)
 
 
 async def main(settings: PlannerSettings) -> None:
@@ -48,5 +51,15 @@ async def main(settings: PlannerSettings) -> None:
             await first(stop_signal(), planning.run())
 
 
+def read_settings(argv: list[str] | None = None) -> PlannerSettings:
+    """Read them, with a local mesh's addresses; warn when the addresses are nothing but the defaults."""
+    settings = PlannerSettings.read(argv)
+    if not local_mesh(settings.home) and not {"etcd_url", "nats_url"} & settings.model_fields_set:
+        log.warning(
+            f"no services.local runs with state directory {settings.home} (--state-dir): trying the usual ports"
+        )
+    return beside_local_mesh(settings)
+
+
 if __name__ == "__main__":
-    run(main(beside_local_mesh(PlannerSettings.read())))
+    run(main(read_settings()))

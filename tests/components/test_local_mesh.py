@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from components.local_mesh import beside_local_mesh, local_mesh
+from services.planner.__main__ import read_settings
 from services.planner.config import PlannerSettings
 
 
@@ -35,6 +36,21 @@ def test_a_planner_finds_the_mesh_by_its_state_directory_and_set_values_win(
     monkeypatch.setenv("MESH_NATS_URL", "nats://given:4")
     assert beside_local_mesh(PlannerSettings.read(read)).nats_url == "nats://given:4"
     assert local_mesh(tmp_path)["http"] == ["http://h:3"]
+
+
+def test_a_planner_that_finds_no_mesh_names_the_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It only waited for NATS at the usual port."""
+    for name in ("ETCD_URL", "NATS_URL", "NAMESPACE"):
+        monkeypatch.delenv(f"MESH_{name}", raising=False)
+    read_settings(["--state-dir", str(tmp_path)])
+    said = f"no services.local runs with state directory {tmp_path} (--state-dir): trying the usual ports"
+    assert caplog.messages == [said]
+    read_settings(["--state-dir", str(tmp_path), "--nats-url", "nats://n:2"])
+    running(tmp_path, os.getpid())
+    read_settings(["--state-dir", str(tmp_path)])
+    assert caplog.messages == [said]
 
 
 def test_a_mesh_that_has_ended_is_not_found(tmp_path: Path) -> None:

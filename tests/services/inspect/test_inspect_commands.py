@@ -1,3 +1,4 @@
+import asyncio
 import os
 import subprocess
 import sysconfig
@@ -99,6 +100,22 @@ def test_traces_are_listed_a_line_each_newest_first(home: Path) -> None:
     code, text = invoke("traces", "--state-dir", str(home))
     assert code == 0
     assert [line.split()[-1] for line in text.splitlines()] == ["request", "newer", "older"]
+
+
+@pytest.mark.parametrize("command", [("workers",), ("planner",), ("profile", "decode"), ("route", "--prompt", "x")])
+def test_without_a_mesh_the_state_directory_is_named_as_a_cause(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader whose mesh ran with another --state-dir was sent to look for addresses alone."""
+    limit = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda _: limit(0.05))
+    nowhere = {"MESH_NATS_URL": "nats://127.0.0.1:9", "MESH_ETCD_URL": "http://127.0.0.1:9"}
+    for name, url in nowhere.items():
+        monkeypatch.setenv(name, url)
+    code, text = invoke(*command, "--state-dir", str(tmp_path))
+    assert code == 1
+    assert "no answer from" in text
+    assert f"no services.local runs with state directory {tmp_path}: name its --state-dir, or --etcd-url" in text
 
 
 @pytest.mark.mesh
