@@ -187,4 +187,5 @@ def _readable(home: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    app()
+    # The other commands of kvmesh have a longer help; here every option is in the help.
+    app(["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]])

@@ -68,6 +68,12 @@ def test_without_a_trace_the_error_says_what_to_do(run_service: RunService, tmp_
     assert process.logged().strip() == said
 
 
+def test_help_all_is_help_here_too(run_service: RunService) -> None:
+    process = run_service("services.inspect", "traces", "--help-all")
+    assert process.popen.wait(20) == 0
+    assert "--count" in process.logged()
+
+
 def test_the_last_trace_is_the_newest(home: Path) -> None:
     for args in (("trace", "last"), ("trace",)):
         code, text = invoke(*args, "--state-dir", str(home))
