@@ -82,7 +82,7 @@ WHY_NO_KV: Final[dict[str, str]] = {  # by the class in `KvUnavailable`'s field 
 
 HTTP: Final[dict[int, tuple[str | None, str]]] = {  # what the web server refuses before a request is one of ours
     400: (None, "The request is malformed."),
-    404: ("unknown_url", "There is nothing at this URL."),
+    404: ("unknown_url", "There is nothing at this URL. /openapi.json lists all, /v1/models the models."),
     401: ("invalid_api_key", "Send a good API key: 'Authorization: Bearer <key>' or 'x-api-key: <key>'."),
     405: ("method_not_allowed", "This URL does not take this method."),
     408: ("request_timeout", "The request took too long to come."),

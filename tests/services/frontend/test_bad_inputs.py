@@ -155,7 +155,9 @@ async def test_a_prompt_over_the_context_is_400_with_both_numbers(http: httpx.As
 
 async def test_an_unknown_url_is_404_and_a_wrong_method_405(http: httpx.AsyncClient) -> None:
     for path in ("/", "/v1", "/v1/chat/completions/", "/docs", "/v1/nothing"):
-        error_of(await http.get(path), 404, "unknown_url")
+        message = error_of(await http.get(path), 404, "unknown_url")
+        assert "/openapi.json" in message, "a person with a browser learns where to look"
+        assert "/v1/models" in message
     answer = await http.get(CHAT)
     error_of(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
