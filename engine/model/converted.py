@@ -52,7 +52,7 @@ def converted_dir(
             partial.mkdir()
             file = source()
             again = "again, as it was interrupted" if was_interrupted else "once"
-            task = f"Converting {name} to safetensors ({again}; about {_seconds(file)} s)"
+            task = f"Converting {name} ({again}; about {_seconds(file)} s)"
             _convert(task, file, [partial, done, json.dumps(generation)], lock, progress)
     return done
 

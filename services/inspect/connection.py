@@ -2,20 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from components.errors import MeshError
+from components.local_mesh import no_answer_advice
+from components.settings import MeshSettings
 from components.urls import without_password
 
 
 @contextmanager
-def one_line_errors(*, etcd_url: str | None = None, nats_url: str | None = None) -> Iterator[None]:
+def one_line_errors(settings: MeshSettings, *servers: Literal["etcd", "NATS"]) -> Iterator[None]:
     """End the process with a line for a TimeoutError of these servers, or for a MeshError."""
     try:
         yield
     except TimeoutError:
-        given = (("etcd", etcd_url, "--etcd-url"), ("NATS", nats_url, "--nats-url"))
-        servers = [(f"{name} at {without_password(url)}", option) for name, url, option in given if url]
-        where, options = " or ".join(server for server, _ in servers), " and ".join(option for _, option in servers)
-        raise SystemExit(f"no answer from {where}: set {options}") from None
+        urls = {"etcd": settings.etcd_url, "NATS": settings.nats_url}
+        where = " or ".join(f"{name} at {without_password(urls[name])}" for name in servers)
+        raise SystemExit(f"no answer from {where}: {no_answer_advice(settings)}") from None
     except MeshError as exc:
         raise SystemExit(exc.message) from None

@@ -14,8 +14,7 @@ from typing import Any, BinaryIO, Final
 from rich.console import Console
 
 from components.discovery.registry import join_registry
-from components.errors import BackendUnavailable, DeadlineExceeded, MeshError, PeerLost
-from components.local_mesh import no_answer_advice
+from components.errors import DeadlineExceeded, MeshError, PeerLost
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
 from components.urls import without_password
@@ -36,19 +35,15 @@ async def profile_worker(
     settings: MeshSettings, console: Console, role: Role, instance: str | None, *, seconds: float, out: Path | None
 ) -> None:
     logging.getLogger("components.messaging.bus").setLevel(logging.CRITICAL)  # errors are printed below
-    with one_line_errors(etcd_url=settings.etcd_url):
+    with one_line_errors(settings, "etcd"):
         async with asyncio.timeout(CONNECT_S):
             record = await _choose(settings, role, instance)
-    except TimeoutError:
-        raise SystemExit(
-            f"no answer from etcd at {without_password(settings.etcd_url)}: {no_answer_advice(settings)}"
-        ) from None
     who = f"{role} {record.instance_id}"
     path = out or Path(f"profile-{role}-{record.instance_id}.json.gz")
     try:
         with _arriving(path) as file:
             last = await _fetch(
-                settings.nats_url,
+                settings,
                 record.subject,
                 seconds,
                 file,
@@ -125,13 +120,13 @@ async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> I
 
 
 async def _fetch(
-    nats_url: str, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]
+    settings: MeshSettings, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]
 ) -> ProfilePart:
     """Returns: the last part, with the facts of the whole."""
     async with AsyncExitStack() as stack:
-        with one_line_errors(nats_url=nats_url):
+        with one_line_errors(settings, "NATS"):
             async with asyncio.timeout(CONNECT_S):
-                bus = await stack.enter_async_context(connect_bus(nats_url, "inspect"))
+                bus = await stack.enter_async_context(connect_bus(settings.nats_url, "inspect"))
         order = StartProfile(seconds=seconds)
         profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
         started()

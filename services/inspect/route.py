@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from components.discovery.registry import join_registry
-from components.errors import DeadlineExceeded, MeshError, PeerLost
-from components.local_mesh import no_answer_advice
+from components.errors import DeadlineExceeded, PeerLost
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
 from components.wire.instances import InstanceRecord
@@ -22,16 +21,9 @@ ANSWER_S = 5.0
 
 
 async def show_route(settings: MeshSettings, console: Console, asked: ExplainRoute) -> None:
-    with one_line_errors(etcd_url=settings.etcd_url, nats_url=settings.nats_url):
+    with one_line_errors(settings, "etcd", "NATS"):
         async with asyncio.timeout(CONNECT_S + 2 * ANSWER_S):
             await _show(settings, console, asked)
-    except TimeoutError:
-        raise SystemExit(
-            f"no answer from etcd at {without_password(settings.etcd_url)} or NATS at {without_password(settings.nats_url)}: "
-            f"{no_answer_advice(settings)}"
-        ) from None
-    except MeshError as exc:
-        raise SystemExit(exc.message) from None
 
 
 async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -> None:

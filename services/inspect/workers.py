@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from components.discovery.registry import join_registry
-from components.local_mesh import no_answer_advice
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
@@ -31,14 +30,9 @@ ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", *WORKERS)
 
 
 async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False) -> None:
-    with one_line_errors(etcd_url=settings.etcd_url, nats_url=settings.nats_url):
+    with one_line_errors(settings, "etcd", "NATS"):
         async with asyncio.timeout(CONNECT_S):
             await _show(settings, console, wide=wide)
-    except TimeoutError:
-        raise SystemExit(
-            f"no answer from etcd at {without_password(settings.etcd_url)} or NATS at {without_password(settings.nats_url)}: "
-            f"{no_answer_advice(settings)}"
-        ) from None
 
 
 async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None:
@@ -142,7 +136,7 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any
 
 
 async def show_planners(settings: MeshSettings, console: Console) -> None:
-    with one_line_errors(nats_url=settings.nats_url):
+    with one_line_errors(settings, "NATS"):
         async with asyncio.timeout(CONNECT_S), connect_bus(settings.nats_url, "inspect") as bus:
             services = await _answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace, PING_S)
             subjects = sorted({service["metadata"]["subject"] for service in services})

@@ -8,9 +8,11 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 PARTS: Final = 4
+BAR_WIDTH: Final = 16  # characters
 COLOURS: Final = ("cyan", "magenta", "green", "blue", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 LEVEL_STYLES: Final = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
 # uvicorn's color_message repeats the event.
@@ -80,8 +82,9 @@ class ProgressLines:
         self._print = print_line
         self._bars = (
             Progress(
-                TextColumn("{task.fields[service]}  {task.description}"),
-                BarColumn(),
+                # The only column that rich may shrink: a long text takes a second line.
+                TextColumn("{task.fields[service]}  {task.description}", table_column=Column()),
+                BarColumn(BAR_WIDTH),
                 TextColumn("{task.percentage:>3.0f} %"),
                 TimeElapsedColumn(),
                 console=console,
@@ -106,7 +109,8 @@ class ProgressLines:
         if part > self._parts.get(key, -1):
             self._parts[key] = part
             if self._bars is None or part == PARTS:
-                self._print(name, f"{task}: {100 * part // PARTS} %")
+                shown = task if part == 0 else task.partition(" (")[0]  # details in brackets are shown once
+                self._print(name, f"{shown}: {100 * part // PARTS} %")
         if part == PARTS:
             self._end(key)
 

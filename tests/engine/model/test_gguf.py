@@ -134,7 +134,7 @@ def test_an_interrupted_conversion_starts_over_and_says_so(file: Path, tmp_path:
     assert found.name == f"{file.stem}-{key}"
     assert (found / "model.safetensors").stat().st_size > 1000
     assert not left.exists()
-    assert set(told) == {f"Converting {file.stem} to safetensors (again, as it was interrupted; about 10 s)"}
+    assert set(told) == {f"Converting {file.stem} (again, as it was interrupted; about 10 s)"}
 
 
 def test_a_conversion_whose_parent_is_killed_ends_and_is_used(file: Path, tmp_path: Path) -> None:

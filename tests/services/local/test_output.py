@@ -2,9 +2,11 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from services.local.output import Output
 
@@ -54,6 +56,24 @@ def test_progress_in_a_pipe_is_a_line_per_quarter(output: Output, shown: io.Stri
         "75 %",
         "100 %",
     ]
+
+
+def test_what_a_task_says_in_brackets_is_said_once(output: Output, shown: io.StringIO) -> None:
+    for done in range(5):
+        output.show("model", line("progress", task="Converting m (once; about 30 s)", done=done, total=4))
+    said = [text.split("Converting m")[1] for text in shown.getvalue().splitlines()]
+    assert said == [" (once; about 30 s): 0 %", ": 25 %", ": 50 %", ": 75 %", ": 100 %"]
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "a-model-with-a-name-that-is-far-too-long-for-a-line-of-a-terminal"])
+def test_the_time_of_a_bar_is_whole_at_80_columns(model: str) -> None:
+    """It was cut: "0:0…"."""
+    shown = io.StringIO()
+    output = Output(["decode-0"], Console(file=shown, force_terminal=True, width=80, _environ={"TERM": "xterm"}))
+    output.show("model", line("progress", task=f"Converting {model} (once; about 30 s)", done=3, total=10))
+    output.close()
+    bars = Text.from_ansi(shown.getvalue()).plain
+    assert re.search(r" 30 % 0:00:0\d", bars), bars
 
 
 @pytest.mark.parametrize(
