@@ -168,6 +168,11 @@ def from_status(status: int, message: str | None = None) -> ApiError:
     return ApiError(status, message or text, _SERVER if status >= 500 else _INVALID, None, code)
 
 
+def http_refusal(status: int, reason: str) -> tuple[bytes, bytes]:
+    """Return content type and body of a refusal by the HTTP server, for `serve_http`."""
+    return b"application/json", from_status(status, reason).body()
+
+
 def from_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     """A refusal of a parameter in the URL."""
     param = str(faults[0]["loc"][-1])

@@ -9,15 +9,17 @@ from prometheus_client import CollectorRegistry, Info
 
 from components.api_keys import BadKeys, read_keys
 from components.discovery.registry import Registration, join_registry
-from components.http_limits import Patience
-from components.http_server import serve_http
-from components.http_writer import HeldWrites
+from components.http.limits import ClientLimits
+from components.http.server import serve_http
+from components.http.tls import Tls
+from components.http.writer import HeldWrites
 from components.messaging.bus import connect_bus
 from components.messaging.fleet import watch_fleet
 from components.messaging.inbox import open_inbox
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.roll_call import RollCall
 from components.messaging.service import serve_calls
+from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
@@ -29,7 +31,6 @@ from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
 from components.text.sampling_defaults import read_sampling_defaults
 from components.text.tokenizer import TextModel
-from components.tls import Tls
 from engine.model.resolve import model_dir, served_name
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
@@ -110,7 +111,7 @@ async def main(settings: FrontendSettings) -> None:
         files = (settings.tls_cert, settings.tls_key)
         tls = Tls(*map(str, files)) if all(files) else None
         late_s = settings.client_timeout_s
-        patience = Patience(head_s=late_s, body_s=late_s, unread_s=late_s)
+        limits = ClientLimits(head_s=late_s, body_s=late_s, unread_s=late_s)
         prefills = RollCall(bus, settings.namespace, "prefill", registry.book)
 
         async def workers() -> WorkerList:
@@ -153,7 +154,8 @@ async def main(settings: FrontendSettings) -> None:
                 settings,
                 share_port=settings.share_port,
                 tls=tls,
-                patience=patience,
+                limits=limits,
+                refusal=http_refusal,
                 registry=metrics,
                 writes=writes,
             ) as url,

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from components.aio import time_limit
 from components.errors import InvariantBroken, MeshError, Rejected
-from components.http_connection import PUSH
+from components.http.connection import PUSH
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check import Unusable

@@ -4,12 +4,14 @@ import asyncio
 import sys
 from typing import Any
 
-from components.http_limits import Patience
-from components.http_server import serve_http
+from components.http.limits import ClientLimits
+from components.http.server import serve_http
 from components.process import run
-from tests.components.http_served import Address
+from tests.components.http.served import Address
 
-PATIENCE = Patience(head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1e6, first_s=5.0, look_s=0.02, requests=16)
+LIMITS = ClientLimits(
+    head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1e6, first_s=5.0, check_every_s=0.02, requests=16
+)
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -27,7 +29,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def main() -> None:
-    async with serve_http(answer, Address(), patience=PATIENCE) as url:
+    async with serve_http(answer, Address(), limits=LIMITS) as url:
         sys.stderr.write(f"url={url}\n")
         await asyncio.Event().wait()
 

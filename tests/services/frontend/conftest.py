@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.telemetry.spans import Spans
 from components.text.tokenizer import TextModel
 from services.frontend import tracing

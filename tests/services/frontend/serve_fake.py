@@ -5,7 +5,7 @@ import sys
 
 from prometheus_client import CollectorRegistry
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.process import run
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings

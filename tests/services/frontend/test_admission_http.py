@@ -9,7 +9,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, RateLimitError
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.ports import FleetRoom

@@ -18,9 +18,9 @@ from openai import AsyncOpenAI, AuthenticationError, RateLimitError
 
 from components.api_keys import BadKeys, KeyLimits, parse_file, parse_list, read_keys
 from components.errors import KeyLimited
-from components.http_server import serve_http
+from components.http.server import serve_http
+from components.http.tls import Tls
 from components.startup import WrongSettings
-from components.tls import Tls
 from services.frontend import keys as keys_module
 from services.frontend.admission import LOOK_EVERY_S
 from services.frontend.app import create_app

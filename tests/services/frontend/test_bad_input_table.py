@@ -1,7 +1,7 @@
 """What a client may get wrong, line by line, and what it is told; after each, the next request is answered.
 
 Failures of the mesh's own (no worker, a worker lost) and of connections stand in test_bad_inputs, test_streaming,
-test_admission_http, test_api_keys and tests/components/test_http_connection.
+test_admission_http, test_api_keys and tests/components/http/test_http_connection.
 """
 
 import json

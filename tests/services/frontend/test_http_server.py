@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.startup import CannotServe
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app

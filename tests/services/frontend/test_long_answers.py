@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 from starlette.types import Message
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.openai.embeddings import EmbeddingList
 from components.openai.parts import AT_ONCE_BYTES, PART, filled, items_of, text_filled
 from components.openai.tokens import Detokenized, Tokenized

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from components.process import GIL_SWITCH_S
 from components.text.tokenizer import TextModel

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from components.api_keys import parse_list
-from components.http_server import serve_http
+from components.http.server import serve_http
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.keys import KeyRing

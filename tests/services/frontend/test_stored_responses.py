@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from components.errors import DecodeLost
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.messaging.bus import connect_bus
 from components.messaging.service import serve_calls
 from components.text.tokenizer import TextModel

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from components.errors import DecodeLost, InvariantBroken, PrefillLost
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings

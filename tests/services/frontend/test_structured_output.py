@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.structured import checker as checker_module
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, pydantic_function_tool
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.openai.conversation import Conversation
 from components.output.formats import FormatOptions
 from components.structured.checker import ConstraintChecker, open_checker

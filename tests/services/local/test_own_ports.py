@@ -40,7 +40,7 @@ def test_a_port_that_another_process_shares_is_refused(plan: Plan) -> None:
     ("host", "told"),
     [
         ("192.0.2.1", "this machine does not have this address: give --host one that it has"),
-        ("no.such.host.invalid", r"'no\.such\.host\.invalid' is no address of this machine"),
+        ("no.such.host.invalid", r"'no\.such\.host\.invalid' is not an address or name of this machine"),
     ],
 )
 def test_the_error_for_another_machines_address_is_not_in_use(

@@ -173,8 +173,8 @@ def test_a_taken_port_is_one_line_and_starts_nothing(mesh: Callable[..., Service
         process = mesh()
         assert process.popen.wait(5) == 1
     assert process.logged() == (
-        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; stop what uses the address, or choose another "
-        "with --port\n"
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; stop the process that uses the address, or "
+        "choose another with --port\n"
     )
 
 

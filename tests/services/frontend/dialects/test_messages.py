@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from components.errors import DecodeLost, InvariantBroken, NoDecodeInstance, QueueFull
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 
 from components.errors import DecodeLost, NoDecodeInstance, QueueFull
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings

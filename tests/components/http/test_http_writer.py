@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from components.http_writer import ConnectionWriter, HeldWrites
+from components.http.writer import ConnectionWriter, HeldWrites
 
 pytestmark = pytest.mark.anyio
 

@@ -8,14 +8,14 @@ from typing import Any, Final
 
 import pytest
 
-from components import http_connection
-from components.http_limits import Closed, Patience
-from tests.components.http_served import GET, PATIENCE, Served, error_of, served
+from components.http.connection import Connection
+from components.http.limits import ClientLimits, Closed
+from tests.components.http.served import GET, LIMITS, Served, error_of, served
 
 pytestmark = pytest.mark.anyio
 
 CHUNKED: Final = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-SOME: Final = replace(PATIENCE, body_s=20.0, head_s=20.0)
+SOME: Final = replace(LIMITS, body_s=20.0, head_s=20.0)
 
 
 @pytest.fixture(scope="session")
@@ -105,16 +105,16 @@ async def test_trailers_are_no_headers(cut: int | None) -> None:
 async def test_requests_one_behind_the_other_cost_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request made a new list of those before it: 14,000 of them, 252 kB, blocked the event loop for 3.4 s."""
     longest_s = 0.0
-    received = http_connection.Connection.data_received
+    received = Connection.data_received
 
-    def timed(self: http_connection.Connection, data: bytes) -> None:
+    def timed(self: Connection, data: bytes) -> None:
         nonlocal longest_s
         began = time.process_time()
         received(self, data)
         longest_s = max(longest_s, time.process_time() - began)
 
-    monkeypatch.setattr(http_connection.Connection, "data_received", timed)
-    async with served(Patience(requests=10**6)) as server, asyncio.timeout(30), server.client() as (reader, writer):
+    monkeypatch.setattr(Connection, "data_received", timed)
+    async with served(ClientLimits(requests=10**6)) as server, asyncio.timeout(30), server.client() as (reader, writer):
         seconds = []
         for count in (1000, 8000):
             longest_s = 0.0

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import pytest
 
-from components.http_limits import Closed, Patience
-from components.tls import Tls
-from tests.components.http_served import GET, PATIENCE, Served, served
+from components.http.limits import ClientLimits, Closed
+from components.http.tls import Tls
+from tests.components.http.served import GET, LIMITS, Served, served
 
 pytestmark = pytest.mark.anyio
 
@@ -41,14 +41,14 @@ async def silent(server: Served, count: int) -> AsyncIterator[list[asyncio.Strea
 
 async def test_silent_handshakes_hold_up_no_new_client() -> None:
     """490 silent connections took all 512 files of a process for a minute: no client was answered."""
-    async with served(Patience(look_s=0.02, connections=MOST), CERTIFICATE) as server, silent(server, 490):
+    async with served(ClientLimits(check_every_s=0.02, connections=MOST), CERTIFICATE) as server, silent(server, 490):
         for _ in range(3):
             await server.answers()
         assert server.closed(Closed.TOO_MANY) >= 490 - MOST
 
 
 async def test_a_handshake_that_does_not_end_is_given_up() -> None:
-    async with served(replace(PATIENCE, handshake_s=0.2), CERTIFICATE) as server, silent(server, 3) as readers:
+    async with served(replace(LIMITS, handshake_s=0.2), CERTIFICATE) as server, silent(server, 3) as readers:
         async with asyncio.timeout(5):
             for reader in readers:
                 assert await reader.read() == b""
@@ -57,7 +57,7 @@ async def test_a_handshake_that_does_not_end_is_given_up() -> None:
 
 
 async def test_handshakes_are_closed_before_connections_that_are_idle() -> None:
-    async with served(Patience(connections=20), CERTIFICATE) as server, server.client() as (reader, writer):
+    async with served(ClientLimits(connections=20), CERTIFICATE) as server, server.client() as (reader, writer):
         writer.write(GET)
         await reader.readuntil(b"\r\n\r\n0")
         async with silent(server, 100):
@@ -67,7 +67,7 @@ async def test_handshakes_are_closed_before_connections_that_are_idle() -> None:
 
 
 async def test_connections_that_are_idle_are_closed_where_no_handshake_is_under_way() -> None:
-    async with served(Patience(connections=20), CERTIFICATE) as server, AsyncExitStack() as stack:
+    async with served(ClientLimits(connections=20), CERTIFICATE) as server, AsyncExitStack() as stack:
         for _ in range(60):
             await stack.enter_async_context(server.client())
         assert server.closed(Closed.TOO_MANY) >= 40
@@ -76,7 +76,7 @@ async def test_connections_that_are_idle_are_closed_where_no_handshake_is_under_
 
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"\0" * 1000])
 async def test_what_is_no_tls_is_closed_and_logs_nothing(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async with served(replace(PATIENCE, handshake_s=0.5), CERTIFICATE) as server, asyncio.timeout(5):
+    async with served(replace(LIMITS, handshake_s=0.5), CERTIFICATE) as server, asyncio.timeout(5):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(sent)
         writer.write_eof()
@@ -106,7 +106,7 @@ async def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered() 
 
 async def test_an_answer_before_the_end_of_its_body_can_be_read() -> None:
     head = b"POST /refused HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 9999999\r\n\r\n"
-    async with served(replace(PATIENCE, body_s=20.0), CERTIFICATE) as server, server.client() as (reader, writer):
+    async with served(replace(LIMITS, body_s=20.0), CERTIFICATE) as server, server.client() as (reader, writer):
         async with asyncio.timeout(10):
             writer.write(head + b"x" * 2_000_000)
             assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")

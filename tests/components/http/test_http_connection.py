@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import pytest
 
-from components.http_limits import Closed, Patience
-from tests.components.http_served import GET, PATIENCE, error_of, served
+from components.http.limits import ClientLimits, Closed
+from tests.components.http.served import GET, LIMITS, error_of, served
 
 pytestmark = pytest.mark.anyio
 
@@ -145,8 +145,8 @@ async def test_a_reader_that_is_slow_but_reads_is_left_alone() -> None:
 
 
 async def test_a_reader_of_a_few_bytes_now_and_then_is_closed_too() -> None:
-    patience = replace(PATIENCE, bytes_per_s=10_000_000)
-    async with served(patience) as server, server.client() as (reader, writer):
+    limits = replace(LIMITS, bytes_per_s=10_000_000)
+    async with served(limits) as server, server.client() as (reader, writer):
         writer.write(GET.replace(b"/ ", b"/endless ", 1))
         with contextlib.suppress(OSError):
             while server.closed(Closed.UNREAD) == 0 and not reader.at_eof():
@@ -163,8 +163,8 @@ async def test_requests_one_behind_the_other_are_answered_in_order() -> None:
 
 
 async def test_of_too_many_connections_the_longest_idle_go_and_who_asks_is_served() -> None:
-    patience = Patience(look_s=0.02, connections=20)
-    async with served(patience) as server:
+    limits = ClientLimits(check_every_s=0.02, connections=20)
+    async with served(limits) as server:
         idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
         await server.answers()
         assert server.closed(Closed.TOO_MANY) >= 80
@@ -173,8 +173,8 @@ async def test_of_too_many_connections_the_longest_idle_go_and_who_asks_is_serve
 
 
 async def test_when_all_connections_are_at_work_one_more_is_503() -> None:
-    patience = Patience(look_s=0.02, connections=3)
-    async with served(patience) as server:
+    limits = ClientLimits(check_every_s=0.02, connections=3)
+    async with served(limits) as server:
         working = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
         for _, writer in working:
             writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")

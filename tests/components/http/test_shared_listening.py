@@ -11,9 +11,10 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 import pytest
 import uvloop
 
-from components.http_server import _has_connections, _take_no_more, serve_http
+from components.http.listening import has_connections, refuse_connections
+from components.http.server import serve_http
 from components.startup import CannotServe
-from tests.components.echo_server import Address, app
+from tests.components.http.echo_server import Address, app
 from tests.conftest import RunService, ServiceProcess
 
 Start = Callable[[], ServiceProcess]
@@ -34,7 +35,7 @@ def port(host: str) -> int:
 @pytest.fixture
 def start(run_service: RunService, host: str, port: int) -> Start:
     def run() -> ServiceProcess:
-        process = run_service("tests.components.echo_server", host, str(port))
+        process = run_service("tests.components.http.echo_server", host, str(port))
         process.wait_for_log("ready")
         return process
 
@@ -138,13 +139,13 @@ def test_a_listener_that_takes_no_more_keeps_the_connections_it_has(host: str, p
         listener.bind((host, port))
         listener.listen()
         early = stack.enter_context(socket.create_connection((host, port)))
-        _take_no_more(listener)
+        refuse_connections(listener)
         with pytest.raises(TimeoutError):
             socket.create_connection((host, port), timeout=0.3)
         accepted = stack.enter_context(listener.accept()[0])
         early.sendall(b"hello")
         assert accepted.recv(5) == b"hello"
-        assert not _has_connections(listener)
+        assert not has_connections(listener)
 
 
 def test_a_connection_made_just_before_the_stop_may_still_bring_its_request(start: Start, host: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.components.echo_server <port>`: HTTP on a shared port that says which process answers, until SIGTERM."""
+"""`python -m tests.components.http.echo_server <port>`: serve this process's id over HTTP on a shared port, until SIGTERM."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import uvloop
 
-from components.http_server import serve_http
+from components.http.server import serve_http
 from components.process import stop_signal
 
 

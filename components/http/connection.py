@@ -1,8 +1,8 @@
-"""One HTTP connection: uvicorn's, with bounds on its head and on how long a client may keep it waiting.
+"""uvicorn's HTTP connection, with limits on the size of requests and on how long a client may keep the server waiting.
 
-uvicorn closes a connection that is idle after a request, and nothing else: a client that sends its headers or its body byte
-by byte, or reads none of what it has asked for, would keep the connection and what belongs to it for as long as it likes.
-Nothing here runs per token: the transport says when it has more than it can send, and a look once a second finds the late.
+uvicorn only closes connections that are idle after a request. Without these limits, a client that sends its request byte by
+byte, or does not read its answer, could hold a connection for any time. A check once a second finds late clients, so nothing
+here runs per token.
 """
 
 import asyncio
@@ -15,57 +15,72 @@ from uuid import uuid4
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from components.http_limits import REFUSALS, Closed, Closures, Patience
-from components.http_room import Room
-from components.http_writer import ConnectionWriter, HeldWrites
+from components.http.limits import (
+    REFUSALS,
+    ClientLimits,
+    CloseCounter,
+    Closed,
+    OpenConnections,
+    WriteRefusal,
+    plain_refusal,
+)
+from components.http.writer import ConnectionWriter, HeldWrites
 
-PUSH: Final = "kvmesh.push"  # of a scope: a BodyPush
-LINGER_S: Final = 2.0  # for a client to read the last word: a socket closed under what it still sends would lose it
-AT_A_TIME: Final = 512  # connections looked at before others get their turn
+PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope
+# For a client to read the last answer: closing a socket that still receives would reset it, and the answer would be lost.
+LINGER_S: Final = 2.0
+CHECKS_PER_TURN: Final = 512  # connections checked before other tasks run, about 1 ms
 
 
 class Waits(StrEnum):
-    """For what of its client's."""
+    """What a connection expects from its client."""
 
     REQUEST = auto()
     HEAD = auto()
     BODY = auto()
-    END = auto()  # nothing: our last answer is sent, and what arrives is dropped
+    END = auto()  # nothing: the last answer is sent, and input is dropped
 
 
 class Connection(HttpToolsProtocol):
-    """See the module. Whatever closes it says so first, where an answer is still possible."""
+    """One connection. It answers with the reason before it closes, where an answer is still possible."""
 
-    def __init__(self, patience: Patience, room: Room, closures: Closures, writes: HeldWrites, **options: Any) -> None:
-        """One of those in `room`, made by uvicorn with its `options`."""
+    def __init__(
+        self,
+        limits: ClientLimits,
+        connections: OpenConnections,
+        closed: CloseCounter,
+        writes: HeldWrites,
+        refusal: WriteRefusal = plain_refusal,
+        **options: Any,
+    ) -> None:
+        """`options` are uvicorn's."""
         super().__init__(**options)
+        self._limits = limits
+        self._connections = connections
+        self._closed = closed
         self._writes = writes
-        self._cycles: deque[RequestResponseCycle] = deque()  # of requests that are not answered, in their order
-        self._patience = patience
-        self._room = room
-        self._closures = closures
+        self._refusal = refusal
+        self._cycles: deque[RequestResponseCycle] = deque()  # of unanswered requests, in order
         self._waits = Waits.REQUEST
-        self.since_s = 0.0  # it waits
-        self._taken_bytes = 0  # of what it waits for
-        self._body_bytes = 0  # among them
-        self._bare_bytes = 0  # since the body grew last
-        self._rest_bytes = 0  # of a body, since its request was answered
-        self._moved = False  # what was read last brought a part of a body, or the end of what was waited for
-        self._fault = Closed.MALFORMED  # what the parser stops for
-        self._unread_since_s = 0.0  # so much of ours waits, while nothing is added
-        self._unread_bytes = 0
+        self.since_s = 0.0  # loop time when the wait began
+        self._taken_bytes = 0  # received since then
+        self._body_bytes = 0  # of these, bytes of a body
+        self._bare_bytes = 0  # received since the body last grew
+        self._rest_bytes = 0  # of a body, received after its answer
+        self._moved = False  # the last read brought a part of a body, or the end of the wait
+        self._fault = Closed.MALFORMED  # why the parser stopped
+        self._unread_since_s = 0.0  # loop time since which unread bytes only became fewer
+        self._unread_bytes = 0  # at that time
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come."""
         super().connection_made(transport)
-        # in uvicorn's hands too: what waits in it is sent before a close
+        # uvicorn uses it, too: held writes are sent before a close
         self.transport = self._writer = ConnectionWriter(transport, self._writes, self._lingers)
         self.since_s = self._unread_since_s = self.loop.time()
-        if not self._room.admit(self):
+        if not self._connections.admit(self):
             self._refuse(Closed.TOO_MANY)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of a request, or of several."""
         if self._waits is Waits.END:
             self._drop(len(data))
             return
@@ -79,25 +94,22 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._fault)
         except httptools.HttpParserUpgrade:
-            return  # to nothing that we speak: the request is answered as it is
-        if self._waits is Waits.HEAD and self._taken_bytes > self._patience.head_bytes:
+            return  # no other protocol is supported: the request is answered as plain HTTP
+        if self._waits is Waits.HEAD and self._taken_bytes > self._limits.head_bytes:
             self._refuse(Closed.HEAD_TOO_LARGE)
         elif self._waits is Waits.BODY:
             self._bound_body(len(data))
 
     def on_message_begin(self) -> None:
-        """A further request may follow in the same bytes."""
-        if self._waits is Waits.REQUEST:
+        if self._waits is Waits.REQUEST:  # a pipelined request, in the same bytes as the one before
             self._wait(Waits.HEAD)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; trailers, which follow the body, are none."""
-        if self._waits is Waits.HEAD:
+        if self._waits is Waits.HEAD:  # else it is a trailer
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request can be served; its body may follow."""
         fault = self._fault_of_head()
         if fault is not None:
             self._fault = fault
@@ -109,48 +121,44 @@ class Connection(HttpToolsProtocol):
         self._wait(Waits.BODY)
 
     def on_body(self, body: bytes) -> None:
-        """A part of it."""
         self._moved = True
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request has come whole."""
         super().on_message_complete()
         self._wait(Waits.REQUEST)
 
     def on_response_complete(self) -> None:
-        """An answer is out; the next request may have its turn."""
         while self._cycles and self._cycles[0].response_complete:
             self._cycles.popleft()
         if self._waits is not Waits.END:
             super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone."""
         self._waits = Waits.END
         self._end_cycles()
         super().connection_lost(exc)
 
-    def look(self, now_s: float) -> None:
-        """Close the connection if its client is too late with anything."""
-        patience, waited_s = self._patience, now_s - self.since_s
+    def check(self, now_s: float) -> None:
+        """Close the connection if its client is too late."""
+        limits, waited_s = self._limits, now_s - self.since_s
         if self._reads_too_little(now_s):
-            self._closures.count(Closed.UNREAD)
-            self.transport.abort()  # a close would wait for what is unsent to be sent
+            self._closed.count(Closed.UNREAD)
+            self.transport.abort()  # a close would first wait to send the rest
         elif self.transport.is_closing():
             return
         elif self._waits is Waits.END:
             if waited_s > LINGER_S:
                 self.transport.close()
         elif self.flow.read_paused or (self._waits is Waits.HEAD and self._is_serving):
-            self.since_s = now_s  # it is our turn
-        elif self._waits is Waits.HEAD and waited_s > patience.head_s:
+            self.since_s = now_s  # the server is the one to act
+        elif self._waits is Waits.HEAD and waited_s > limits.head_s:
             self._refuse(Closed.HEAD_LATE)
-        elif self._waits is Waits.BODY and waited_s > patience.body_s + self._taken_bytes / patience.bytes_per_s:
+        elif self._waits is Waits.BODY and waited_s > limits.body_s + self._taken_bytes / limits.bytes_per_s:
             self._refuse(Closed.BODY_LATE)
-        elif self._waits is Waits.REQUEST and self.cycle is None and waited_s > patience.first_s:
-            self._closures.count(Closed.NOTHING_SENT)
+        elif self._waits is Waits.REQUEST and self.cycle is None and waited_s > limits.first_s:
+            self._closed.count(Closed.NOTHING_SENT)
             self.transport.close()
 
     def _wait(self, what: Waits) -> None:
@@ -160,11 +168,10 @@ class Connection(HttpToolsProtocol):
         self._taken_bytes = self._body_bytes = self._bare_bytes = self._rest_bytes = 0
 
     def _fault_of_head(self) -> Closed | None:
-        """Why the request whose head has come is refused."""
         version = self.parser.get_http_version()
         if version not in {"1.0", "1.1"}:
             return Closed.HTTP_VERSION
-        most = self._patience.head_bytes
+        most = self._limits.head_bytes
         if self._taken_bytes > most and self._head_bytes() > most:
             return Closed.HEAD_TOO_LARGE
         hosts = sum(name == b"host" for name, _ in self.headers)
@@ -173,38 +180,38 @@ class Connection(HttpToolsProtocol):
         # httptools skips the body of such a request, and would then parse it as the next request
         if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
             return Closed.UPGRADE
-        return Closed.TOO_MANY_REQUESTS if len(self._cycles) >= self._patience.requests else None
+        return Closed.TOO_MANY_REQUESTS if len(self._cycles) >= self._limits.requests else None
 
     def _bound_body(self, size: int) -> None:
-        """Bound chunk sizes, extensions and trailers by the body that comes with them, after a read of `size` bytes.
+        """Limit chunk sizes, extensions and trailers relative to the body, after a read of `size` bytes.
 
-        Reads that bring no part of a body have a bound of their own. All trailers are such reads, and httptools copies what
-        it has of one trailer with each read.
+        Reads without a part of a body have a limit of their own. Trailers are such reads, and httptools copies all that it
+        has of a trailer at each read.
         """
-        patience = self._patience
+        limits = self._limits
         self._bare_bytes = 0 if self._moved else self._bare_bytes + size
         framing_bytes = self._taken_bytes - self._body_bytes
         if (
-            self._bare_bytes > patience.head_bytes
-            or framing_bytes > patience.head_bytes + patience.framing * self._body_bytes
+            self._bare_bytes > limits.head_bytes
+            or framing_bytes > limits.head_bytes + limits.framing * self._body_bytes
         ):
             self._refuse(Closed.FRAMING_TOO_LARGE)
         elif self.cycle.response_complete:
             self._rest_bytes += size
-            if self._rest_bytes > patience.rest_bytes:
+            if self._rest_bytes > limits.rest_bytes:
                 self._refuse(Closed.REST_TOO_LARGE)
 
     def _drop(self, size: int) -> None:
-        """Drop `size` bytes that follow our last answer; after `rest_bytes` of them abort the connection."""
+        """Drop `size` bytes after the last answer; after `rest_bytes` of them abort the connection."""
         self._rest_bytes += size
-        if self._rest_bytes > self._patience.rest_bytes:
+        if self._rest_bytes > self._limits.rest_bytes:
             self.transport.abort()
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _end_cycles(self) -> None:
-        """Nobody waits for their answers any more. uvicorn tells the last request alone, which may wait for another."""
+        """Notify all requests that the client has gone. uvicorn notifies only the last, which may be queued behind another."""
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -212,50 +219,48 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_serving(self) -> bool:
-        """A request has come, and its answer is not out."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
         return self._waits is Waits.REQUEST and not self._is_serving
 
     def _reads_too_little(self, now_s: float) -> bool:
-        """Whether too much of what waited for the client at an earlier look does so still; nothing was added since."""
+        """Return whether the client has read too little since a check at which it had bytes to read; none were added since."""
         unsent = self.transport.get_write_buffer_size()
         full = self.flow.write_paused or self.transport.is_closing() or self.is_idle
         if not unsent or not full or unsent > self._unread_bytes:
             self._unread_since_s, self._unread_bytes = now_s, unsent
-        read_s = (self._unread_bytes - unsent) / self._patience.bytes_per_s
-        return now_s - self._unread_since_s > self._patience.unread_s + read_s
+        read_s = (self._unread_bytes - unsent) / self._limits.bytes_per_s
+        return now_s - self._unread_since_s > self._limits.unread_s + read_s
 
     def _refuse(self, why: Closed) -> None:
-        """Say why, unless an answer is under way, and close."""
-        self._closures.count(why)
+        """Answer with the reason, unless another answer is under way, and close."""
+        self._closed.count(why)
         if self.transport.is_closing():
             return
         if self._waits is Waits.BODY:
             is_next = self._is_serving and not self.cycle.response_started and not self.pipeline
         else:
-            is_next = not self._is_serving  # what we say would answer an earlier request
+            is_next = not self._is_serving  # else the refusal would answer an earlier request
         if is_next:
-            error = REFUSALS[why]
-            body = error.body()
+            status, reason = REFUSALS[why]
+            content_type, body = self._refusal(status, reason)
             self.transport.write(
-                b"%bcontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\nconnection: close\r\n\r\n%b"
-                % (STATUS_LINE[error.status], len(body), uuid4().hex.encode(), body)
+                b"%bcontent-type: %b\r\ncontent-length: %d\r\nx-request-id: %b\r\nconnection: close\r\n\r\n%b"
+                % (STATUS_LINE[status], content_type, len(body), uuid4().hex.encode(), body)
             )
         self._end()
 
     def _lingers(self) -> bool:
-        """Postpone a close while the client still sends a body: it could not read its answer. Returns whether it does."""
+        """Postpone a close while the client still sends a body, so that it can read its answer. Returns whether it did."""
         if self._waits is not Waits.BODY or self._writer.is_closing():
             return False
         self._end()
         return True
 
     def _end(self) -> None:
-        """Send nothing more, and drop what arrives until the client closes or LINGER_S is over."""
+        """Send nothing more, and drop input until the client closes or LINGER_S is over."""
         self._wait(Waits.END)
         self._unset_keepalive_if_required()
         self._end_cycles()
@@ -265,7 +270,7 @@ class Connection(HttpToolsProtocol):
 
 
 class BodyPush:
-    """Sends some of an answer's body without waiting, past ASGI's `send` and what it makes the caller wait for."""
+    """Writes a part of an answer's body at once, without awaiting ASGI's `send`."""
 
     __slots__ = ("_cycle",)
 
@@ -274,7 +279,7 @@ class BodyPush:
 
     @property
     def is_open(self) -> bool:
-        """Whether an answer without a length is under way to a client that reads."""
+        """Whether a chunked answer is under way to a client that reads."""
         cycle = self._cycle
         return bool(
             cycle.chunked_encoding
@@ -283,7 +288,7 @@ class BodyPush:
         )
 
     def send(self, data: bytes) -> None:
-        """A chunk; while it is open."""
+        """Send a chunk. Call it only while `is_open`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
@@ -291,14 +296,14 @@ def _announces_body(name: bytes, value: bytes) -> bool:
     return name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
 
 
-async def look_at_connections(connections: Iterable[Any], patience: Patience) -> None:
-    """Close those whose clients are too late, for ever."""
+async def check_connections(connections: Iterable[Any], limits: ClientLimits) -> None:
+    """Close connections whose clients are too late, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
-        await asyncio.sleep(patience.look_s)
+        await asyncio.sleep(limits.check_every_s)
         now_s = loop.time()
         for number, connection in enumerate(list(connections), 1):
             if isinstance(connection, Connection):
-                connection.look(now_s)
-            if number % AT_A_TIME == 0:  # about a millisecond
+                connection.check(now_s)
+            if number % CHECKS_PER_TURN == 0:
                 await asyncio.sleep(0)

@@ -11,14 +11,15 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from components.http_connection import PUSH, BodyPush
-from components.http_limits import Closed, Patience
-from components.http_server import serve_http
-from components.http_writer import HeldWrites
-from components.tls import Tls
+from components.http.connection import PUSH, BodyPush
+from components.http.limits import ClientLimits, Closed
+from components.http.server import serve_http
+from components.http.tls import Tls
+from components.http.writer import HeldWrites
+from components.openai.errors import http_refusal
 
-PATIENCE: Final = Patience(
-    head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1000, first_s=0.2, unread_s=0.3, look_s=0.02
+LIMITS: Final = ClientLimits(
+    head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1000, first_s=0.2, unread_s=0.3, check_every_s=0.02
 )
 GET: Final = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 PIECE: Final = b"x" * 16_384
@@ -119,10 +120,12 @@ class Served:
 
 
 @asynccontextmanager
-async def served(patience: Patience = PATIENCE, tls: Tls | None = None) -> AsyncIterator[Served]:
+async def served(limits: ClientLimits = LIMITS, tls: Tls | None = None) -> AsyncIterator[Served]:
     app, registry, writes = App(), CollectorRegistry(), HeldWrites()
     trust = None if tls is None else ssl.create_default_context(cafile=tls.certificate)
-    async with serve_http(app, Address(), tls=tls, patience=patience, registry=registry, writes=writes) as url:
+    async with serve_http(
+        app, Address(), tls=tls, limits=limits, refusal=http_refusal, registry=registry, writes=writes
+    ) as url:
         yield Served(url, app, registry, writes, trust)
 
 

@@ -1,7 +1,7 @@
-"""What connections have to send, written in one go where much is sent in one turn of the event loop.
+"""Writes to connections, joined into one for each connection where many happen in one turn of the event loop.
 
-A write wakes whoever reads, and on a busy machine the reader takes this processor: a loop that makes an event, writes it, and
-makes the next one is thrown out of its caches at each.
+A write wakes the reader. On a busy machine the reader then takes this processor, so a loop that writes each event by itself
+loses its caches at each.
 """
 
 import asyncio
@@ -10,14 +10,13 @@ from typing import Any, Self
 
 
 class HeldWrites:
-    """The writes of one turn of the event loop."""
+    """Holds writes while it is entered, and those of tasks that were woken meanwhile."""
 
     def __init__(self) -> None:
-        self._late: list[ConnectionWriter] = []
+        self._waiting: list[ConnectionWriter] = []
         self.held = False
 
     def __enter__(self) -> Self:
-        """What is written inside waits for its end, and what those write who were woken inside waits for the last of them."""
         self.held = True
         return self
 
@@ -26,40 +25,40 @@ class HeldWrites:
         self._flush()
 
     def add(self, writer: "ConnectionWriter") -> None:
-        """It has something to send, and is to be told when."""
-        self._late.append(writer)
+        """Call `writer.flush()` when writes are no longer held."""
+        self._waiting.append(writer)
 
     def _release(self) -> None:
         self.held = False
         self._flush()
 
     def _flush(self) -> None:
-        late, self._late = self._late, []
-        for writer in late:
+        waiting, self._waiting = self._waiting, []
+        for writer in waiting:
             writer.flush()
 
 
 class ConnectionWriter(asyncio.Transport):
-    """A connection's transport, whose writes can be held; closing it sends them first."""
+    """A connection's transport whose writes can be held; a close sends them first."""
 
     def __init__(
         self, transport: asyncio.Transport, writes: HeldWrites, lingers: Callable[[], bool] = lambda: False
     ) -> None:
-        """`lingers`: asked before a close, whether somebody else closes the connection later."""
+        """`lingers()` is called before a close. If it returns True, its owner closes the connection later."""
         super().__init__()
         self._lingers = lingers
         self._transport = transport
         self._writes = writes
         self._unsent = b""
         self._is_head = False
-        self._ended = False  # what is written from now on goes nowhere
+        self._ended = False  # later writes are dropped
 
     def expect_head(self) -> None:
-        """What is written next is an answer's head: it leaves with what follows, and wakes the client once."""
+        """Hold the next write, an answer's head, so that it leaves with the first of the body."""
         self._is_head = True
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send it; a head leaves at the end of this turn of the loop at the latest, and so does what is held."""
+        """Send `data`. A head leaves at the end of this turn of the loop at the latest, and so does a held write."""
         if self._ended:
             return
         if self._unsent:
@@ -77,18 +76,16 @@ class ConnectionWriter(asyncio.Transport):
         self._is_head = False
 
     def flush(self) -> None:
-        """Send what waits."""
         if self._unsent:
             data, self._unsent = self._unsent, b""
             if self._transport.is_closing():
                 return
             try:
                 self._transport.write(data)
-            except RuntimeError:  # it takes no more; what others wrote stands behind this
+            except RuntimeError:  # the transport is closed; other connections' writes must not fail with it
                 self.abort()
 
     def close(self) -> None:
-        """After what was written."""
         self.flush()
         if self._lingers():
             return
@@ -96,30 +93,25 @@ class ConnectionWriter(asyncio.Transport):
         self._transport.close()
 
     def abort(self) -> None:
-        """At once."""
         self._unsent = b""
         self._ended = True
         self._transport.abort()
 
     def write_eof(self) -> None:
-        """After what was written, and nothing after it; over TLS the client cannot be told so before the close."""
+        """Send what was written, and nothing more. A TLS client learns of the end only from the close."""
         self.flush()
         self._ended = True
         if self._transport.can_write_eof():
             self._transport.write_eof()
 
     def can_write_eof(self) -> bool:
-        """Whether the client is told that nothing follows."""
         return self._transport.can_write_eof()
 
     def is_closing(self) -> bool:
-        """Whether nothing more can be written."""
         return self._transport.is_closing()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that the kernel has not taken."""
         return self._transport.get_write_buffer_size() + len(self._unsent)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """See asyncio's."""
         return self._transport.get_extra_info(name, default)

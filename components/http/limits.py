@@ -1,0 +1,138 @@
+"""What a client may take of a server: time, bytes and connections, and how a server refuses more."""
+
+import resource
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import Any, Final, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter
+
+SPARE_FILES: Final = 512  # files that a process opens besides its connections
+SHED: Final = 16  # a full server closes one idle connection in so many, and one more
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    head_bytes: int = 64 * 1024  # request line and headers
+    head_s: float = 20.0  # from a request's first byte to the end of its headers
+    body_s: float = 20.0  # for a body, plus its size / bytes_per_s
+    framing: int = 8  # bytes of chunk sizes, extensions and trailers per byte of the body, plus head_bytes
+    rest_bytes: int = 32 * 1024 * 1024  # of a body, read and dropped after its answer
+    requests: int = 100  # unanswered requests of one connection
+    first_s: float = 75.0  # for the first byte of a new connection
+    handshake_s: float = 10.0  # for a TLS handshake
+    unread_s: float = 20.0  # for a client to read what was sent, plus its size / bytes_per_s
+    bytes_per_s: float = 4096.0
+    check_every_s: float = 1.0
+    connections: int | None = None  # at once; None: as many as the process may open, less SPARE_FILES
+
+
+class Closed(StrEnum):
+    """Why the server closed a connection; the label of a metric."""
+
+    HEAD_LATE = auto()
+    BODY_LATE = auto()
+    NOTHING_SENT = auto()
+    HANDSHAKE_LATE = auto()
+    UNREAD = auto()
+    HEAD_TOO_LARGE = auto()
+    FRAMING_TOO_LARGE = auto()
+    REST_TOO_LARGE = auto()
+    MALFORMED = auto()
+    HOST = auto()
+    HTTP_VERSION = auto()
+    UPGRADE = auto()
+    TOO_MANY = auto()
+    TOO_MANY_REQUESTS = auto()
+
+
+WriteRefusal = Callable[[int, str], tuple[bytes, bytes]]  # (status, reason) to (content type, body)
+
+
+def plain_refusal(_: int, reason: str) -> tuple[bytes, bytes]:
+    return b"text/plain; charset=utf-8", reason.encode()
+
+
+# Status and reason. The other reasons close a connection after an answer, or before a request.
+REFUSALS: Final = {
+    Closed.HEAD_LATE: (408, "The request's headers took too long."),
+    Closed.BODY_LATE: (408, "The request's body took too long."),
+    Closed.HEAD_TOO_LARGE: (431, "The request's headers are too large."),
+    Closed.FRAMING_TOO_LARGE: (431, "The request's chunk sizes, chunk extensions or trailers are too large."),
+    Closed.MALFORMED: (400, "This is not a valid HTTP request."),
+    Closed.HOST: (400, "A request needs exactly one Host header."),
+    Closed.HTTP_VERSION: (505, "Only HTTP/1.1 and HTTP/1.0 are supported."),
+    Closed.UPGRADE: (
+        400,
+        "A request with a body cannot ask for an upgrade. Send it without the Upgrade header, as HTTP/1.1.",
+    ),
+    Closed.TOO_MANY: (503, "Too many connections are open. Try again shortly."),
+}
+
+
+class CloseCounter:
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        self._counter = Counter(
+            "http_connections_closed", "Connections closed for what the client did.", ["reason"], registry=registry
+        )
+        for reason in Closed:
+            self._counter.labels(reason)
+
+    def count(self, why: Closed) -> None:
+        self._counter.labels(why).inc()
+
+
+def max_connections() -> int:
+    """Return how many connections this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 if soft == resource.RLIM_INFINITY else max(soft // 2, soft - SPARE_FILES)
+
+
+class OpenConnections:
+    """The connections of one server and its TLS handshakes; when full, the oldest of those without a request are closed."""
+
+    def __init__(self, limit: int, closed: CloseCounter) -> None:
+        self.served: Collection[Any] = ()  # uvicorn's own set; a TLS connection joins it after its handshake
+        self._handshakes: dict[object, Callable[[], object]] = {}  # connection to what aborts it; the oldest first
+        self._limit = limit
+        self._closed = closed
+
+    @property
+    def has_handshakes(self) -> bool:
+        return bool(self._handshakes)
+
+    def add_handshake(self, connection: object, abort: Callable[[], object]) -> None:
+        self._handshakes[connection] = abort
+        self._make_room(connection)
+
+    def remove_handshake(self, connection: object) -> None:
+        self._handshakes.pop(connection, None)
+
+    def admit(self, connection: object) -> bool:
+        """Admit one of `served`. Returns False if too many are open and none of them can be closed."""
+        self.remove_handshake(connection)
+        return self._make_room(connection)
+
+    def _make_room(self, newcomer: object) -> bool:
+        """Abort the oldest handshakes; if there are none, close the connections that have been idle longest."""
+        if len(self.served) + len(self._handshakes) <= self._limit:
+            return True
+        others = [other for other in self._handshakes if other is not newcomer]
+        closes = [self._handshakes.pop(other) for other in _share(others)] or _share(self._idle(newcomer))
+        for close in closes:
+            self._closed.count(Closed.TOO_MANY)
+            close()
+        return bool(closes)
+
+    def _idle(self, newcomer: object) -> list[Callable[[], object]]:
+        """Return the close methods of connections without a request, the longest idle first."""
+        idle = [other for other in self.served if other is not newcomer and other.is_idle]
+        idle.sort(key=lambda other: float(other.since_s))
+        return [other.transport.close for other in idle]
+
+
+def _share(found: Sequence[T]) -> Sequence[T]:
+    return found[: len(found) // SHED + 1]

@@ -1,0 +1,83 @@
+"""A server's listening socket: bound with a helpful error, and closed without losing a connection."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+from typing import Final
+
+from components.startup import CannotServe
+
+BACKLOG: Final = 2048
+SEND_BUFFER_BYTES: Final = 256 * 1024  # per connection, in the kernel, which allocates twice that
+SO_ATTACH_FILTER: Final = 26  # Linux; Python has no name for it
+# A socket filter in classic BPF; it sees packets from their TCP header on.
+NO_NEW_CONNECTION: Final = (
+    (0x30, 0, 0, 13),  # load the byte with the flags
+    (0x45, 0, 1, 0x02),  # if SYN is set,
+    (0x06, 0, 0, 0),  # drop the packet,
+    (0x06, 0, 0, 0xFFFFFFFF),  # else accept it
+)
+ADVICE: Final = {
+    errno.EADDRINUSE: "stop the process that uses the address, or choose another with --port",
+    errno.EADDRNOTAVAIL: "this machine does not have this address; give --host one that it has, or 0.0.0.0 for all",
+    errno.EACCES: "ports below 1024 need root; choose another with --port",
+}
+
+
+def bind(host: str, port: int, *, share_port: bool) -> socket.socket:
+    """Listen on an address. Raises: CannotServe."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # accepted sockets inherit it: each write is a token that a client waits for
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)  # only this makes the port ours: two sockets may be bound to it
+    except OSError as exc:
+        listener.close()
+        raise CannotServe(cannot_listen(host, port, exc)) from exc
+    listener.setblocking(False)
+    return listener
+
+
+def cannot_listen(host: str, port: int, exc: OSError) -> str:
+    """Return one line with the address, the error and advice."""
+    at = f"cannot listen on {host}:{port}"
+    if isinstance(exc, socket.gaierror):
+        return f"{at}: {host!r} is not an address or name of this machine; give another --host"
+    cause = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
+    return f"{at}: {cause}; {ADVICE.get(exc.errno or 0, 'choose another --host or --port')}"
+
+
+def has_connections(listener: socket.socket) -> bool:
+    """Return whether connections wait to be accepted."""
+    queue = select.poll()
+    queue.register(listener, select.POLLIN)
+    return bool(queue.poll(0))
+
+
+def refuse_connections(listener: socket.socket) -> None:
+    """Have the kernel drop packets that would open a connection here.
+
+    Clients repeat them after a second, and another process that listens on the port serves them. The only other way to
+    leave a group of processes that share a port is to close the socket, which resets connections in a handshake.
+    """
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_NEW_CONNECTION)
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("HP", len(NO_NEW_CONNECTION), ctypes.addressof(buffer))
+    with contextlib.suppress(OSError):  # a system without socket filters
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+
+def url_of(listener: socket.socket, scheme: str) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host  # noqa: S104
+    return f"{scheme}://{shown}:{port}"

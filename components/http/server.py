@@ -1,0 +1,212 @@
+"""uvicorn, with limits on clients, held writes, TLS handshakes that count as connections, and a drain that loses no connection.
+
+`connection.py` extends its HTTP protocol, this module its server. uvicorn runs within an event loop of ours and leaves signals
+to the service. Both override private parts of uvicorn; pyproject.toml has the list.
+"""
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Final, Protocol, cast
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
+
+from components.aio import background
+from components.http.connection import Connection, check_connections
+from components.http.limits import (
+    ClientLimits,
+    CloseCounter,
+    OpenConnections,
+    WriteRefusal,
+    max_connections,
+    plain_refusal,
+)
+from components.http.listening import BACKLOG, bind, has_connections, refuse_connections, url_of
+from components.http.tls import Tls, TlsListener, tls_context
+from components.http.writer import HeldWrites
+
+KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection: the server must not close it during a request
+LAST_HANDSHAKES_S: Final = 0.1  # how long a stop waits for TCP handshakes that have begun
+LAST_REQUESTS_S: Final = 1.0  # how long a stop waits for a request on an open connection
+TICK_S: Final = 0.005
+DATE_S: Final = 1.0  # how often the date of answers is set
+
+
+class ListenSettings(Protocol):
+    @property
+    def host(self) -> str:
+        pass
+
+    @property
+    def port(self) -> int:
+        """0: any free port."""
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long a stop waits for requests in flight."""
+
+
+class _Server(uvicorn.Server):
+    def __init__(
+        self, config: uvicorn.Config, connections: OpenConnections, tls: TlsListener | None, *, shares_port: bool
+    ) -> None:
+        super().__init__(config)
+        connections.served = self.server_state.connections
+        self._connections = connections
+        self._tls = tls
+        self.listening = asyncio.Event()
+        self.ending = asyncio.Event()
+        self._shares_port = shares_port
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets if self._tls is None else [])
+        if self._tls is not None:
+            for listener in sockets or ():
+                self._tls.start(listener, self._new_connection)
+        self.listening.set()
+
+    def _new_connection(self) -> Connection:
+        made: Connection = cast("partial[Connection]", self.config.http_protocol_class)(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
+
+    async def main_loop(self) -> None:
+        """Run until `ending` is set; uvicorn's own loop polls ten times a second."""
+        while not self.ending.is_set():
+            await self.on_tick(0)  # sets the date of answers
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_S):
+                    await self.ending.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # later answers, and those being written, which share this list, close their connections
+        self.server_state.default_headers.append((b"connection", b"close"))
+        await self._stop_listening(sockets or [])
+        await self._last_requests()
+        if self._tls is not None:
+            await self._tls.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(TICK_S)  # idle connections close meanwhile
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)  # waits for at least 0.1 s
+
+    async def _stop_listening(self, sockets: list[socket.socket]) -> None:
+        """Accept waiting connections before closing: the kernel resets connections that are not accepted."""
+        began = time.monotonic()
+        if self._shares_port:
+            for listener in sockets:
+                refuse_connections(listener)
+        while (waited_s := time.monotonic() - began) < 2 * LAST_HANDSHAKES_S:
+            handshakes = self._shares_port and waited_s < LAST_HANDSHAKES_S
+            if not handshakes and not any(map(has_connections, sockets)):
+                break
+            await asyncio.sleep(TICK_S)
+        for server in self.servers:
+            server.close()
+        if self._tls is not None:
+            await self._tls.stop()
+        for listener in sockets:
+            listener.close()
+
+    async def _last_requests(self) -> None:
+        """Answer requests that arrive on open connections.
+
+        Wait for connections that have not sent a request yet. Wait for idle keep-alive connections only if the port is
+        shared: otherwise their next request fails anyway.
+        """
+        until = time.monotonic() + min(LAST_REQUESTS_S, self.config.timeout_graceful_shutdown or 0)
+        while time.monotonic() < until:
+            waited_for = [
+                connection for connection in self.server_state.connections if self._may_send_request(connection)
+            ]
+            if not waited_for and not self._connections.has_handshakes:
+                return
+            await asyncio.sleep(TICK_S)
+
+    def _may_send_request(self, connection: object) -> bool:
+        """Return whether to wait for a request on this connection; one with a request in flight closes after its answer."""
+        cycle = getattr(connection, "cycle", None)  # of the request that uvicorn read last
+        if cycle is None:
+            return True
+        if cycle.response_complete:
+            return self._shares_port
+        cycle.keep_alive = False
+        return False
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+@asynccontextmanager
+async def serve_http(
+    app: ASGIApp,
+    settings: ListenSettings,
+    *,
+    share_port: bool = False,
+    tls: Tls | None = None,
+    limits: ClientLimits = ClientLimits(),  # noqa: B008 - a frozen value
+    refusal: WriteRefusal = plain_refusal,
+    registry: CollectorRegistry | None = None,
+    writes: HeldWrites | None = None,
+) -> AsyncGenerator[str, None]:
+    """Serve `app` and yield its URL once it listens.
+
+    On exit, stop listening at once, without losing a connection that was made before, and give requests in flight
+    `drain_timeout_s` to finish.
+
+    Args:
+        share_port: other processes of this user may listen on the port too; the kernel distributes connections.
+        tls: serve https with these.
+        refusal: writes the answers to requests that never reach `app`.
+        registry: for a counter of closed connections by reason.
+        writes: to hold writes during a turn of the loop.
+    Raises: CannotServe, if the address cannot be bound; WrongSettings, if a file of `tls` cannot be used.
+    """
+    context = None if tls is None else tls_context(tls)
+    listener = bind(settings.host, settings.port, share_port=share_port)
+    closed = CloseCounter(registry)
+    connections = OpenConnections(limits.connections or max_connections(), closed)
+    protocol = partial(Connection, limits, connections, closed, writes or HeldWrites(), refusal)
+    secured = None if context is None else TlsListener(context, limits, connections, closed)
+    config = uvicorn.Config(
+        app,
+        http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s),
+    )
+    server = _Server(config, connections, secured, shares_port=share_port)
+    async with background(check_connections(server.server_state.connections, limits), "connections"):
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        try:
+            await _listening(server, serving)
+            yield url_of(listener, "http" if tls is None else "https")
+        finally:
+            server.ending.set()
+            await serving
+            listener.close()
+
+
+async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
+    """Wait until `server` listens. Raises: what ended it before."""
+    event = asyncio.create_task(server.listening.wait())
+    await asyncio.wait({event, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not event.done():
+        event.cancel()
+        serving.result()

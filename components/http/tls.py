@@ -1,0 +1,115 @@
+"""TLS: certificates checked at startup, and connections that count towards the limits during their handshake.
+
+`create_server(ssl=…)` reports a connection only after its handshake. Silent clients could then hold all files of the process
+for a minute, unseen.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from components.http.limits import ClientLimits, CloseCounter, Closed, OpenConnections
+from components.startup import WrongSettings
+
+if TYPE_CHECKING:  # services.local checks certificates without loading uvicorn
+    from components.http.connection import Connection
+
+RETRY_ACCEPT_S: Final = 0.1  # after accept fails, for instance because this process may open no more files
+
+
+class Tls(NamedTuple):
+    """Paths of PEM files."""
+
+    certificate: str  # and its chain
+    key: str
+
+
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    """Return a server's context for TLS 1.2 and 1.3. Raises: WrongSettings, naming the files and the fault."""
+    for option, path in (("--tls-cert", tls.certificate), ("--tls-key", tls.key)):
+        try:
+            with open(path, "rb"):  # noqa: PTH123 - only to see whether it can be read
+                pass
+        except OSError as exc:
+            raise WrongSettings(f"{option} {path}: {exc.strerror}") from exc
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except (OSError, ValueError) as exc:  # OpenSSL reports only "[SSL] PEM lib" for a key in place of a certificate
+        raise WrongSettings(
+            f"cannot serve TLS with {tls.certificate} and {tls.key}: --tls-cert must be a PEM certificate, --tls-key its "
+            f"private key without a password ({_swapped(tls) or exc})"
+        ) from exc
+    return context
+
+
+def _swapped(tls: Tls) -> str:
+    with open(tls.certificate, "rb") as certificate, open(tls.key, "rb") as key:  # noqa: PTH123
+        if b"PRIVATE KEY" in certificate.read() and b"CERTIFICATE" in key.read():
+            return "the two files look swapped"
+    return ""
+
+
+class TlsListener:
+    """Accepts TCP connections and makes a `Connection` of each after its TLS handshake."""
+
+    def __init__(
+        self, context: ssl.SSLContext, limits: ClientLimits, connections: OpenConnections, closed: CloseCounter
+    ) -> None:
+        self._context = context
+        self._limits = limits
+        self._connections = connections
+        self._closed = closed
+        self._accepting: asyncio.Task[None] | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
+
+    def start(self, listener: socket.socket, make: Callable[[], "Connection"]) -> None:
+        self._accepting = asyncio.create_task(self._accept(listener, make), name="tls-accept")
+
+    async def stop(self) -> None:
+        """Stop accepting; handshakes continue."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait((self._accepting,))
+
+    async def close(self) -> None:
+        """Abort the remaining handshakes."""
+        for task in self._handshakes:
+            task.cancel()
+        if self._handshakes:
+            await asyncio.wait(set(self._handshakes))
+
+    async def _accept(self, listener: socket.socket, make: Callable[[], "Connection"]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                await asyncio.sleep(RETRY_ACCEPT_S)
+                continue
+            connection = make()
+            task = asyncio.create_task(self._shake_hands(client, connection), name="tls-handshake")
+            self._handshakes.add(task)
+            task.add_done_callback(partial(self._handshake_over, client, connection))
+            self._connections.add_handshake(connection, task.cancel)
+
+    async def _shake_hands(self, client: socket.socket, connection: "Connection") -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, client, ssl=self._context, ssl_handshake_timeout=self._limits.handshake_s
+            )
+        except ConnectionAbortedError:
+            self._closed.count(Closed.HANDSHAKE_LATE)
+        except OSError:  # the client speaks no TLS, or no version of ours; ssl's errors are OSErrors
+            pass
+
+    def _handshake_over(self, client: socket.socket, connection: "Connection", task: asyncio.Task[None]) -> None:
+        self._handshakes.discard(task)
+        self._connections.remove_handshake(connection)
+        if connection.transport is None:  # the handshake failed, or was aborted before it began
+            client.close()
