@@ -1,9 +1,9 @@
-"""The HTTP routes. What a generating request does is in `services.frontend.exchange`."""
+"""The HTTP routes. `services.frontend.exchange` serves the generating ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
 from components.errors import MeshError
@@ -24,6 +24,7 @@ from components.openai.embeddings import EmbeddingList, EmbeddingRequest
 from components.openai.errors import ApiError, from_mesh, from_status, from_validation, internal
 from components.openai.models import ModelCard, ModelList
 from components.openai.operations import Health, Live, Readiness, Version, WorkerList
+from components.openai.parts import Parts
 from components.openai.responses import ResponseObject, ResponsesRequest
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from components.structured.checker import ConstraintChecker
@@ -33,28 +34,34 @@ from services.frontend.admission import Admission
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.chat import ChatDialect
 from services.frontend.dialects.completions import CompletionDialect
-from services.frontend.dialects.messages import COUNT_ROUTE, MessagesDialect
+from services.frontend.dialects.dialect import Dialect
+from services.frontend.dialects.messages import COUNT_ROUTE, MessagesDialect, refusal
 from services.frontend.dialects.responses import ResponsesDialect
 from services.frontend.embeddings import embed
 from services.frontend.exchange import Exchange, Frontend
-from services.frontend.gate import Gate, caller_of
+from services.frontend.gate import Gate, WriteError, caller_of, error_writer
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
 from services.frontend.response_routes import add_response_routes
-from services.frontend.schema import EVENTS, describe
-from services.frontend.shape import in_shape_of
+from services.frontend.schema import PostRoute, add_post_routes
 from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
-from services.frontend.unary import answered, count_tokens, detokenize, tokenize
+from services.frontend.unary import Call, answered, count_tokens, detokenize, tokenize
 
-EXPOSED: Final = [  # headers that a page's script may see
+B = TypeVar("B", bound=BaseModel)
+
+EXPOSED: Final = [  # headers that a web page's script may read
     "x-request-id",
     "retry-after",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 ]
+
+
+# How errors are written below a path; OpenAI's form elsewhere.
+ERROR_FORMS: Final[Mapping[str, WriteError]] = {MessagesDialect.route: refusal}
 
 
 def create_app(
@@ -69,132 +76,144 @@ def create_app(
     checker: ConstraintChecker | None = None,
     operations: Operations | None = None,
 ) -> FastAPI:
-    """The OpenAI endpoint over `mesh`.
+    """Make the HTTP application over `mesh`.
 
     Args:
-        mesh: who generates.
-        text: tokenizer and chat template.
-        settings: limits.
-        registry: shown by `/metrics` beside the frontend's own figures.
-        defaults: sampling parameters where a request has none.
-        keys: that requests must bring; None: they need none.
-        stored: where responses are kept; None: they are not.
-        checker: of what answers are asked to be; without one, requests that ask are refused.
-        operations: what is told of this process and of the mesh; by default what `mesh` alone knows.
+        registry: what `/metrics` shows besides the frontend's own metrics.
+        defaults: sampling parameters for requests that set none.
+        keys: requests must have one of them; None: requests need no key.
+        stored: where responses are stored; None: they are not.
+        checker: of grammars and schemas; without one, requests that have some are refused.
     """
+    # FastAPI serves the GET routes: it checks their parameters, writes their models and describes them in /openapi.json.
+    # Requests with a body read it themselves, with a limit, and go through plain Starlette routes, at a fraction of the cost.
     app = FastAPI(
         title="kvmesh",
         version=VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # our own spans say more, and cost less
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # spans of ours tell more and cost less
     )
     metrics = FrontendMetrics(registry or CollectorRegistry())
     admission = Admission(mesh, settings, metrics)
     frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker)
-    _add_generation(app, frontend, stored)
+    add_post_routes(app, [*_generating_routes(frontend, stored), *_unary_routes(frontend)])
     add_response_routes(app, stored)
-    _add_one_piece(app, frontend)
     _add_models(app, mesh)
     _add_operations(app, mesh, operations or Operations(mesh), metrics.registry)
     _add_error_handlers(app)
     sites = Sites(settings.allowed_hosts, settings.cors_origins, settings.host)
-    app.add_middleware(Gate, ring=keys, metrics=metrics, sites=sites)
-    _allow_origins(app, settings.cors_origins)  # outermost: a preflight request brings no key
-    describe(app, BODIES)
+    app.add_middleware(Gate, ring=keys, metrics=metrics, sites=sites, error_forms=ERROR_FORMS)
+    _allow_origins(app, settings.cors_origins)  # outermost: a preflight request has no key
     return app
 
 
-BODIES: Final[dict[str, type[BaseModel]]] = {
-    ChatDialect.route: ChatRequest,
-    CompletionDialect.route: CompletionRequest,
-    ResponsesDialect.route: ResponsesRequest,
-    MessagesDialect.route: MessagesRequest,
-    COUNT_ROUTE: CountRequest,
-    "/v1/embeddings": EmbeddingRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
+class _Exchanges:
+    """An ASGI application that makes an `Exchange` of each request."""
 
-
-class _Straight:
-    """Takes generating requests past routing, dependencies and exception handlers, a seventh of a frontend's time: an exchange
-    reads its own request and ends in its own errors.
-    """
-
-    def __init__(self, app: ASGIApp, exchanges: Mapping[str, Callable[[], ASGIApp]]) -> None:
-        self._app = app
-        self._exchanges = exchanges  # by path
+    def __init__(self, frontend: Frontend, dialect: Callable[[str], Dialect]) -> None:
+        self._frontend = frontend
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or pass on what is none of these."""
-        make = self._exchanges.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        await (self._app if make is None else make())(scope, receive, send)
+        await Exchange(self._frontend, self._dialect)(scope, receive, send)
 
 
-class _Passed(Response):
-    """An ASGI application in the place of a route's response."""
+def _generating_routes(frontend: Frontend, stored: StoredResponses | None) -> list[PostRoute]:
+    return [
+        PostRoute(
+            ChatDialect.route,
+            _Exchanges(frontend, ChatDialect),
+            ChatRequest,
+            ChatCompletion,
+            "chat_completions",
+            "Answer a conversation; with `stream`, as server-sent events.",
+            streams=True,
+        ),
+        PostRoute(
+            CompletionDialect.route,
+            _Exchanges(frontend, CompletionDialect),
+            CompletionRequest,
+            Completion,
+            "completions",
+            "Continue one or several texts; with `stream`, as server-sent events.",
+            streams=True,
+        ),
+        PostRoute(
+            ResponsesDialect.route,
+            _Exchanges(frontend, partial(ResponsesDialect, stored)),
+            ResponsesRequest,
+            ResponseObject,
+            "responses",
+            "Answer a conversation in items; with `stream`, as server-sent events; with `background`, at once.",
+            streams=True,
+        ),
+        PostRoute(
+            MessagesDialect.route,
+            _Exchanges(frontend, MessagesDialect),
+            MessagesRequest,
+            MessageObject,
+            "messages",
+            "Answer a conversation as Anthropic's API does; with `stream`, as server-sent events.",
+            streams=True,
+        ),
+    ]
 
-    def __init__(self, app: ASGIApp) -> None:
-        super().__init__()
-        self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+def _unary_routes(frontend: Frontend) -> list[PostRoute]:
+    def route(
+        path: str,
+        body: type[B],
+        answer: type[BaseModel],
+        work: Callable[[Call, B], Awaitable[Parts]],
+        *,
+        name: str,
+        description: str,
+        operation: str = "",
+    ) -> PostRoute:
+        write_error = error_writer(ERROR_FORMS, path)
 
+        async def endpoint(request: Request) -> Response:
+            return await answered(frontend, request, body, work, operation=operation or name, write_error=write_error)
 
-def _add_generation(app: FastAPI, frontend: Frontend, stored: StoredResponses | None) -> None:
-    exchanges: dict[str, Callable[[], ASGIApp]] = {
-        ChatDialect.route: lambda: Exchange(frontend, ChatDialect),
-        CompletionDialect.route: lambda: Exchange(frontend, CompletionDialect),
-        ResponsesDialect.route: lambda: Exchange(frontend, partial(ResponsesDialect, stored)),
-        MessagesDialect.route: lambda: Exchange(frontend, MessagesDialect),
-    }
-    app.add_middleware(_Straight, exchanges=exchanges)
+        return PostRoute(path, endpoint, body, answer, name, description)
 
-    # For the description of this API, and whoever mounts the application below a path.
-    @app.post(ChatDialect.route, responses={200: {"model": ChatCompletion, "content": EVENTS}})
-    async def chat_completions() -> Response:
-        """Answer a conversation; with `stream`, as server-sent events."""
-        return _Passed(exchanges[ChatDialect.route]())
-
-    @app.post(CompletionDialect.route, responses={200: {"model": Completion, "content": EVENTS}})
-    async def completions() -> Response:
-        """Continue one or several texts; with `stream`, as server-sent events."""
-        return _Passed(exchanges[CompletionDialect.route]())
-
-    @app.post(ResponsesDialect.route, responses={200: {"model": ResponseObject, "content": EVENTS}})
-    async def responses() -> Response:
-        """Answer a conversation in items; with `stream`, as server-sent events; with `background`, at once."""
-        return _Passed(exchanges[ResponsesDialect.route]())
-
-    @app.post(MessagesDialect.route, responses={200: {"model": MessageObject, "content": EVENTS}})
-    async def messages() -> Response:
-        """Answer a conversation as Anthropic's API does; with `stream`, as server-sent events."""
-        return _Passed(exchanges[MessagesDialect.route]())
-
-
-def _add_one_piece(app: FastAPI, frontend: Frontend) -> None:
-    @app.post("/v1/embeddings", responses={200: {"model": EmbeddingList}})
-    async def embeddings(request: Request) -> Response:
-        """The vectors of one or several texts, of a model that is meant for that."""
-        return await answered(frontend, request, EmbeddingRequest, embed, "embeddings")
-
-    @app.post(COUNT_ROUTE, responses={200: {"model": TokenCountAnswer}})
-    async def count(request: Request) -> Response:
-        """How many tokens a message's prompt has."""
-        return await answered(frontend, request, CountRequest, count_tokens, "count_tokens")
-
-    @app.post("/tokenize", responses={200: {"model": Tokenized}})
-    async def tokenized(request: Request) -> Response:
-        """Token ids of a text, or of a conversation in the model's template."""
-        return await answered(frontend, request, TokenizeRequest, tokenize, "tokenize")
-
-    @app.post("/detokenize", responses={200: {"model": Detokenized}})
-    async def detokenized(request: Request) -> Response:
-        """The text of token ids."""
-        return await answered(frontend, request, DetokenizeRequest, detokenize, "detokenize")
+    return [
+        route(
+            "/v1/embeddings",
+            EmbeddingRequest,
+            EmbeddingList,
+            embed,
+            name="embeddings",
+            description="The vectors of one or several texts, of a model that is meant for that.",
+        ),
+        route(
+            COUNT_ROUTE,
+            CountRequest,
+            TokenCountAnswer,
+            count_tokens,
+            name="count",
+            description="How many tokens a message's prompt has.",
+            operation="count_tokens",
+        ),
+        route(
+            "/tokenize",
+            TokenizeRequest,
+            Tokenized,
+            tokenize,
+            name="tokenize",
+            description="Token ids of a text, or of a conversation in the model's template.",
+        ),
+        route(
+            "/detokenize",
+            DetokenizeRequest,
+            Detokenized,
+            detokenize,
+            name="detokenize",
+            description="The text of token ids.",
+        ),
+    ]
 
 
 def _add_models(app: FastAPI, mesh: Mesh) -> None:
@@ -300,5 +319,6 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _error(request: Request, error: ApiError, request_id: str, headers: dict[str, str] | None = None) -> Response:
     shown = caller_of(request.scope).label or request_id
     extra = {**(headers or {}), **error.headers(), "x-request-id": shown}
-    status, body = in_shape_of(request.scope["path"], error, request_id)
+    path = request.scope["path"]
+    status, body = error_writer(ERROR_FORMS, path)(error, request_id)
     return Response(body, status, headers=extra, media_type="application/json")

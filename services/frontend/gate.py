@@ -6,7 +6,7 @@ requests are refused by their Host and Origin (`services.frontend.sites`).
 """
 
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from uuid import uuid4
@@ -19,7 +19,6 @@ from services.frontend.admission import Admission, Place, key_of, token_of
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account
-from services.frontend.shape import in_shape_of
 from services.frontend.sites import Sites
 
 OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers: whoever brings no key is told a status
@@ -30,6 +29,18 @@ WRONG: Final = from_status(401, "The API key is not a good one.")
 SEVERAL: Final = from_status(
     400, "Send one API key: one 'Authorization' header, one 'x-api-key', or the same key in both."
 )
+
+
+WriteError = Callable[[ApiError, str], tuple[int, bytes]]  # (error, request id) to (HTTP status, JSON)
+
+
+def openai_error(error: ApiError, _: str) -> tuple[int, bytes]:
+    return error.status, error.body()
+
+
+def error_writer(forms: Mapping[str, WriteError], path: str) -> WriteError:
+    """Return the form of errors for `path`, by the first prefix in `forms` that fits; OpenAI's if none does."""
+    return next((write for prefix, write in forms.items() if path.startswith(prefix)), openai_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +124,16 @@ def owner_of(scope: Scope) -> bytes:
 class Gate:
     """Looks at each request's headers once."""
 
-    def __init__(self, app: ASGIApp, ring: KeyRing | None, metrics: FrontendMetrics, sites: Sites) -> None:
-        """`sites`: asked where there is no `ring`."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        ring: KeyRing | None,
+        metrics: FrontendMetrics,
+        sites: Sites,
+        error_forms: Mapping[str, WriteError],
+    ) -> None:
+        """`sites` checks requests if there is no `ring`; `error_forms` has the form of errors by path prefix."""
+        self._error_forms = error_forms
         self._app = app
         self._ring = ring
         self._metrics = metrics
@@ -132,7 +151,7 @@ class Gate:
         if not opened:
             refusal = SEVERAL if told.several else None if ring is not None else self._sites.refusal(scope["headers"])
         if refusal is not None:
-            await _answer(scope, send, refusal, label or uuid4().hex, [])
+            await self._refuse(scope, send, refusal, label or uuid4().hex, [])
             return
         if ring is None:
             scope[CALLER] = Caller(label) if label else NOBODY
@@ -147,7 +166,7 @@ class Gate:
             return
         if account is None:
             headers = [(b"www-authenticate", b"Bearer")]
-            await _answer(scope, send, MISSING if key is None else WRONG, label or uuid4().hex, headers)
+            await self._refuse(scope, send, MISSING if key is None else WRONG, label or uuid4().hex, headers)
             return
         scope[CALLER] = Caller(label, account)
         if scope["method"] == "POST":
@@ -162,13 +181,28 @@ class Gate:
         except KeyLimited as exc:
             request_id = uuid4().hex
             self._metrics.limited.labels(account.name).inc()
-            await _answer(scope, send, from_mesh(exc, request_id), label or request_id, account.headers())
+            await self._refuse(scope, send, from_mesh(exc, request_id), label or request_id, account.headers())
             return
         self._metrics.key_requests.labels(account.name).inc()
         try:
             await self._app(scope, receive, _with_headers(account, send) if account.limits.per_minute else send)
         finally:
             account.leave()
+
+    async def _refuse(
+        self, scope: Scope, send: Send, error: ApiError, request_id: str, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        status, body = error_writer(self._error_forms, scope["path"])(error, request_id)
+        own = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", request_id.encode()),
+            *own,
+            *headers,
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 class _Told(NamedTuple):
@@ -206,19 +240,3 @@ def _with_headers(account: Account, send: Send) -> Send:
         return send(message)
 
     return told
-
-
-async def _answer(
-    scope: Scope, send: Send, error: ApiError, request_id: str, headers: list[tuple[bytes, bytes]]
-) -> None:
-    status, body = in_shape_of(scope["path"], error, request_id)
-    own = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-request-id", request_id.encode()),
-        *own,
-        *headers,
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -7,7 +7,7 @@ from typing import Final
 from starlette.types import Send
 
 from components.errors import Cancelled
-from components.http_connection import BodyPush
+from components.http.connection import BodyPush
 from components.openai.parts import AT_ONCE_BYTES, Parts, some_of
 
 FAREWELL_S: Final = 5.0  # for the last bytes to a client that may not be reading

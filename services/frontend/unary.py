@@ -31,11 +31,10 @@ from services.frontend.conversation import encode_conversation
 from services.frontend.dialects.messages import MessagesDialect
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.exchange import Frontend
-from services.frontend.gate import caller_of
+from services.frontend.gate import WriteError, caller_of
 from services.frontend.metrics import NO_MODEL
 from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model
-from services.frontend.shape import in_shape_of
 
 R = TypeVar("R", bound=BaseModel)
 Refusal = Callable[[ApiError], tuple[int, bytes]]  # an error to status and JSON
@@ -44,14 +43,16 @@ log = logging.getLogger(__name__)
 
 
 class Call:
-    def __init__(self, frontend: Frontend, request: Request, span: Span, request_id: str) -> None:
+    def __init__(
+        self, frontend: Frontend, request: Request, span: Span, request_id: str, write_error: WriteError
+    ) -> None:
         self.frontend = frontend
         self.scope = request.scope
         self.id = request_id
         self.model = NO_MODEL  # set once it is known to be ours
         self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         self.span = span
-        self.refusal: Refusal = partial(in_shape_of, request.scope["path"], request_id=request_id)
+        self.refusal: Refusal = lambda error: write_error(error, request_id)
 
 
 async def answered(
@@ -59,14 +60,16 @@ async def answered(
     request: Request,
     body: type[R],
     work: Callable[[Call, R], Awaitable[Parts]],
+    *,
     operation: str,
+    write_error: WriteError,
 ) -> Response:
     """Answer with what `work` makes of the request's body, or with a refusal. `operation`: the name of the span."""
     route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
     label = caller_of(request.scope).label
     request_id = uuid4().hex  # the client's own is never a key
     with tracing.request_span(request.scope, operation, request_id, label) as span:
-        call = Call(frontend, request, span, request_id)
+        call = Call(frontend, request, span, request_id, write_error)
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
                 data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from components.api_keys import BadKeys, read_keys
+from components.http.listening import cannot_listen
 from components.http.tls import Tls, tls_context
 from components.kv_transfer.choose import check_name
-from components.listening import cannot_listen
 from components.settings import WorkerSettings
 from components.startup import WrongSettings
 from engine.config import EngineConfig

@@ -17,7 +17,7 @@ from tests.components.http.served import GET, LIMITS, Served, served
 
 pytestmark = pytest.mark.anyio
 
-PEMS: Final = Path(__file__).parents[1] / "services/frontend"
+PEMS: Final = Path(__file__).parents[2] / "services/frontend"
 CERTIFICATE: Final = Tls(str(PEMS / "localhost.cert.pem"), str(PEMS / "localhost.key.pem"))
 MOST: Final = 256  # connections
 

@@ -3,7 +3,7 @@ from typing import Any, cast
 import pytest
 
 from components.errors import Cancelled
-from components.http_connection import BodyPush
+from components.http.connection import BodyPush
 from services.frontend import reply as module
 from services.frontend.reply import Reply
 

@@ -17,7 +17,7 @@ from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.ports import ServedModel
-from services.frontend.schema import FASTAPIS
+from services.frontend.schema import UNUSED_SCHEMAS
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh, logprobs_of
 from tests.services.frontend.thinking_model import CALL, TWO, thinking_model
 
@@ -410,6 +410,6 @@ async def test_the_description_mixes_no_two_models(mesh: FakeMesh, settings: Fro
     app = create_app(mesh, mesh.text, settings)
     answers = get_openapi(title="", version="", routes=app.routes)["components"]["schemas"]
     described = app.openapi()["components"]["schemas"]
-    names = answers.keys() - set(FASTAPIS)
+    names = answers.keys() - set(UNUSED_SCHEMAS)
     assert {name: described[name] for name in names} == {name: answers[name] for name in names}
     assert {"ResponseObject", "MessageObject", "ResponsesRequest", "MessagesRequest", "CountRequest"} < set(described)
