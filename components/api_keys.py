@@ -1,14 +1,14 @@
-"""API keys as they are given: names, values and limits, from a file or an environment variable.
+"""API keys from a file or an environment variable: names, values and limits.
 
-A file of them is TOML, one table a key, named as the key is to be called in metrics:
+The file is TOML, one table per key, with the key's name in metrics:
 
     [alice]
-    key = "sk-…"                   # or sha256 = "…", what `printf %s "$KEY" | sha256sum` prints
-    requests_at_once = 8           # these may be left out: no limit
+    key = "sk-…"                   # or sha256 = "…", as printed by `printf %s "$KEY" | sha256sum`
+    requests_at_once = 8           # all limits are optional
     requests_per_minute = 600
     tokens_per_minute = 100_000
-    best_priority = 0              # lower goes first; without it, that of --best-priority
-    tenant = "acme"                # keys of one tenant share the prefix cache; without it, the key shares it with none
+    best_priority = 0              # lower goes first; default: --best-priority
+    tenant = "acme"                # keys of one tenant share the prefix cache; default: a cache of its own
 """
 
 import tomllib
@@ -22,16 +22,14 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, Val
 
 from components.openai.fields import Priority
 
-MAX_KEYS: Final = 1000  # each is compared with what every request brings, and a label of metrics
+MAX_KEYS: Final = 1000  # each is compared with the key of every request, and labels metrics
 KeyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class _Entry(BaseModel):
-    """One table of the file."""
-
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
-    key: Annotated[str, Field(pattern=r"^[!-~]{8,512}$")] | None = None  # what an HTTP header carries, without spaces
+    key: Annotated[str, Field(pattern=r"^[!-~]{8,512}$")] | None = None  # characters of an HTTP header, without spaces
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     requests_at_once: PositiveInt | None = None
     requests_per_minute: PositiveInt | None = None
@@ -47,42 +45,39 @@ _entries: Final = TypeAdapter(
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """None: no limit."""
+    """None means no limit."""
 
     requests_at_once: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    best_priority: int | None = None  # lower is better; None: the frontend's
+    best_priority: int | None = None  # lower is better; None: the frontend's setting
 
     @property
     def per_minute(self) -> bool:
-        """Whether there is anything to tell of in headers."""
+        """Whether answers have rate-limit headers."""
         return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
 
 class BadKeys(ValueError):
-    """Keys that cannot be used; the message quotes none of them."""
+    """The keys cannot be used. The message quotes none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key; of itself only its hash is kept."""
-
     name: str
-    digest: bytes  # SHA-256: a key is random, so that nobody finds it by trying
+    digest: bytes  # SHA-256 of the key; no salt, since keys are random
     limits: KeyLimits
     tenant: str
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is kept of a key."""
     return sha256(key).digest()
 
 
 def parse_list(text: str) -> list[ApiKey]:
-    """Keys as an environment variable has them: `name:key`, or only `key`, separated by commas.
+    """Parse `name:key` or `key`, separated by commas, from an environment variable.
 
-    Raises: BadKeys, which gives a key's place in the list: what stands before the colon may be the key.
+    Raises: BadKeys, with the key's position in the list: the part before the colon may be the key.
     """
     places: dict[str, str] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -98,7 +93,7 @@ def parse_list(text: str) -> list[ApiKey]:
 
 
 def parse_file(text: str) -> list[ApiKey]:
-    """Keys as a file has them; see the module. Raises: BadKeys."""
+    """Parse a file's text. Raises: BadKeys."""
     try:
         return _checked(tomllib.loads(text))
     except tomllib.TOMLDecodeError as exc:
@@ -106,7 +101,7 @@ def parse_file(text: str) -> list[ApiKey]:
 
 
 def _checked(entries: Mapping[str, Any], places: Mapping[str, str] | None = None) -> list[ApiKey]:
-    """`places`: what an error calls each entry, instead of its name."""
+    """`places` has the names of entries in error messages, if they are not the keys' names."""
     try:
         tables = _entries.validate_python(entries)
     except ValidationError as exc:
@@ -126,7 +121,7 @@ def _made(name: str, entry: _Entry) -> ApiKey:
 
 
 def read_keys(from_environment: str | None, file: Path | None) -> list[ApiKey]:
-    """The keys of both. Raises: BadKeys, without a word of any key."""
+    """Return the keys of both. Raises: BadKeys, without any part of a key."""
     keys = [] if from_environment is None else parse_list(from_environment)
     if file is None:
         return keys

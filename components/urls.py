@@ -1,4 +1,4 @@
-"""Addresses that may hold a password, shown without it."""
+"""Users and passwords in URLs."""
 
 import re
 from typing import Final, NamedTuple
@@ -8,14 +8,14 @@ _USER_INFO: Final = re.compile(r"(?<![^,\s])(\w+://)?[^,\s]*@")
 
 
 class Login(NamedTuple):
-    """What stands before the @ of a URL, percent-decoded."""
+    """Percent-decoded user and password of a URL."""
 
     user: str | None
     password: str | None
 
 
 def login_of(urls: str) -> Login:
-    """The user and password of the first URL that has some, of a comma-separated list."""
+    """Return the login of the first URL that has one, from a comma-separated list."""
     for url in urls.split(","):
         parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
         if parts.username is not None or parts.password is not None:
@@ -24,5 +24,5 @@ def login_of(urls: str) -> Login:
 
 
 def without_password(urls: str) -> str:
-    """A comma-separated list of URLs without users and passwords, as it may stand in a log or an error message."""
+    """Return a comma-separated list of URLs without users and passwords, for logs and error messages."""
     return _USER_INFO.sub(r"\1", urls)

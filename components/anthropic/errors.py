@@ -1,11 +1,11 @@
-"""Failures as Anthropic's API tells them: made from those that the OpenAI API tells, so that there is one table of causes."""
+"""Errors of Anthropic's API, made from OpenAI's, so that one table holds all causes."""
 
 from typing import Final
 
 from components.openai.errors import ApiError
 from components.openai.events import as_json
 
-OVERLOADED: Final = 529  # Anthropic's own status, which its clients wait and try again for
+OVERLOADED: Final = 529  # Anthropic's own status; its clients retry after it
 TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -19,12 +19,11 @@ TYPES: Final = {
 
 
 def status_of(error: ApiError) -> int:
-    """The HTTP status."""
     return OVERLOADED if error.status == 503 else error.status
 
 
 def body_of(error: ApiError, request_id: str) -> bytes:
-    """The JSON that a failed request is answered with, and that a broken stream carries as an event."""
+    """Return the JSON of a failed request, or of an event that ends a stream."""
     status = status_of(error)
     kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return as_json(

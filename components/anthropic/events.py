@@ -1,4 +1,4 @@
-"""The events of a streamed message, as bytes, and the content blocks that its blocks become."""
+"""Server-sent events of a message, and the content blocks of an answer."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -20,7 +20,7 @@ DELTAS: Final = {
 
 
 def content_of(block: Block) -> dict[str, Any]:
-    """A content block, once its block has so much text."""
+    """Return the content block of a finished block."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
     if block.kind == "reasoning":
@@ -29,7 +29,7 @@ def content_of(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut off, those that are there. What is no JSON object is told as it is."""
+    """Return a call's arguments, even if cut off. What is no JSON object is returned as text."""
     try:
         read = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
@@ -38,17 +38,13 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessageEvents:
-    """One stream: each block starts, grows and stops."""
-
     def __init__(self) -> None:
         self.blocks = Blocks()
 
     def begin(self, message: MessageObject) -> bytes:
-        """The first events."""
         return b'event: message_start\ndata: {"type":"message_start","message":%b}\n\n%b' % (as_json(message), PING)
 
     def piece(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> bytes:
-        """What a piece of the answer adds."""
         data = b""
         for block, new, begins, ended in self.blocks.feed(reasoning, text, calls):
             if ended is not None:
@@ -67,7 +63,6 @@ class MessageEvents:
         return data
 
     def end(self, reason: StopReason, sequence: str | None, usage: MessageUsage) -> bytes:
-        """The end of the last block and of the message."""
         told = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": sequence},

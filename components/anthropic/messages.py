@@ -1,4 +1,4 @@
-"""`/v1/messages`: request and answer. A request is written as a chat, and is one from there on."""
+"""`/v1/messages`: request and answer. A request is converted to a chat."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from components.openai.fields import INT32_MAX, Strict, TokenCount, Usage, by_ty
 MAX_MESSAGES: Final = 4096
 MAX_BLOCKS: Final = 1024
 MAX_TOOLS: Final = 1024
-PARAMS: Final = {  # a chat's name, as a pattern, and ours; those that are the same are not here
+PARAMS: Final = {  # a pattern of a chat's parameter to its name here, where they differ
     r"max_completion_tokens": "max_tokens",
     r"stop": "stop_sequences",
     r"response_format.*": "output_config.format",
@@ -27,21 +27,17 @@ Id = Annotated[str, Field(max_length=256)]
 
 
 class CacheControl(Strict):
-    """What begins like this is cached, here as everywhere else: the prefix cache needs no telling, and promises no time."""
+    """Accepted and ignored: every prefix is cached, without a promised lifetime."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Cacheable(Strict):
-    """May ask for it."""
-
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Cacheable):
-    """Text."""
-
     type: Literal["text"] = "text"
     text: str
     citations: Annotated[JsonValue, only([])] = None
@@ -59,7 +55,7 @@ TextBlocks = Annotated[
 
 
 class ToolUse(Cacheable):
-    """The model called a tool."""
+    """A call of a tool by the model."""
 
     type: Literal["tool_use"]
     id: Id
@@ -69,7 +65,7 @@ class ToolUse(Cacheable):
 
 
 class ToolResult(Cacheable):
-    """What that gave."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Id
@@ -78,7 +74,7 @@ class ToolResult(Cacheable):
 
 
 class Thinking(Strict):
-    """What the model thought, as it comes back from a client. The signature is nobody's: nothing hangs on it here."""
+    """Reasoning of an earlier answer. Its signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -100,34 +96,28 @@ Blocks = Annotated[
 
 
 class Turn(Strict):
-    """One message."""
-
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
 class Tool(Cacheable):
-    """A tool of the client."""
-
     type: Literal["custom"] | None = None
     name: Id
     description: str | None = None
     input_schema: dict[str, JsonValue]
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments are always streamed as they come
+    eager_input_streaming: bool | None = None  # always so
     input_examples: Annotated[JsonValue, only([])] = None
 
 
 class ToolChoice(Strict):
-    """Whether the model may call tools, must, or must call this one."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: Id | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingOptions(Strict):
-    """Whether the model thinks first. What it may spend on that is bounded by `max_tokens` alone."""
+    """Whether the model reasons first. Only `max_tokens` limits the reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1024, le=INT32_MAX)] | None = None
@@ -135,28 +125,22 @@ class ThinkingOptions(Strict):
 
 
 class JsonFormat(Strict):
-    """The answer is what the schema describes."""
+    """A JSON schema that the answer must satisfy."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
 
 
 class OutputConfig(Strict):
-    """How the answer is to be."""
-
-    effort: JsonValue = None  # a chat knows which
+    effort: JsonValue = None  # checked by the chat
     format: JsonFormat | None = None
 
 
 class RequestMetadata(Strict):
-    """Who asks."""
-
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
 class CountRequest(Strict):
-    """The body of a request to count tokens."""
-
     model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: TextBlocks | None = None
@@ -176,16 +160,16 @@ class CountRequest(Strict):
 
     @property
     def params(self) -> dict[str, str]:
-        """Patterns of a chat's parameters, and what this request calls them."""
+        """Return patterns of a chat's parameters with their names in this API."""
         by_effort = self.output_config is not None and self.output_config.effort is not None
         return PARAMS | {"reasoning_effort": "output_config.effort"} if by_effort else PARAMS
 
     def chat(self) -> ChatRequest:
-        """The same as a chat. Raises: Rejected, in a chat's words."""
+        """Raises: Rejected, with the chat's parameter names."""
         return parse_value(ChatRequest, {name: value for name, value in self._wanted().items() if value is not None})
 
     def check(self) -> None:
-        """Raises: Rejected, when fields contradict each other."""
+        """Raises: Rejected, if fields contradict each other."""
         if self.messages[-1].role == "assistant":
             raise Rejected(
                 "'messages' ends with the assistant's turn, which this server cannot go on with: end with the user's.",
@@ -226,8 +210,6 @@ class CountRequest(Strict):
 
 
 class MessagesRequest(CountRequest):
-    """The body of a request."""
-
     max_tokens: TokenCount
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
@@ -261,8 +243,8 @@ class MessagesRequest(CountRequest):
 
 
 def _check_blocks(messages: Sequence[Turn]) -> None:
-    """Raises: Rejected, when a block is in a turn where it cannot be, or tells of what no tool was asked for."""
-    uses: set[str] = set()  # of the turn before
+    """Raises: Rejected, if a block is in the wrong turn, or a result belongs to no call."""
+    uses: set[str] = set()  # ids of the previous turn
     for i, message in enumerate(messages):
         new = {block.id for block in message.content if isinstance(block, ToolUse)}
         only_results = True  # so far
@@ -284,7 +266,7 @@ def _wrong(param: str, why: str) -> Rejected:
 
 
 def turns(system: Sequence[TextBlock], messages: Iterable[Turn]) -> list[dict[str, Any]]:
-    """The messages of a chat: one role's turns in a row are one, and what a tool gave is a message of its own."""
+    """Return the messages of a chat. Consecutive turns of a role are joined; each tool result becomes a message."""
     made: list[dict[str, Any]] = []
     if system:
         made.append({"role": "system", "content": [_chats_text(block.text) for block in system]})
@@ -303,7 +285,7 @@ def turns(system: Sequence[TextBlock], messages: Iterable[Turn]) -> list[dict[st
 
 
 def _add(turn: dict[str, Any], block: TextBlock | ToolUse | Thinking) -> None:
-    """Add to a turn of which `reasoning_content` is a list as long as it grows."""
+    """Add to a turn; its `reasoning_content` is a list until all is added."""
     if isinstance(block, TextBlock):
         turn["content"] = turn["content"] or []
         turn["content"].append(_chats_text(block.text))
@@ -315,7 +297,7 @@ def _add(turn: dict[str, Any], block: TextBlock | ToolUse | Thinking) -> None:
 
 
 def _result(block: ToolResult) -> list[dict[str, str]]:
-    """A chat has no mark for what went wrong, so it is said."""
+    """Return a result as text. A chat has no field for an error, so the text starts with it."""
     texts = [part.text for part in block.content or ()]
     return [_chats_text(text) for text in (["Error:", *texts] if block.is_error else texts or [""])]
 
@@ -343,16 +325,15 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(BaseModel):
-    """Tokens of one message. Those of the prompt that were in the prefix cache are not among `input_tokens`."""
+    """Tokens of one message. `input_tokens` excludes those found in the prefix cache."""
 
     input_tokens: int
-    cache_creation_input_tokens: int = 0  # nothing is charged for it
+    cache_creation_input_tokens: int = 0  # caching is free
     cache_read_input_tokens: int
     output_tokens: int
 
     @classmethod
     def of(cls, usage: Usage) -> "MessageUsage":
-        """What a chat would have told."""
         cached = usage.prompt_tokens_details.cached_tokens
         return cls(
             input_tokens=usage.prompt_tokens - cached,
@@ -362,7 +343,7 @@ class MessageUsage(BaseModel):
 
 
 class MessageObject(BaseModel):
-    """An answer, whole or before its first block."""
+    """An answer, complete or before its first block."""
 
     id: str
     type: Literal["message"] = "message"
@@ -375,6 +356,4 @@ class MessageObject(BaseModel):
 
 
 class TokenCountAnswer(BaseModel):
-    """How long a prompt would be."""
-
     input_tokens: int

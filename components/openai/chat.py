@@ -28,14 +28,14 @@ MAX_PARTS: Final = 1024  # of one message
 
 
 class TextPart(Strict):
-    """A part of a message's content. Images, audio and files are refused; nothing is ever fetched."""
+    """A text. Images, audio and files are refused; no URL is ever fetched."""
 
     type: Literal["text"]
     text: str
 
 
 def _content(value: JsonValue) -> str | None:
-    """A message's text; parts are joined by newlines, which is what users of vLLM get."""
+    """Return a message's text. Parts are joined by newlines, as in vLLM."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -62,35 +62,33 @@ def _part_text(part: JsonValue, i: int) -> str:
 
 
 class Message(Strict):
-    """One turn of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # of the call that this answers
     tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_CALLS)] | None = None
     refusal: str | None = None  # in place of content
-    reasoning_content: str | None = None  # templates decide what of earlier reasoning the model sees
-    reasoning: str | None = None  # the same by its other name
-    # clients send an answer back with every field it came with
+    reasoning_content: str | None = None  # templates decide how much earlier reasoning the model sees
+    reasoning: str | None = None  # another name for it
+    # clients send an answer back with all its fields
     annotations: Annotated[JsonValue, only([])] = None
     audio: Annotated[JsonValue, only()] = None
     function_call: Annotated[JsonValue, only()] = None
 
     @property
     def text(self) -> str:
-        """What it says, or says in place of it."""
+        """The content, or the refusal in its place."""
         return self.content if self.content is not None else self.refusal or ""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing at all, not even by calling a tool."""
+        """Whether it has no content and no tool call."""
         if self.content is not None or self.tool_calls:
             return False
         return self.role != "assistant" or self.refusal is self.reasoning_content is self.reasoning is None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it: they have no developer, whose words rank with the system's."""
+        """Return the message for chat templates. They have no developer role; it becomes system."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             turn["name"] = self.name
@@ -105,9 +103,7 @@ class Message(Strict):
 
 
 class ChatRequest(ConstrainedFields):
-    """The body of a chat request."""
-
-    # the first fault ends the look at the rest
+    # fail_fast: report only the first fault
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -117,7 +113,7 @@ class ChatRequest(ConstrainedFields):
     chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=16)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_generation_prompt: bool | None = None  # true by default, unless the last message is to go on
+    add_generation_prompt: bool | None = None  # default: true, unless the last message is continued
     continue_final_message: bool | None = None
     metadata: (
         Annotated[
@@ -140,7 +136,7 @@ class ChatRequest(ConstrainedFields):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to generate, under either of its names. Raises: Rejected, when they contradict."""
+        """Return the maximum of generated tokens. Raises: Rejected, if its two names contradict."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise Rejected(
@@ -150,16 +146,15 @@ class ChatRequest(ConstrainedFields):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives to tell of with each token."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def continues(self) -> bool:
-        """When the last message is to go on."""
+        """Whether the answer continues the last message."""
         return bool(self.continue_final_message)
 
     def check(self) -> None:
-        """Raises: Rejected, when fields contradict each other."""
+        """Raises: Rejected, if fields contradict each other."""
         super().check()
         check_ending(self.messages, add=self.add_generation_prompt, go_on=self.continue_final_message)
         if self.echo and not self.continue_final_message:
@@ -172,7 +167,6 @@ class ChatRequest(ConstrainedFields):
         check_tools(self.tools or (), self.tool_choice)
 
     def conversation(self) -> Conversation:
-        """What the chat is about."""
         messages = [message.for_template() for message in self.messages]
         name_answers(messages)
         choice = self.tool_choice or ToolChoice("auto")
@@ -188,9 +182,9 @@ class ChatRequest(ConstrainedFields):
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raises: Rejected, when a message says nothing, or what is about calls of tools does not belong together."""
-    calls: set[str] = set()  # of the turns so far
-    answers = False  # whether answers to calls may follow
+    """Raises: Rejected, if a message is empty, or tool calls and results do not match."""
+    calls: set[str] = set()  # ids of earlier calls
+    answers = False  # whether tool messages may follow
     for i, message in enumerate(messages):
         at = f"messages[{i}]"
         if message.is_empty:
@@ -208,7 +202,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _check_answer(message: Message, at: str, calls: Set[str]) -> None:
-    """Raises: Rejected, when a message with a tool's result answers none of these calls."""
+    """Raises: Rejected, if a tool message belongs to none of these calls."""
     if message.tool_call_id is None:
         code = "missing_required_parameter"
         raise Rejected(f"Missing required parameter: '{at}.tool_call_id'.", param=f"{at}.tool_call_id", code=code)
@@ -227,7 +221,7 @@ def _check_answer(message: Message, at: str, calls: Set[str]) -> None:
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raises: Rejected, when two tools share a name, or the choice is of none that is there."""
+    """Raises: Rejected, if two tools have one name, or the choice names an unknown tool."""
     names: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.function.name in names:
@@ -249,10 +243,10 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
 
 
 class CallMade(BaseModel):
-    """A tool that the model calls."""
+    """A tool call by the model."""
 
     class Called(BaseModel):
-        """Which one, and with what: a JSON text."""
+        """Name and arguments; the arguments are JSON text."""
 
         name: str
         arguments: str
@@ -263,22 +257,20 @@ class CallMade(BaseModel):
 
     @classmethod
     def of(cls, call: Call) -> Self:
-        """This one."""
         return cls(id=call.id, function=cls.Called(name=call.name, arguments=call.arguments))
 
 
 def ending_of(add: bool | None, go_on: bool | None, special: bool | None) -> Ending:
-    """By the fields of these names: `add_generation_prompt`, `continue_final_message`, `add_special_tokens`."""
     return Ending(not go_on if add is None else add, bool(go_on), bool(special))
 
 
 def check_ending(messages: Sequence[Message], *, add: bool | None, go_on: bool | None) -> None:
-    """Raises: Rejected, when a conversation is to be both open for a new turn and go on with its last one, or cannot go on."""
+    """Raises: Rejected, if a conversation asks both for a new turn and to continue the last one, or cannot continue it."""
     if add and go_on:
         raise Rejected(
             "'continue_final_message' and 'add_generation_prompt' cannot both be true.", param="continue_final_message"
         )
-    if go_on and messages and messages[-1].tool_calls:  # behind the text: the prompt would end before them
+    if go_on and messages and messages[-1].tool_calls:  # calls follow the text, so the text cannot be continued
         raise Rejected(
             "'continue_final_message' cannot go on with a message that has 'tool_calls'.",
             param="continue_final_message",
@@ -287,8 +279,6 @@ def check_ending(messages: Sequence[Message], *, add: bool | None, go_on: bool |
 
 
 class ChatMessage(BaseModel):
-    """What the model said; of reasoning and calls it tells when there are any."""
-
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
@@ -298,8 +288,6 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
-
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
@@ -308,7 +296,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """The answer to a chat request that is not streamed."""
+    """The answer to a chat request without `stream`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

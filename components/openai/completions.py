@@ -24,7 +24,7 @@ MAX_PROMPTS: Final = 128
 
 
 def prompts(value: JsonValue, most: int = MAX_PROMPTS) -> list[str | list[int]]:
-    """Every form of `prompt` as a list of prompts, each text or token ids."""
+    """Return the prompts of any form of `prompt`, each a text or token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -41,7 +41,7 @@ def prompts(value: JsonValue, most: int = MAX_PROMPTS) -> list[str | list[int]]:
 
 
 def token_ids(value: JsonValue, at: str = "") -> list[int]:
-    """A list of them; `at` is its place below the field."""
+    """Validate a list of token ids; `at` is its path below the field."""
     if not isinstance(value, list) or not value:
         raise invalid("must be a list of token ids, not empty", at=at)
     ids = [item for item in value if type(item) is int]  # a bool is an int to isinstance
@@ -51,8 +51,6 @@ def token_ids(value: JsonValue, at: str = "") -> list[int]:
 
 
 class CompletionRequest(ConstrainedFields):
-    """The body of a completion request."""
-
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
@@ -64,26 +62,23 @@ class CompletionRequest(ConstrainedFields):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to generate for each prompt."""
+        """Return the maximum of tokens generated per prompt."""
         return self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives to tell of with each token."""
         return self.logprobs
 
     @property
     def echo_alternatives(self) -> int | None:
-        """The same for the prompt's tokens, when they are shown."""
         return self.logprobs if self.echo else None
 
     @property
     def continues(self) -> bool:
-        """Always."""
         return True
 
     def check(self) -> None:
-        """Raises: Rejected, when fields contradict each other, or ask to choose the best of more than are shown."""
+        """Raises: Rejected, if fields contradict each other, or `best_of` exceeds `n`."""
         super().check()
         choices = len(self.prompt) * (self.n or 1)
         if choices > MAX_BRANCHES:
@@ -102,7 +97,7 @@ class CompletionRequest(ConstrainedFields):
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: Rejected, when one of a client's token ids is none of the model's."""
+    """Raises: Rejected, if a token id is not in the vocabulary."""
     worst = max(ids, default=0)
     if worst >= vocab_size:
         raise Rejected(
@@ -113,8 +108,6 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 class CompletionChoice(BaseModel):
-    """The continuation of one prompt."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -125,7 +118,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answer to a completion request that is not streamed."""
+    """The answer to a completion request without `stream`."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

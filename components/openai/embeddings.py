@@ -21,8 +21,6 @@ def _inputs(value: JsonValue) -> list[str | list[int]]:
 
 
 class EmbeddingRequest(Strict):
-    """The body of a request for embeddings."""
-
     model: Annotated[str, Field(min_length=1, max_length=256)]
     input: Annotated[
         list[str | list[int]],
@@ -32,13 +30,15 @@ class EmbeddingRequest(Strict):
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     # extensions, by the names that users of vLLM know
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # the last so many; -1: what fits
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = (
+        None  # keep the last n; -1: as many as fit
+    )
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     priority: Priority | None = None
 
     def check(self, model: EmbeddingModel) -> None:
-        """Raises: Rejected, when its vectors cannot be cut to what is asked for."""
+        """Raises: Rejected, if the vectors cannot be cut to `dimensions`."""
         wanted = self.dimensions
         if wanted is None or wanted == model.dimensions:
             return
@@ -61,7 +61,7 @@ class EmbeddingRequest(Strict):
 
 
 class Embedding(BaseModel):
-    """One vector; base64 is that of little-endian float32."""
+    """One vector; base64 encodes little-endian float32."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -69,14 +69,14 @@ class Embedding(BaseModel):
 
 
 class EmbeddingUsage(BaseModel):
-    """Tokens of all inputs, special ones included."""
+    """Tokens of all inputs, with special tokens."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingList(BaseModel):
-    """The answer: one vector for each input, in their order."""
+    """One vector for each input, in order."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
@@ -87,7 +87,7 @@ class EmbeddingList(BaseModel):
 def embedding_list(
     vectors: Sequence[bytes], request: EmbeddingRequest, model: EmbeddingModel, num_tokens: int
 ) -> Parts:
-    """The JSON of an `EmbeddingList` with `vectors`, float32[dimensions] each, cut if that is asked for; one at a time."""
+    """Yield the JSON of an `EmbeddingList`, vector by vector; `vectors` are float32[dimensions]."""
     shown = (
         Embedding(index=i, embedding=_shown(np.frombuffer(vector, "<f4"), request, model)).model_dump_json().encode()
         for i, vector in enumerate(vectors)

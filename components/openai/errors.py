@@ -1,4 +1,4 @@
-"""Every failure as the OpenAI API tells it: the one table from our errors to (HTTP status, type, code)."""
+"""Errors in OpenAI's form: one table from the mesh's errors to (HTTP status, type, code)."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from components.errors import MeshError, Overloaded
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a client is told. Without `text` it is the error's own message, which then must be fit for a stranger."""
+    """One row. Without `text` a client reads the error's own message, which must then be safe to show."""
 
     status: int
     type: str
@@ -29,7 +29,7 @@ _SERVER: Final = "server_error"
 _NO_INSTANCE: Final = "No instance can serve this model at the moment. Try again shortly."
 _TOO_MANY: Final = "Too many requests are waiting. Try again shortly."
 _TOO_MANY_CHECKS: Final = "Too many schemas, expressions or grammars are waiting to be checked. Try again shortly."
-_USED_UP: Final = "This API key has used what it may for now. Try again later."
+_USED_UP: Final = "Rate limit reached for this API key. Try again later."
 _LOST: Final = "The instance working on this request was lost. Try again."
 _NOT_FINITE: Final = "The model computed NaN or infinite logits for this request, so no token can be drawn."
 _OURS: Final = "The server had an error while processing the request."
@@ -41,13 +41,13 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.UnknownModel: Row(404, _INVALID, "model_not_found"),
     e.UnknownResponse: Row(404, _INVALID, "response_not_found"),
     e.MessageTooLarge: Row(413, _INVALID, "request_too_large", "The request is larger than the mesh carries."),
-    e.MalformedMessage: Row(500, _SERVER, "internal_error", _OURS),  # a peer's bytes, never the client's
+    e.MalformedMessage: Row(500, _SERVER, "internal_error", _OURS),  # a peer's message, never the client's
     e.IncompatibleLayout: Row(500, _SERVER, "internal_error", _OURS),
     e.Overloaded: Row(503, _BUSY, "overloaded", "The server is overloaded. Try again shortly."),
     e.NoDecodeInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.NoPrefillInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.NoBootstrapInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
-    e.QueueFull: Row(429, "tokens", "rate_limit_exceeded", _TOO_MANY),  # what the limit is on, as OpenAI has it
+    e.QueueFull: Row(429, "tokens", "rate_limit_exceeded", _TOO_MANY),  # the kind of limit, as in OpenAI's errors
     e.TooManyChecks: Row(429, "requests", "rate_limit_exceeded", _TOO_MANY_CHECKS),
     e.KeyLimited: Row(429, "tokens", "rate_limit_exceeded", _USED_UP),
     e.PeerLost: Row(502, _SERVER, "instance_lost", _LOST),
@@ -58,7 +58,9 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.TransferFailed: Row(502, _SERVER, "instance_lost", _LOST),
     e.KvCorrupt: Row(502, _SERVER, "instance_lost", _LOST),
     e.StaleInstance: Row(502, _SERVER, "instance_lost", _LOST),
-    e.KvUnavailable: Row(502, _SERVER, "kv_transfer_failed", "The prompt's KV did not come from its prefill instance"),
+    e.KvUnavailable: Row(
+        502, _SERVER, "kv_transfer_failed", "The prompt's KV was not received from its prefill instance"
+    ),
     e.BackendUnavailable: Row(503, _BUSY, "backend_unavailable", "The server is not ready. Try again shortly."),
     e.DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "The request took longer than its time limit."),
     e.Cancelled: Row(499, _INVALID, "request_cancelled", "The request was cancelled."),
@@ -69,23 +71,26 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.NonFiniteLogits: Row(500, _SERVER, "non_finite_logits", _NOT_FINITE),
 }
 
-WHY_NO_KV: Final[dict[str, str]] = {  # by the class in `KvUnavailable`'s field `cause`
-    e.KvCorrupt.__name__: "it did not arrive as it was sent.",
+WHY_NO_KV: Final[dict[str, str]] = {  # by the class named in `KvUnavailable.fields["cause"]`
+    e.KvCorrupt.__name__: "it was corrupted on the way.",
     e.DeadlineExceeded.__name__: "it took too long.",
     e.PrefillLost.__name__: "the instance was lost.",
     e.StaleInstance.__name__: "the instance was lost.",
-    e.NoBootstrapInstance.__name__: "no bootstrap instance is there to pair it with.",
-    e.Overloaded.__name__: "the instance takes no more.",
-    e.QueueFull.__name__: "the instance takes no more.",
-    e.IncompatibleLayout.__name__: "it is not laid out as decode needs it.",
+    e.NoBootstrapInstance.__name__: "no bootstrap instance is available.",
+    e.Overloaded.__name__: "the instance is full.",
+    e.QueueFull.__name__: "the instance is full.",
+    e.IncompatibleLayout.__name__: "its layout does not fit.",
 }
 
-HTTP: Final[dict[int, tuple[str | None, str]]] = {  # what the web server refuses before a request is one of ours
+HTTP: Final[dict[int, tuple[str | None, str]]] = {  # refusals before a request reaches a dialect
     400: (None, "The request is malformed."),
-    404: ("unknown_url", "There is nothing at this URL. /openapi.json lists all, /v1/models the models."),
-    401: ("invalid_api_key", "Send a good API key: 'Authorization: Bearer <key>' or 'x-api-key: <key>'."),
-    405: ("method_not_allowed", "This URL does not take this method."),
-    408: ("request_timeout", "The request took too long to come."),
+    404: ("unknown_url", "Invalid URL. /openapi.json lists all routes, /v1/models the models."),
+    401: (
+        "invalid_api_key",
+        "You didn't provide an API key. Send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
+    ),
+    405: ("method_not_allowed", "Method not allowed for this URL."),
+    408: ("request_timeout", "The request took too long to arrive."),
     413: ("request_too_large", "The request body is too large."),
     415: ("unsupported_media_type", "Send the body as JSON, with 'Content-Type: application/json'."),
     431: ("request_too_large", "The request's headers are too large."),
@@ -94,8 +99,6 @@ HTTP: Final[dict[int, tuple[str | None, str]]] = {  # what the web server refuse
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
@@ -103,15 +106,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every answer that is none; for the description of this API."""
+    """The body of every failed request, for /openapi.json."""
 
     error: ErrorDetail
 
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """One failure, ready to send."""
-
     status: int
     message: str
     type: str
@@ -120,19 +121,18 @@ class ApiError:
     retry_after_s: float | None = None
 
     def body(self) -> bytes:
-        """The JSON that a failed request is answered with, and that a broken stream carries as an event."""
+        """Return the JSON of a failed request, or of an event that ends a stream."""
         inner = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": inner}, ensure_ascii=False, separators=(",", ":")).encode()
 
     def headers(self) -> Mapping[str, str]:
-        """Headers that belong to the status."""
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
 def from_mesh(error: MeshError, request_id: str) -> ApiError:
-    """How the client is told of `error`. A class of a newer peer that is not in the table is told as its nearest kin."""
+    """Convert a mesh error. An unknown class of a newer peer becomes its nearest known parent."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     message = row.text or error.message
     if isinstance(error, e.KvUnavailable):
@@ -146,10 +146,7 @@ def from_mesh(error: MeshError, request_id: str) -> ApiError:
 
 
 def in_other_words(error: ApiError, params: Mapping[str, str]) -> ApiError:
-    """`error` as an API tells it that calls parameters otherwise: of the patterns in `params` the first that fits counts.
-
-    A parameter that is not known is the client's own word.
-    """
+    """Rename the parameter of `error`. The first pattern in `params` that fits counts; unknown parameters keep their name."""
     for pattern, name in params.items() if error.code != "unknown_parameter" else ():
         found = re.fullmatch(pattern, error.param or "")
         if found is not None:
@@ -163,7 +160,7 @@ def _text(value: object) -> str | None:
 
 
 def from_status(status: int, message: str | None = None) -> ApiError:
-    """A refusal by the web server: unknown URL, wrong method, wrong content type."""
+    """Return a refusal by the web server, such as an unknown URL or a wrong method."""
     code, text = HTTP.get(status, (None, _OURS if status >= 500 else HTTP[400][1]))
     return ApiError(status, message or text, _SERVER if status >= 500 else _INVALID, None, code)
 
@@ -174,11 +171,11 @@ def http_refusal(status: int, reason: str) -> tuple[bytes, bytes]:
 
 
 def from_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
-    """A refusal of a parameter in the URL."""
+    """Return a refusal of a parameter in the URL."""
     param = str(faults[0]["loc"][-1])
     return ApiError(400, f"Invalid '{param}': {faults[0]['msg']}.", _INVALID, param, "invalid_value")
 
 
 def internal(request_id: str) -> ApiError:
-    """Anything else: our bug. The traceback is in the log under the request id, and only there."""
+    """Return the answer to a bug. Its traceback is only in the log, under the request id."""
     return ApiError(500, f"{_OURS} (request {request_id})", _SERVER, None, "internal_error")

@@ -1,4 +1,4 @@
-"""The server-sent events of one stream, as bytes: what never changes is serialised once, a token only quotes its text."""
+"""Server-sent events of one stream, as bytes. Constant parts are serialised once; a token only has its text quoted."""
 
 import json
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from components.output.calls import CallDelta
 DONE: Final = b"data: [DONE]\n\n"
 
 _encode: Final = json.JSONEncoder(ensure_ascii=False).encode
-# line ends to Python's str.splitlines, by which some clients cut the stream, but not to JSON
+# line ends for str.splitlines, with which some clients split the stream, but not for JSON
 _LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 def quote(text: str) -> bytes:
-    """`text` as a JSON string that holds no line end of any kind."""
+    """Return `text` as a JSON string without any line separator."""
     return _in_one_line(_encode(text))
 
 
 def as_json(value: object) -> bytes:
-    """Any JSON value or model, likewise."""
+    """Return a JSON value or model as `quote` does."""
     return _in_one_line(value.model_dump_json() if isinstance(value, BaseModel) else _encode(value))
 
 
@@ -32,16 +32,16 @@ def _in_one_line(json_text: str) -> bytes:
 
 
 def member(name: str, value: str) -> bytes:
-    """One more member of an object, `value` being JSON."""
+    """Return `,"name":value`; `value` is JSON."""
     return b',"%b":%b' % (name.encode(), value.encode())
 
 
 class More(NamedTuple):
-    """What some requests want in an event beside the text: `member`s of its choice, and of the chunk."""
+    """Optional members of an event: of its choice, and of the chunk."""
 
     choice: bytes = b""
     chunk: bytes = b""
-    usage: bytes = b""  # of the chunk, and of each where one becomes several
+    usage: bytes = b""  # of each chunk
 
 
 NOTHING: Final = More()
@@ -49,7 +49,7 @@ NOTHING: Final = More()
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """One stream's events. Chat and completions differ in what stands around the text, and in nothing else."""
+    """One stream's events. Chat and completions differ only in what surrounds the text."""
 
     head: bytes  # up to the choice's index
     before_text: bytes
@@ -60,23 +60,21 @@ class Events:
 
     @classmethod
     def chat(cls, response_id: str, created: int, model: str, *, usage_follows: bool, empty: bool = True) -> Self:
-        """Events of `chat.completion.chunk`. `empty`: the content begins as empty text; else as null, which it may stay."""
+        """Make events of `chat.completion.chunk`. `empty`: the content begins as "", not as null."""
         head, usage_head = _heads(response_id, "chat.completion.chunk", created, model, usage_follows=usage_follows)
         opening = b',"delta":{"role":"assistant","content":%b}' % (b'""' if empty else b"null")
         return cls(head, b',"delta":{"content":', b"}", b',"delta":{}', opening, usage_head)
 
     @classmethod
     def completion(cls, response_id: str, created: int, model: str, *, usage_follows: bool) -> Self:
-        """Events of `text_completion`."""
         head, usage_head = _heads(response_id, "text_completion", created, model, usage_follows=usage_follows)
         return cls(head, b',"text":', b"", b',"text":""', None, usage_head)
 
     def open(self, index: int, more: More = NOTHING) -> bytes:
-        """What stands before a choice's first text: its role, in a chat."""
+        """Return what precedes a choice's first text: in a chat, its role."""
         return b"" if self.opening is None else self._event(index, self.opening, b"null", more)
 
     def text(self, index: int, text: str, logprobs: BaseModel | None = None, more: More = NOTHING) -> bytes:
-        """More text of a choice."""
         return b'%b%d%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b%b}\n\n' % (
             self.head,
             index,
@@ -97,10 +95,7 @@ class Events:
         logprobs: BaseModel | None = None,
         more: More = NOTHING,
     ) -> bytes:
-        """More of a chat's choice, of which something is reasoning or calls of tools.
-
-        The first event has what is told of its tokens.
-        """
+        """Return events for text, reasoning and tool calls of a chat. The first event has the log-probabilities."""
         deltas = [b'"content":%b' % quote(text)] if text else []
         if reasoning:
             quoted = quote(reasoning)
@@ -116,11 +111,10 @@ class Events:
         )
 
     def finish(self, index: int, reason: str, more: More = NOTHING) -> bytes:
-        """The end of a choice."""
         return self._event(index, self.empty, quote(reason), more)
 
     def usage(self, usage: Usage) -> bytes:
-        """The usage chunk: it has no choices."""
+        """Return the usage chunk, which has no choices."""
         return b'%b[],"usage":%b}\n\n' % (self.usage_head, usage.model_dump_json().encode())
 
     def _event(self, index: int, payload: bytes, reason: bytes, more: More) -> bytes:
@@ -146,5 +140,5 @@ def _heads(response_id: str, kind: str, created: int, model: str, *, usage_follo
         created,
         quote(model),
     )
-    usage = b'"usage":null,' if usage_follows else b""  # OpenAI: every chunk has the field once one will fill it
+    usage = b'"usage":null,' if usage_follows else b""  # OpenAI: all chunks have the field if the last has usage
     return common + usage + b'"choices":[{"index":', common + b'"choices":'

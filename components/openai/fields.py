@@ -1,7 +1,7 @@
-"""Fields that several endpoints share, and how a body becomes a request or a refusal that names the parameter at fault.
+"""Fields that several endpoints share, and the parsing of a body into a request or an error that names the parameter.
 
-A field that clients send out of habit but that we cannot honour yet is declared with its neutral values: those pass,
-anything else is refused. A field that is not declared at all is refused too. Nothing is ignored in silence.
+A known field that is not supported declares its neutral values; other values are refused. So is an undeclared field. Nothing
+is ignored silently.
 """
 
 from collections.abc import Mapping
@@ -26,22 +26,22 @@ from components.errors import Rejected
 from components.openai.json_size import check_text, check_value
 from components.wire.sampling import Constraint
 
-MAX_CHOICES: Final = 128  # of one prompt
-MAX_BRANCHES: Final = 512  # of one request: choices of all its prompts
-MAX_ERROR_CHARS: Final = 256  # of a reason that quotes the client
+MAX_CHOICES: Final = 128  # per prompt
+MAX_BRANCHES: Final = 512  # per request, over all its prompts
+MAX_ERROR_CHARS: Final = 256  # of a message that quotes the client
 MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BIAS: Final = 100
-MAX_PRIORITY: Final = 127  # each step lets 256 later requests pass: what is asked for stays finite
+MAX_PRIORITY: Final = 127  # a limit, since each step lets 256 later requests overtake
 INT32_MAX: Final = 2**31 - 1
-CODES: Final = {  # pydantic's error types to OpenAI's codes; whatever is not here has a bad value
+CODES: Final = {  # pydantic's error types to OpenAI's codes; others are invalid_value
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
     "unsupported": "unsupported_parameter",
 }
-SHAPES: Final = {  # what pydantic says in Python's words
+SHAPES: Final = {  # in JSON's words rather than Python's
     "model_type": "Input should be an object",
     "dict_type": "Input should be an object",
     "list_type": "Input should be an array",
@@ -59,7 +59,7 @@ class Strict(BaseModel):
 
 
 def only(*neutral: JsonValue) -> AfterValidator:
-    """Accept null and these values; refuse the rest as not supported."""
+    """Accept null and these values; refuse others as unsupported."""
     shown = " or ".join(repr(value).lower() if isinstance(value, bool) else repr(value) for value in neutral)
     hint = f"send {shown} or leave it out" if neutral else "leave it out"
 
@@ -78,23 +78,22 @@ def _same(value: JsonValue, allowed: JsonValue) -> bool:
 
 
 def invalid(message: str, at: str = "") -> PydanticCustomError:
-    """A bad value; `at` is the path below the field, such as `[0].type`."""
+    """Return the error for a bad value; `at` is the path below the field, such as `[0].type`."""
     return PydanticCustomError("value_error", message.replace("{", "{{").replace("}", "}}"), {"at": at})
 
 
 def tagged(kind: str) -> Tag:
-    """One of the kinds between which `by_type` chooses."""
     return Tag(f"<{kind}>")
 
 
 class _ByType(Discriminator):
-    """Hashable, as what is in a union must be, though its context is a dict."""
+    """Hashable, as members of a union must be, although its context is a dict."""
 
     __hash__ = object.__hash__
 
 
 def by_type(*kinds: str, default: str = "") -> Discriminator:
-    """Which model of a union a JSON object is for: what its `type` says, `default` where it has none."""
+    """Choose the model of a union by an object's `type`, or by `default` if it has none."""
 
     def tag(value: Any) -> str:
         kind = value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", default)
@@ -109,7 +108,7 @@ def by_type(*kinds: str, default: str = "") -> Discriminator:
 
 
 def of_type(kind: str, default: str = "") -> BeforeValidator:
-    """The same where there is only one."""
+    """Check an object's `type` where only one is allowed."""
 
     def check(value: Any) -> Any:
         if isinstance(value, Mapping) and value.get("type", default) not in (kind, None):  # no set: it may be a list
@@ -144,7 +143,7 @@ def _bias(value: JsonValue) -> dict[int, float] | None:
 
 def _token_id(key: str) -> int:
     digits = key.isascii() and key.isdigit() and len(key) <= len(str(INT32_MAX))
-    if not digits or str(int(key)) != key or int(key) > INT32_MAX:  # "7" and "07" would be one token twice
+    if not digits or str(int(key)) != key or int(key) > INT32_MAX:  # "7" and "07" would be the same token
         raise invalid(f"must have token ids for keys, not {key[:32]!r}")
     return int(key)
 
@@ -163,22 +162,20 @@ Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower goe
 
 
 class AskedConstraint(NamedTuple):
-    """What an answer must be, and the field that says so, which is to blame when it cannot be."""
+    """What an answer must be, and the field that asks for it, which errors name."""
 
     constraint: Constraint
     param: str
 
 
 class StreamOptions(Strict):
-    """What a stream carries beside its tokens."""
-
     include_usage: bool | None = None
     include_obfuscation: Annotated[JsonValue, only(False)] = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk
 
 
 class GenerationFields(Strict):
-    """What every endpoint that generates takes. Null means the default, as in OpenAI's API."""
+    """Fields of all endpoints that generate. Null means the default, as in OpenAI's API."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
@@ -201,74 +198,74 @@ class GenerationFields(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     priority: Priority | None = None
-    # what requests with the same one have in common is worth keeping together; the first that is there counts
+    # keys for routing by session; the first one set counts
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    # how tokens are shown
+    # how text is made from tokens
     skip_special_tokens: bool | None = None  # true by default
-    spaces_between_special_tokens: bool | None = None  # fast tokenizers, the only ones here, put none, as in vLLM
-    include_stop_str_in_output: bool | None = None  # and the text of a token that ends the answer
-    add_special_tokens: bool | None = None  # by default to a text, and not to a conversation: its template writes them
-    echo: bool | None = None  # of a conversation, with `continue_final_message`: the turn that goes on
+    spaces_between_special_tokens: bool | None = None  # no effect with fast tokenizers, as in vLLM
+    include_stop_str_in_output: bool | None = None  # also the text of the token that ends the answer
+    add_special_tokens: bool | None = (
+        None  # default: true for a text, false for a conversation, whose template has them
+    )
+    echo: bool | None = None  # with `continue_final_message`: return the continued turn, too
     return_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # alternatives to tell of with each
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # alternatives per token
 
     @property
     def session(self) -> str:
-        """Whom routing by session takes this request for."""
+        """The key for routing by session."""
         return self.prompt_cache_key or self.user or ""
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream tells the usage so far."""
+        """Whether each chunk of a stream has the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def announces_usage(self) -> bool:
-        """Whether chunks have an empty usage, because one at the end will fill it."""
+        """Whether chunks have a null usage because the last one has the numbers."""
         return self.include_usage and not self.continuous_usage
 
     @property
     def continues(self) -> bool:
-        """Whether the generation goes on with the prompt's text, rather than answer it."""
+        """Whether the answer continues the prompt's text."""
         return False
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives to tell of with each token; None: nothing is to be told."""
+        """How many alternatives to return with each token; None: no log-probabilities."""
         return None
 
     @property
     def echo_alternatives(self) -> int | None:
-        """The same for the prompt's tokens, where the answer shows them before its own."""
+        """The same for the prompt's tokens, if the answer includes them."""
         return None
 
     @property
     def prompt_alternatives(self) -> int | None:
-        """How many to ask the model for, of each token of the prompt."""
+        """How many alternatives to request from the model for each prompt token."""
         asked = [count for count in (self.prompt_logprobs, self.echo_alternatives) if count is not None]
         return max(asked, default=None)
 
     @property
     def asked_constraint(self) -> AskedConstraint | None:
-        """What the text of each choice must be."""
         return None
 
     def check(self) -> None:
-        """Raises: Rejected, when fields contradict each other."""
+        """Raises: Rejected, if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise Rejected("'prompt_logprobs' are not told in a stream.", param="prompt_logprobs")
+            raise Rejected("'prompt_logprobs' is not supported when 'stream' is true.", param="prompt_logprobs")
 
 
 T = TypeVar("T")
-# vLLM's extensions of an answer: a member that is there when it was asked for
+# vLLM's extensions of an answer: a member that is present only if requested
 IfAsked = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 
 
@@ -276,7 +273,7 @@ class Usage(BaseModel):
     """Tokens of one request, over all its choices."""
 
     class PromptDetails(BaseModel):
-        """Of the prompt tokens, those found in the prefix cache."""
+        """Prompt tokens found in the prefix cache."""
 
         cached_tokens: int
 
@@ -287,7 +284,6 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, prompt: int, completion: int, cached: int) -> "Usage":
-        """The three counts; the total follows."""
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -300,19 +296,12 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 def parse_body(cls: type[R], body: bytes) -> R:
-    """The request in `body`. Raises: Rejected, with the first fault and the parameter it is in."""
-    value = _read_json(body)
-    try:
-        request = cls.model_validate(value)
-    except ValidationError as exc:
-        raise _rejection(exc.errors(include_url=False, include_input=False)[0]) from None
-    if isinstance(request, GenerationFields):
-        request.check()
-    return request
+    """Return the request in `body`. Raises: Rejected, with the first error and its parameter."""
+    return parse_value(cls, _read_json(body))
 
 
-def parse_value(cls: type[R], value: Mapping[str, Any]) -> R:
-    """The same for a request that was made from another one."""
+def parse_value(cls: type[R], value: Any) -> R:
+    """Return the request in a parsed body. Raises: Rejected."""
     try:
         request = cls.model_validate(value)
     except ValidationError as exc:
@@ -323,9 +312,9 @@ def parse_value(cls: type[R], value: Mapping[str, Any]) -> R:
 
 
 def _read_json(body: bytes) -> Any:
-    """The value in `body`: no key stands twice in an object, for what reads it before us may take the other one.
+    """Parse `body`. A duplicate key is an error, since another parser in front of us may read the other value.
 
-    NaN and numbers past a float's range come out as such: their fields refuse them by name. Raises: Rejected.
+    NaN and numbers beyond a float's range pass; their fields refuse them by name. Raises: Rejected.
     """
     check_text(body)
     try:
@@ -349,13 +338,13 @@ def _rejection(fault: ErrorDetails) -> Rejected:
         return Rejected(f"Unknown parameter: '{shown}'.", param=shown, code=code)
     if kind == "missing":
         return Rejected(f"Missing required parameter: '{shown}'.", param=shown, code=code)
-    if kind in {"unsupported", "value_error"}:  # ours: they go on where the parameter's name stops
+    if kind in {"unsupported", "value_error"}:  # our own messages, which continue after the parameter's name
         return Rejected(f"'{shown}' {reason}.", param=shown, code=code)
     reason = SHAPES.get(kind, reason.replace(" after validation", ""))
     return Rejected(f"Invalid '{shown}': {reason}.", param=shown, code=code)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, the way OpenAI writes it; which kind of a union it is in is no part of that."""
+    """Return a path such as `messages[0].content`, as OpenAI writes it, without the tags of unions."""
     steps = [*loc[:1], *(step for step in loc[1:] if not str(step).startswith("<"))]
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")

@@ -1,4 +1,4 @@
-"""Items: what a conversation is made of in the Responses API, and the turns of a chat that they come to."""
+"""Items of a conversation in the Responses API, and their conversion to chat messages."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
@@ -15,30 +15,25 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Strict):
-    """A part of what somebody said."""
-
     type: Literal["input_text"] = "input_text"
     text: str
 
 
 class OutputText(Strict):
-    """A part of what the model said, as it comes back from a client."""
+    """Text of the model, sent back by a client."""
 
     type: Literal["output_text"]
     text: str
     annotations: Annotated[JsonValue, only([])] = None
-    logprobs: list[JsonValue] | None = None  # told of it when it was made
+    logprobs: list[JsonValue] | None = None  # from the answer
 
 
 class Refusal(Strict):
-    """A part in which a model refused."""
-
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """What it said."""
         return self.refusal
 
 
@@ -62,18 +57,16 @@ Parts = Annotated[
 
 
 class MessageItem(Strict):
-    """A turn of somebody."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
     id: Id | None = None
     status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = None  # the model's own word about what it said
+    phase: Literal["commentary", "final_answer"] | None = None  # set by the model
 
 
 class CallItem(Strict):
-    """The model called a function."""
+    """A function call by the model."""
 
     type: Literal["function_call"]
     call_id: Id
@@ -84,7 +77,7 @@ class CallItem(Strict):
 
 
 class CallOutputItem(Strict):
-    """What that gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: Id
@@ -94,14 +87,12 @@ class CallOutputItem(Strict):
 
 
 class ReasoningText(Strict):
-    """What the model thought."""
-
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(Strict):
-    """What the model thought before it answered."""
+    """The model's reasoning before an answer."""
 
     type: Literal["reasoning"]
     id: Id | None = None
@@ -132,7 +123,7 @@ InputItems = Annotated[
 
 
 def turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
-    """The messages of a chat: what the model thought, said and called between two others is one turn of it."""
+    """Return chat messages. Reasoning, text and calls between two user messages become one turn."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, CallOutputItem):
@@ -154,7 +145,7 @@ def _assistants_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
-    """Add to a turn of which `reasoning_content` is a list as long as it grows."""
+    """Add to a turn; its `reasoning_content` is a list until all is added."""
     if isinstance(item, MessageItem):
         turn["content"] = turn["content"] or []
         turn["content"] += _texts(item.content)
@@ -170,8 +161,6 @@ def _texts(parts: Sequence[InputText | OutputText | Refusal]) -> list[dict[str, 
 
 
 class OutputPart(BaseModel):
-    """A part of a message of the model."""
-
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[None] = []
@@ -179,15 +168,11 @@ class OutputPart(BaseModel):
 
 
 class OutputThought(BaseModel):
-    """A part of a reasoning item of the model."""
-
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
 class OutputMessage(BaseModel):
-    """What the model said."""
-
     type: Literal["message"] = "message"
     id: str
     status: Status
@@ -196,7 +181,7 @@ class OutputMessage(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """A function that the model calls: the client's to run."""
+    """A function call, for the client to run."""
 
     type: Literal["function_call"] = "function_call"
     id: str
@@ -207,8 +192,6 @@ class OutputCall(BaseModel):
 
 
 class OutputReasoning(BaseModel):
-    """What the model thought."""
-
     type: Literal["reasoning"] = "reasoning"
     id: str
     status: Status

@@ -1,7 +1,7 @@
 """Log-probabilities in an answer: a chat's list of tokens, and the parallel lists of completions.
 
-There is one entry for each token that `usage` counts: one that ends the text, and those of a stop string, which the text
-does not show, have theirs too, as in vLLM.
+There is one entry for each token that `usage` counts, as in vLLM: also for tokens that the text does not show, such as
+those of a stop string.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,21 +12,19 @@ from pydantic import BaseModel, TypeAdapter
 from components.openai.parts import Items, items_of
 from components.wire.logprobs import TokenLogprobs
 
-LEAST: Final = -9999.0  # OpenAI's way to say "very improbable"; JSON has no infinity
-TOKENS_AT_ONCE: Final = 32  # with 20 alternatives each; in 2 ms
+LEAST: Final = -9999.0  # OpenAI's value for "very improbable"; JSON has no infinity
+TOKENS_AT_ONCE: Final = 32  # with 20 alternatives each, 2 ms
 
 
 class ShownToken(NamedTuple):
-    """One token with what is to be told of it."""
-
     token: bytes  # maybe part of a character
-    logprob: float | None  # None for a prompt's first token: nothing comes before it
-    top: list[tuple[bytes, float]]  # the most probable tokens in its place, in that order
-    offset: int  # of its first character in the choice's text
+    logprob: float | None  # None for a prompt's first token
+    top: list[tuple[bytes, float]]  # the most probable tokens at its position, best first
+    offset: int  # in characters of the choice's text
 
 
 class TopLogprob(BaseModel):
-    """A token that could have stood in its place; `bytes` of what may be part of a character."""
+    """An alternative token; its `bytes` may be part of a character."""
 
     token: str
     logprob: float
@@ -40,19 +38,18 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Of a chat's choice, or of what one chunk adds to it."""
+    """For a choice, or for what one chunk adds to it."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
     @classmethod
     def of(cls, tokens: Sequence[ShownToken]) -> Self:
-        """Of these tokens."""
         return cls(content=[_token(token) for token in tokens])
 
     @staticmethod
     def parts(tokens: Sequence[ShownToken]) -> dict[str, Items]:
-        """The lists of `of(tokens)`, to fill that of no tokens with."""
+        """Yield the items of the lists of `of(tokens)`, for `filled`."""
         return {"content": (_token(token).model_dump_json().encode() for token in tokens)}
 
 
@@ -63,9 +60,9 @@ def _token(shown: ShownToken) -> TokenLogprob:
 
 
 class CompletionLogprobs(BaseModel):
-    """Of a completion's choice, or of what one chunk adds to it: lists with one entry a token.
+    """For a choice, or for what one chunk adds to it: lists with one entry per token.
 
-    `top_logprobs` also tells of the token itself, when it is none of the most probable ones.
+    `top_logprobs` includes the token itself, even if it is not among the most probable.
     """
 
     text_offset: list[int]
@@ -75,12 +72,11 @@ class CompletionLogprobs(BaseModel):
 
     @classmethod
     def of(cls, tokens: Sequence[ShownToken]) -> Self:
-        """Of these tokens."""
         return cls(**{name: [column(token) for token in tokens] for name, column in _COLUMNS.items()})
 
     @staticmethod
     def parts(tokens: Sequence[ShownToken]) -> dict[str, Items]:
-        """The lists of `of(tokens)`, to fill that of no tokens with."""
+        """Yield the items of the lists of `of(tokens)`, for `filled`."""
 
         def filling(column: Callable[[ShownToken], Any]) -> Items:
             return items_of(tokens, lambda some: [column(token) for token in some], TOKENS_AT_ONCE)
@@ -89,21 +85,21 @@ class CompletionLogprobs(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """A token in a place of the prompt, as vLLM tells of it."""
+    """A token at a position of the prompt, as in vLLM."""
 
     logprob: float
-    rank: int | None  # among all that could stand there, from 1; None: behind the alternatives that were asked for
+    rank: int | None  # in the vocabulary, from 1; None: beyond the requested alternatives
     decoded_token: str
 
 
-# one a token, by token id as JSON has it, the token itself first; None for the first one, before which nothing comes
+# one entry per token, keyed by token id, the token itself first; None for the first token
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 def prompt_parts(
     token_ids: Sequence[int], told: Sequence[TokenLogprobs], alternatives: int, name: Callable[[int], bytes]
 ) -> Items:
-    """The items of the `PromptLogprobs` of a prompt, of whose tokens `told` is from the second on."""
+    """Yield the items of a prompt's `PromptLogprobs`; `told` starts with the prompt's second token."""
     yield b"null"
     for i, of in enumerate(told, 1):
         yield _places.dump_json(_place(token_ids[i], of, alternatives, name))
@@ -141,7 +137,7 @@ _COLUMNS: Final[dict[str, Callable[[ShownToken], Any]]] = {  # of CompletionLogp
 
 
 def _text(token: bytes, prefix: str = "") -> str:
-    r"""The token's text; one that is only part of a character as `\xf0\x9f`, behind `prefix`, as OpenAI writes it."""
+    r"""Return a token's text; of a part of a character `\xf0\x9f` after `prefix`, as OpenAI does."""
     try:
         return token.decode()
     except UnicodeDecodeError:

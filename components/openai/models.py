@@ -1,4 +1,4 @@
-"""`/v1/models`: what is served."""
+"""Answers of `/v1/models`."""
 
 from typing import Literal
 
@@ -6,10 +6,7 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
-    """One model; `max_model_len` and `parent` as vLLM calls them.
-
-    The first is the tokens that prompt and answer may have together, the second the model that an adapter adapts.
-    """
+    """One model. `max_model_len` limits prompt and answer together; `parent` is the base model of an adapter. Both as in vLLM."""
 
     id: str
     object: Literal["model"] = "model"
@@ -20,7 +17,5 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """Every model that a request may name now."""
-
     object: Literal["list"] = "list"
     data: list[ModelCard]

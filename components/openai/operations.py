@@ -1,4 +1,4 @@
-"""Answers to those who run the mesh."""
+"""Answers for operators: health, readiness, workers."""
 
 from typing import Literal
 
@@ -10,33 +10,29 @@ WorkerState = Literal["up", "draining", "silent"]
 
 
 class Health(BaseModel):
-    """This process answers; `models` are those that a request may name now, for who might ask them."""
+    """This process answers. `models` is set only for clients that may use them."""
 
     status: Literal["ok"] = "ok"
     models: IfAsked[list[str]] = None
 
 
 class Live(BaseModel):
-    """This process answers."""
-
     status: Literal["ok"] = "ok"
 
 
 class Readiness(BaseModel):
-    """Whether a request would succeed, and if not, why, for who might ask."""
+    """Whether a request would succeed. `reasons` is set only for clients that may read it."""
 
     status: Literal["ready", "unready"]
     reasons: IfAsked[list[str]] = None
 
 
 class Version(BaseModel):
-    """Of kvmesh."""
-
     version: str
 
 
 class WorkerLoad(BaseModel):
-    """What a worker said of itself last."""
+    """A worker's last heartbeat."""
 
     num_running: int
     num_waiting: int
@@ -50,8 +46,6 @@ class WorkerLoad(BaseModel):
 
 
 class Worker(BaseModel):
-    """One registered process of the mesh."""
-
     id: str
     object: Literal["worker"] = "worker"
     role: Literal["frontend", "decode", "prefill", "bootstrap"]
@@ -62,13 +56,11 @@ class Worker(BaseModel):
     model: str | None
     adapters: list[str]
     max_model_len: int | None
-    # silent: it stands in etcd, but sends no heartbeat, or its engine stands still; None: it sends none at all
+    # silent: registered, but without a heartbeat or with a hung engine; None: its role sends no heartbeats
     state: WorkerState | None
     load: WorkerLoad | None = None
 
 
 class WorkerList(BaseModel):
-    """Everyone in etcd."""
-
     object: Literal["list"] = "list"
     data: list[Worker] = []

@@ -1,4 +1,4 @@
-"""Long answers as JSON part by part: none takes long to write, so that others get their turn in between."""
+"""Long answers as JSON in parts, each quick to write, so that other tasks run in between."""
 
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -6,16 +6,16 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
-PART: Final = 4096  # items of a list, or characters: 0.5 ms, and of names of tokens 2 ms
-AT_ONCE_BYTES: Final = 64 * 1024  # of an answer that are written before others get their turn, in 1 to 3 ms
+PART: Final = 4096  # items of a list or characters, 0.5 to 2 ms
+AT_ONCE_BYTES: Final = 64 * 1024  # written before other tasks run, 1 to 3 ms
 
 T = TypeVar("T")
 Parts = Generator[bytes, None, None]
-Items = Iterable[bytes | Iterable[bytes]]  # one or several items at a time, or one of them part by part
+Items = Iterable[bytes | Iterable[bytes]]  # one or more items, or one item in parts
 
 
 def some_of(parts: Parts) -> bytes:
-    """The next ones; less than AT_ONCE_BYTES only at the end."""
+    """Return the next parts, at least AT_ONCE_BYTES except at the end."""
     taken, size = [], 0
     for part in parts:
         taken.append(part)
@@ -26,9 +26,9 @@ def some_of(parts: Parts) -> bytes:
 
 
 def filled(answer: BaseModel, **lists: Items) -> Parts:
-    """The JSON of `answer`, whose members of these names, lists that are empty, are filled with these items.
+    """Yield the JSON of `answer` with items for its empty lists of these names.
 
-    They are named in the order in which they stand. No text has such a name in it: its quotes are escaped.
+    The names must be in the order of the fields. No text can contain such a name: its quotes are escaped.
     """
     rest = answer.model_dump_json().encode()
     for name, items in lists.items():
@@ -50,14 +50,14 @@ def filled(answer: BaseModel, **lists: Items) -> Parts:
 def items_of(
     values: Sequence[T], shown: Callable[[Sequence[T]], Sequence[Any]] = list, at_once: int = PART
 ) -> Iterator[bytes]:
-    """A list's items, many at a time; `shown` makes of some values what is to be written."""
+    """Yield a list's items, many at a time; `shown` converts values before they are written."""
     for start in range(0, len(values), at_once):
         some = shown(values[start : start + at_once])
         yield json.dumps(some, ensure_ascii=False, separators=(",", ":"))[1:-1].encode()
 
 
 def text_filled(answer: BaseModel, text: str) -> Parts:
-    """The JSON of `answer`, the first of whose strings, which is empty, is `text`."""
+    """Yield the JSON of `answer`; `text` fills its first string, which is empty."""
     head, behind = answer.model_dump_json().encode().split(b'""', 1)
     yield head + b'"'
     for start in range(0, len(text), PART):

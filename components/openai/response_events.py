@@ -1,4 +1,4 @@
-"""The events of a streamed response, as bytes, and the items that its blocks become."""
+"""Server-sent events of a response, and the output items of an answer."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -29,12 +29,12 @@ DELTAS: Final = {
 
 
 def item_id(block: Block, request_id: str) -> str:
-    """Nobody else's: a request's own id and the number of the item in it."""
+    """Return a unique id: the request's id and the item's number."""
     return f"{PREFIXES[block.kind]}{request_id}{block.index:02d}"
 
 
 def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[TokenLogprob] = ()) -> OutputItem:
-    """What an item is once its block has so much text."""
+    """Return the item of a finished block."""
     own = item_id(block, request_id)
     if block.kind == "call":
         return OutputCall(id=own, status=status, call_id=block.id, name=block.name, arguments=block.text)
@@ -45,25 +45,23 @@ def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[To
 
 
 class ResponseEvents:
-    """One stream: each item begins, grows and ends, and each event has its number."""
+    """One stream. Events are numbered."""
 
     def __init__(self, request_id: str) -> None:
         self.blocks = Blocks()
-        self.items: list[OutputItem] = []  # those that have ended
+        self.items: list[OutputItem] = []  # finished
         self._request_id = request_id
         self._number = 0
-        self._head = b""  # of an event with more text for the open block, from its number to the text
+        self._head = b""  # an event of the open block, from its number to the text
         self._logprobs: list[TokenLogprob] = []  # of the open block
 
     def begin(self, response: ResponseObject) -> bytes:
-        """The first events."""
         told = {"response": response}
         return self._event("response.created", **told) + self._event("response.in_progress", **told)
 
     def piece(
         self, reasoning: str, text: str, calls: Sequence[CallDelta], logprobs: Sequence[TokenLogprob] = ()
     ) -> bytes:
-        """What a piece of the answer adds; `logprobs` are of its text."""
         data = b""
         for block, new, begins, ended in self.blocks.feed(reasoning, text, calls):
             if ended is not None:
@@ -75,7 +73,7 @@ class ResponseEvents:
         return data
 
     def end(self, status: Status, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """The end of the last item, with what is left to tell of its tokens. An answer without any text is an empty message."""
+        """Return the events that end the last item. An answer without text has one empty message."""
         data = b""
         if not self.blocks.all:
             block = Block("text", 0)
@@ -85,11 +83,9 @@ class ResponseEvents:
         return data + self._close(self.blocks.all[-1], status)
 
     def last(self, kind: str, response: ResponseObject) -> bytes:
-        """The last event: the whole response."""
         return self._event(f"response.{kind}", response=response)
 
     def error(self, code: str, message: str) -> bytes:
-        """An event that tells of a failure."""
         return self._event("error", code=code, message=message, param=None)
 
     def _open(self, block: Block) -> bytes:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: request and answer. A request is written as a chat, and is one from there on."""
+"""`/v1/responses`: request and answer. A request is converted to a chat."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
@@ -24,7 +24,7 @@ Logprobs = Literal["message.output_text.logprobs"]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
-PARAMS: Final = {  # a chat's name, as a pattern, and ours; those that are the same are not here
+PARAMS: Final = {  # a pattern of a chat's parameter to its name here, where they differ
     r"messages.*": "input",
     r"max_tokens|max_completion_tokens": "max_output_tokens",
     r"response_format(?:\.json_schema)?(.*)": r"text.format\1",
@@ -35,8 +35,6 @@ PARAMS: Final = {  # a chat's name, as a pattern, and ours; those that are the s
 
 
 class Tool(Strict):
-    """A function that the model may call."""
-
     type: Literal["function"]
     name: Id
     description: str | None = None
@@ -45,15 +43,11 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    """It must call this one."""
-
     type: Literal["function"]
     name: Id
 
 
 class ToolMode(Strict):
-    """Whether it may, or must."""
-
     type: Literal["none", "auto", "required"]
 
 
@@ -72,20 +66,14 @@ ToolChoice = Annotated[
 
 
 class PlainText(Strict):
-    """Whatever the model says."""
-
     type: Literal["text"] = "text"
 
 
 class JsonObject(Strict):
-    """A JSON object."""
-
     type: Literal["json_object"]
 
 
 class JsonSchema(Strict):
-    """What the schema describes."""
-
     type: Literal["json_schema"]
     name: Id
     schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
@@ -94,8 +82,6 @@ class JsonSchema(Strict):
 
 
 class TextOptions(Strict):
-    """What form the text has."""
-
     format: (
         Annotated[
             Annotated[PlainText, tagged("text")]
@@ -109,22 +95,18 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """How much the model is to think. There are no summaries: what it thought is told as it is."""
+    """How much the model reasons. Reasoning is returned in full; there are no summaries."""
 
-    effort: JsonValue = None  # a chat knows which
+    effort: JsonValue = None  # checked by the chat
     summary: Annotated[JsonValue, only("auto")] = None
     generate_summary: Annotated[JsonValue, only()] = None
 
 
 class StreamOptions(Strict):
-    """What a stream carries beside its events."""
-
     include_obfuscation: Annotated[JsonValue, only(False)] = None
 
 
 class ResponsesRequest(Strict):
-    """The body of a request."""
-
     model: Annotated[str, Field(min_length=1, max_length=256)]
     input: InputItems
     instructions: str | None = None
@@ -163,11 +145,11 @@ class ResponsesRequest(Strict):
 
     @property
     def stored(self) -> bool:
-        """Whether it must be kept; left open, it is kept where that is possible."""
+        """Whether it must be stored; None: where possible."""
         return bool(self.store or self.background)
 
     def check(self) -> None:
-        """Raises: Rejected, when fields contradict each other."""
+        """Raises: Rejected, if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         if self.top_logprobs is not None and not self.include:
@@ -185,7 +167,7 @@ class ResponsesRequest(Strict):
             )
 
     def chat(self, earlier: Sequence[InputItem]) -> ChatRequest:
-        """The same as a chat, behind what was said `earlier`. Raises: Rejected, in a chat's words."""
+        """Return the request as a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         wanted: dict[str, Any] = {
             "model": self.model,
@@ -225,16 +207,14 @@ def _chats_tool(tool: Tool) -> dict[str, Any]:
 
 
 class ResponsesUsage(BaseModel):
-    """Tokens of one response."""
-
     class InputDetails(BaseModel):
-        """Of the input's, those found in the prefix cache."""
+        """Input tokens found in the prefix cache."""
 
         cached_tokens: int
-        cache_write_tokens: int = 0  # nothing is charged for them
+        cache_write_tokens: int = 0  # caching is free
 
     class OutputDetails(BaseModel):
-        """Of the output's, those that it thought with."""
+        """Output tokens of reasoning."""
 
         reasoning_tokens: int = 0
 
@@ -246,7 +226,6 @@ class ResponsesUsage(BaseModel):
 
     @classmethod
     def of(cls, usage: Usage) -> "ResponsesUsage":
-        """What a chat would have told."""
         return cls(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=cls.InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
@@ -256,15 +235,11 @@ class ResponsesUsage(BaseModel):
 
 
 class ResponseError(BaseModel):
-    """Why it failed."""
-
     code: str
     message: str
 
 
 class IncompleteDetails(BaseModel):
-    """Why it is not whole."""
-
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
@@ -272,7 +247,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "ca
 
 
 class ResponseObject(BaseModel):
-    """An answer, whole or on its way, with what it was asked for."""
+    """An answer, complete or in progress, with the request's parameters."""
 
     id: str
     object: Literal["response"] = "response"
@@ -309,7 +284,7 @@ class ResponseObject(BaseModel):
     def begun(
         cls, response_id: str, created: int, request: ResponsesRequest, *, store: bool, temperature: float, top_p: float
     ) -> "ResponseObject":
-        """Of `request`, before there is any output; how it samples is what it comes to, defaults filled in."""
+        """Return the answer before any output, with sampling parameters after defaults."""
         choice = request.tool_choice
         return cls(
             id=response_id,

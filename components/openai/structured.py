@@ -1,4 +1,4 @@
-"""What an answer's text is asked to be: `response_format`, and the fields that users of vLLM know for it."""
+"""The form that an answer's text must have: `response_format`, and vLLM's fields for it."""
 
 import json
 from functools import cached_property
@@ -23,23 +23,21 @@ Schema = dict[str, JsonValue] | str  # a string is the JSON of one
 
 
 class JsonSchemaFormat(Strict):
-    """A schema with a name, which is for the client itself."""
+    """A schema; its name is only for the client."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Annotated[str, Field(max_length=4096)] | None = None
     schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
-    strict: bool | None = None  # every answer is held to its schema
+    strict: bool | None = None  # ignored: every answer satisfies its schema
 
 
 class ResponseFormat(Strict):
-    """OpenAI's."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Strict):
-    """vLLM's: one of these."""
+    """vLLM's form; exactly one of these."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: Regex | None = None
@@ -49,8 +47,6 @@ class StructuredOutputs(Strict):
 
 
 class ConstrainedFields(GenerationFields):
-    """What the endpoints take that answer with a text of the model's own."""
-
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -60,7 +56,7 @@ class ConstrainedFields(GenerationFields):
 
     @cached_property
     def asked_constraint(self) -> AskedConstraint | None:
-        """The one that is asked for. Raises: Rejected, when there are several, or it has no form at all."""
+        """The requested constraint. Raises: Rejected, if there are several, or it is invalid."""
         asked = [*self._of_response_format(), *self._of_structured_outputs(), *self._guided()]
         if len(asked) > 1:
             raise Rejected(
@@ -71,7 +67,7 @@ class ConstrainedFields(GenerationFields):
         return asked[0] if asked else None
 
     def check(self) -> None:
-        """Raises: Rejected, when fields contradict each other."""
+        """Raises: Rejected, if fields contradict each other."""
         super().check()
         _ = self.asked_constraint
 
@@ -130,7 +126,7 @@ def _json(schema: Schema, param: str) -> AskedConstraint:
 
 
 def _choice(choice: list[str], param: str) -> AskedConstraint:
-    """One terminal: as rules of the grammar, thousands would all be open at once."""
+    """Return one terminal: as grammar rules, thousands of alternatives would all be open at once."""
     text = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
     return AskedConstraint(Constraint(kind="lark", text=_bounded(text, param)), param)
 

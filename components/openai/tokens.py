@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them: text or a conversation to token ids, and back."""
+"""`/tokenize` and `/detokenize`, as in vLLM."""
 
 from typing import Annotated, Final
 
@@ -11,7 +11,7 @@ from components.openai.conversation import Conversation, name_answers
 from components.openai.fields import Strict
 from components.openai.tools import MAX_TOOLS, Tool
 
-MAX_TOKENS: Final = 1 << 19  # to detokenize
+MAX_TOKENS: Final = 1 << 19  # per request to detokenize
 
 
 def _ids(value: JsonValue) -> list[int]:
@@ -19,14 +19,12 @@ def _ids(value: JsonValue) -> list[int]:
 
 
 class TokenizeRequest(Strict):
-    """The body of a request to tokenize: `prompt` or `messages`."""
+    """Has either `prompt` or `messages`."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # None: the only one there is
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # None: the first one served
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    add_special_tokens: bool | None = (
-        None  # by default with a prompt, and not with messages: their template writes them
-    )
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, whose template has them
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -34,7 +32,7 @@ class TokenizeRequest(Strict):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
-        """Raises: Rejected, unless it asks for one thing."""
+        """Raises: Rejected, if fields contradict each other."""
         if (self.prompt is None) == (self.messages is None):
             raise Rejected("Send either 'prompt' or 'messages'.", param="prompt")
         for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):
@@ -45,7 +43,6 @@ class TokenizeRequest(Strict):
         check_tools(self.tools or (), None)
 
     def conversation(self) -> Conversation:
-        """What `messages` and what belongs to them say."""
         messages = [message.for_template() for message in self.messages or ()]
         name_answers(messages)
         ending = ending_of(self.add_generation_prompt, self.continue_final_message, self.add_special_tokens)
@@ -53,7 +50,7 @@ class TokenizeRequest(Strict):
 
 
 class Tokenized(BaseModel):
-    """The answer to it; `token_strs` as the tokenizer's vocabulary writes them."""
+    """`token_strs` are the names in the tokenizer's vocabulary."""
 
     count: int
     max_model_len: int
@@ -62,13 +59,11 @@ class Tokenized(BaseModel):
 
 
 class DetokenizeRequest(Strict):
-    """The body of a request to detokenize."""
-
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     tokens: Annotated[list[int], PlainValidator(_ids, json_schema_input_type=list[int]), Field(max_length=MAX_TOKENS)]
 
 
 class Detokenized(BaseModel):
-    """The answer to it, special tokens included."""
+    """The text, with special tokens."""
 
     prompt: str

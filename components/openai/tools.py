@@ -1,4 +1,4 @@
-"""Tools in a request: those offered, which of them to call, and calls of earlier turns."""
+"""Tools in a request: definitions, the choice, and calls of earlier turns."""
 
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _parameters(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """What can be seen of a schema at a glance; one that constrains the answer is compiled, which finds the rest."""
+    """Check the outline of a schema; the compiler checks schemas that constrain the answer."""
     kind = schema.get("type", "object")
     if kind != "object":
         raise invalid("must describe an object", at=".type")
@@ -41,8 +41,6 @@ def _check_property(schema: JsonValue, at: str) -> None:
 
 
 class Function(Strict):
-    """What a tool does."""
-
     name: Name
     description: str | None = None
     parameters: Annotated[dict[str, JsonValue], AfterValidator(_parameters)] | None = (
@@ -52,13 +50,11 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A function that the model may ask its user to call."""
-
     type: Literal["function"]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: what was not said is not there, except for the parameters, which templates walk."""
+        """Return it for chat templates: without unset fields, except for the parameters, which templates iterate."""
         told = self.function.model_dump(exclude_none=True, exclude={"strict"})
         told.setdefault("parameters", {"type": "object", "properties": {}})
         return {"type": "function", "function": told}
@@ -68,7 +64,7 @@ MODES: Final[tuple[Literal["none", "auto", "required"], ...]] = ("none", "auto",
 
 
 class ToolChoice(NamedTuple):
-    """Which tools the model calls; `name` with "named" alone."""
+    """`name` is set only with "named"."""
 
     mode: Literal["none", "auto", "required", "named"]
     name: str = ""
@@ -91,25 +87,23 @@ def _choice(value: JsonValue) -> ToolChoice | None:
 
 
 class CalledFunction(Strict):
-    """What was called, and with what."""
-
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: str  # JSON as the model wrote it, which it may have got wrong
+    arguments: str  # JSON as the model wrote it, maybe invalid
 
 
 class CalledTool(Strict):
-    """A call that the model made in an earlier turn."""
+    """A call of an earlier turn."""
 
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # clients that put a call together from a stream leave it there
+    index: int | None = None  # left by clients that join a call from a stream
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: arguments as an object, or as the text that they are if they are none."""
+        """Return it for chat templates: arguments as an object, or as text if they are not one."""
         arguments: Any = self.function.arguments
         try:
-            read = from_json(arguments or "{}")  # as strict as with bodies: no half surrogates, no thousand levels
+            read = from_json(arguments or "{}")  # as strict as for bodies: no lone surrogates, no deep nesting
         except ValueError:
             read = None
         if isinstance(read, dict):

@@ -25,7 +25,7 @@ OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers: w
 CALLER: Final = "kvmesh.caller"  # of a scope
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # of a request, given by a client
 MISSING: Final = from_status(401)
-WRONG: Final = from_status(401, "The API key is not a good one.")
+WRONG: Final = from_status(401, "Incorrect API key provided.")
 SEVERAL: Final = from_status(
     400, "Send one API key: one 'Authorization' header, one 'x-api-key', or the same key in both."
 )

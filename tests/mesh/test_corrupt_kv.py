@@ -84,7 +84,7 @@ def test_where_failures_are_asked_for_damage_is_a_502_that_says_so_and_no_other_
                 error = answer.json()["error"]
                 assert error["code"] == "kv_transfer_failed"
                 assert error["message"].startswith(
-                    "The prompt's KV did not come from its prefill instance: it did not arrive as it was sent."
+                    "The prompt's KV was not received from its prefill instance: it was corrupted on the way."
                 )
                 failures = [_metric(r.http, "kv_transfer_failures_total") for r in client.decodes.usable()]
                 assert sum(failures) == count, "each request failed once, on one decode"

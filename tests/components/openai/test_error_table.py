@@ -43,14 +43,14 @@ def test_a_fault_of_ours_tells_nothing_of_the_inside(cls: type[MeshError]) -> No
 @pytest.mark.parametrize(
     ("cause", "why"),
     [
-        ("KvCorrupt", "it did not arrive as it was sent."),
+        ("KvCorrupt", "it was corrupted on the way."),
         ("DeadlineExceeded", "it took too long."),
         ("New", "the transfer failed."),
     ],
 )
 def test_a_transfer_that_failed_says_why(cause: str, why: str) -> None:
     told = from_mesh(mesh_errors.KvUnavailable("page 7 on 10.0.0.7", cause=cause), "req1")
-    assert told.message == f"The prompt's KV did not come from its prefill instance: {why} (request req1)"
+    assert told.message == f"The prompt's KV was not received from its prefill instance: {why} (request req1)"
 
 
 def test_every_reason_without_kv_is_one_of_our_errors() -> None:
