@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def key_ring(given: str | None, file: Path | None) -> KeyRing | None:
-    """The keys that clients need, if any; ends the process where these cannot be used."""
+    """Return the keys that clients need, or None. Exits if they are invalid."""
     if given is None and file is None:
         return None
     try:
@@ -53,8 +53,8 @@ def key_ring(given: str | None, file: Path | None) -> KeyRing | None:
         refuse(f"API keys: {exc}")
 
 
-def warn_of_strangers(settings: FrontendSettings, keys: KeyRing | None) -> None:
-    """Say what an address that others reach is missing."""
+def warn_if_exposed(settings: FrontendSettings, keys: KeyRing | None) -> None:
+    """Warn if others can reach this address and keys or TLS are missing."""
     try:
         here = settings.host == "localhost" or ipaddress.ip_address(settings.host).is_loopback
     except ValueError:
@@ -62,18 +62,19 @@ def warn_of_strangers(settings: FrontendSettings, keys: KeyRing | None) -> None:
     if here:
         return
     if keys is None:
-        log.warning("anyone who reaches this address may ask: no API keys are set", extra={"host": settings.host})
+        log.warning(
+            "no API keys are set: anyone who reaches this address may send requests", extra={"host": settings.host}
+        )
     elif settings.tls_cert is None:
-        log.warning("API keys travel in the clear: give --tls-cert and --tls-key", extra={"host": settings.host})
+        log.warning("API keys are sent unencrypted: set --tls-cert and --tls-key", extra={"host": settings.host})
 
 
 async def main(settings: FrontendSettings) -> None:
-    """Serve OpenAI clients over the decode instances that are alive."""
     me = new_instance_id()
     subject = subject_of(settings.namespace, "frontend", me)
     model = settings.served_model_name or served_name(settings.model)
     given_keys = None if settings.api_keys is None else settings.api_keys.get_secret_value()
-    writes = HeldWrites()  # a frame brings tokens of many requests: their events leave together
+    writes = HeldWrites()  # a frame has tokens of many requests; their events leave together
     keys = key_ring(given_keys, settings.api_keys_file)
     metrics = CollectorRegistry()
     registration = Registration(me)
@@ -110,12 +111,12 @@ async def main(settings: FrontendSettings) -> None:
             calls.append(stored.endpoint())
         files = (settings.tls_cert, settings.tls_key)
         tls = Tls(*map(str, files)) if all(files) else None
-        late_s = settings.client_timeout_s
-        limits = ClientLimits(head_s=late_s, body_s=late_s, unread_s=late_s)
+        timeout_s = settings.client_timeout_s
+        limits = ClientLimits(head_s=timeout_s, body_s=timeout_s, unread_s=timeout_s)
         prefills = RollCall(bus, settings.namespace, "prefill", registry.book)
 
         async def workers() -> WorkerList:
-            """Prefill instances are asked: a frontend does not follow their heartbeats."""
+            """Ask prefill instances: a frontend does not follow their heartbeats."""
             return workers_of(registry.book, {"decode": decodes.alive, "prefill": await prefills.answers()})
 
         operations = Operations(
@@ -137,7 +138,7 @@ async def main(settings: FrontendSettings) -> None:
                 facts=lambda: {"models": [model.name for model in mesh.models()]},
             ) as page,
             keep_present(bus, registry.book),
-            # within it requests are finished: who cancels one that goes on in the background still finds it
+            # outside serve_http, which drains: background requests can be cancelled until then
             serve_calls(bus, "frontend", subject, calls, {"instance_id": me}),
             serve_http(
                 create_app(
@@ -163,7 +164,7 @@ async def main(settings: FrontendSettings) -> None:
             record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)
             async with registry.advertise(registration, record):
                 settle()
-                warn_of_strangers(settings, keys)
+                warn_if_exposed(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)
                 await stop_signal()
                 operations.draining = True

@@ -234,7 +234,7 @@ def _card(model: ServedModel) -> ModelCard:
 
 def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: CollectorRegistry) -> None:
     async def health(request: Request) -> Health:
-        """This process answers. The models, which need the API key, tell whether a generating request would find someone."""
+        """This process answers. `models` needs the API key."""
         stranger = caller_of(request.scope).stranger
         return Health(models=None if stranger else [model.name for model in mesh.models()])
 
@@ -243,7 +243,7 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
         return Live()
 
     async def ready(request: Request, response: Response) -> Readiness:
-        """200 when a request would succeed; else 503, and, which needs the API key, why it would not."""
+        """200 if a request would succeed, else 503. `reasons` needs the API key."""
         reasons = operations.reasons()
         if reasons:
             response.status_code = 503
@@ -252,11 +252,11 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
         return Readiness(status="unready" if reasons else "ready", reasons=None if stranger else reasons)
 
     async def version() -> Version:
-        """Of kvmesh."""
+        """The version of kvmesh."""
         return Version(version=VERSION)
 
     async def workers() -> WorkerList:
-        """Everyone in etcd, and what they said of their load last."""
+        """All registered processes, with their last heartbeat."""
         return await operations.workers()
 
     async def metrics() -> Response:
@@ -271,13 +271,13 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
 
 
 def _add_probe(app: FastAPI, path: str, handler: Callable[..., Any], **about: Any) -> None:
-    """GET, and HEAD for probes that want no body."""
+    """Add GET, and HEAD for probes that want no body."""
     app.add_api_route(path, handler, methods=["GET"], **about)
     app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False, **about)
 
 
 def _allow_origins(app: FastAPI, origins: str | None) -> None:
-    """Let pages of these origins read answers. Cookies mean nothing here, so they are not allowed along."""
+    """Allow web pages of these origins. Cookies are not used, so credentials are not allowed."""
     if origins:
         app.add_middleware(
             CORSMiddleware,
@@ -290,7 +290,7 @@ def _allow_origins(app: FastAPI, origins: str | None) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every default error page in the shape of its API."""
+    """Answer all errors in the form of their API."""
 
     async def on_http(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)

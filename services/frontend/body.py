@@ -1,4 +1,4 @@
-"""The request body, bounded before it is read."""
+"""A request's body, limited before it is read."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,41 +13,43 @@ from starlette.types import Receive, Scope
 from components.errors import Cancelled
 from components.text.tokenizer import TextModel
 
-DISCARD_TIMES: Final = 4  # a body up to so many times the limit is read to its end: its sender then sees the answer
+DISCARD_TIMES: Final = (
+    4  # a body up to this many times the limit is read to its end, so that its client reads the answer
+)
 DISCARD_S: Final = 5.0
 UTF_8: Final = {"utf-8", "utf8"}
-INLINE_BYTES: Final = 64 * 1024  # of a body that are parsed on the event loop, in 10 ms at worst
+INLINE_BYTES: Final = 64 * 1024  # a larger body is parsed in a thread; this takes 10 ms at most
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request body, and the text model, whose threads work on a large one beside the event loop."""
+    """A request body, with the text model whose threads parse a large one."""
 
     data: bytes
     text: TextModel
 
     async def made_into(self, make: Callable[[bytes], T]) -> T:
-        """What `make` returns for it. Raises: what that raises; QueueFull."""
+        """Return `make(data)`. Raises: what that raises; QueueFull."""
         return await self.run(partial(make, self.data))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work`, on all that it holds, returns. Raises: what that raises; QueueFull."""
+        """Return `work()`, run in a thread if the body is large. Raises: what that raises; QueueFull."""
         return work() if len(self.data) <= INLINE_BYTES else await self.text.run(len(self.data), work)
 
 
 async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body.
+    """Read the whole body.
 
-    Raises: HTTPException, 415 when it is not declared as plain JSON in UTF-8 and 413 when it is larger than `max_bytes`;
-        Cancelled, when the client leaves before its end.
+    Raises: HTTPException, 415 unless it is plain JSON in UTF-8, 413 if it is larger than `max_bytes`;
+        Cancelled, if the client leaves before its end.
     """
     headers = Headers(scope=scope)
     _check_type(headers)
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        waits = "expect" in headers  # for our word before it sends the body
+        waits = "expect" in headers  # for 100 Continue
         raise _too_large(max_bytes, whole=not waits and await _discard(receive, max_bytes * DISCARD_TIMES))
     chunks: list[bytes] = []
     size = 0
@@ -84,7 +86,7 @@ async def _read(receive: Receive) -> tuple[bytes, bool]:
 
 
 async def _discard(receive: Receive, max_bytes: int) -> bool:
-    """Read on, keeping nothing; whether the end came. Closing under a client that still sends would lose our answer."""
+    """Read and drop the rest. Returns whether it ended. Closing while the client sends would lose the answer."""
     size, more = 0, True
     try:
         async with asyncio.timeout(DISCARD_S):
@@ -97,5 +99,5 @@ async def _discard(receive: Receive, max_bytes: int) -> bool:
 
 
 def _too_large(max_bytes: int, *, whole: bool) -> HTTPException:
-    headers = None if whole else {"connection": "close"}  # there is no other way to stop a client from sending
+    headers = None if whole else {"connection": "close"}  # the only way to stop a client from sending
     return HTTPException(413, f"The request body exceeds {max_bytes} bytes.", headers=headers)

@@ -1,8 +1,8 @@
-"""Who may come in: every request needs a good API key, where there are keys, but those for a few open paths.
+"""Authentication: if API keys are set, every request needs one, except on a few open paths.
 
-What is open is told by the very path that routes are found by, compared whole, so no spelling of another path, no Host header
-and no method gets around it: what is not exactly an open path needs a key, also what does not exist. Where there are no keys,
-requests are refused by their Host and Origin (`services.frontend.sites`).
+A path is open only if the string that routes are matched against equals it, so no other spelling, Host header or method gets
+past the check. Unknown paths need a key, too. Without API keys, requests are checked by Host and Origin instead
+(`services.frontend.sites`).
 """
 
 import re
@@ -21,9 +21,9 @@ from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account
 from services.frontend.sites import Sites
 
-OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers: whoever brings no key is told a status
-CALLER: Final = "kvmesh.caller"  # of a scope
-LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # of a request, given by a client
+OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers; without a key, only the status is shown
+CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
+LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
 MISSING: Final = from_status(401)
 WRONG: Final = from_status(401, "Incorrect API key provided.")
 SEVERAL: Final = from_status(
@@ -45,27 +45,27 @@ def error_writer(forms: Mapping[str, WriteError], path: str) -> WriteError:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks."""
+    """The client of a request."""
 
-    label: str = ""  # the client's own X-Request-Id, where it is fit to be repeated: shown, and never a key to anything
-    account: Account | None = None  # where there are API keys
-    stranger: bool = False  # there are API keys, and it has brought none: only what is open sees such a caller
+    label: str = ""  # the client's X-Request-Id if valid; shown only, never used as a key
+    account: Account | None = None  # None without API keys
+    stranger: bool = False  # API keys are set, and the request has no valid one; only on open paths
 
     def share(self, scope: Scope) -> bytes:
-        """Whom the request counts for when there is not room for all."""
+        """Return the key for fairness between clients."""
         return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
 
     def cache_salt(self, asked: str | None, *, shared: bool) -> str:
-        """The salt of a request that asks for this one: unless `shared`, tenants have prefix caches of their own.
+        """Return a request's cache salt. Unless `shared`, each tenant has a prefix cache of its own.
 
-        A tenant's name holds no slash, so that no salt of one tenant equals one of another.
+        A tenant's name holds no slash, so salts of different tenants never collide.
         """
         if self.account is None or shared:
             return asked or ""
         return f"{self.account.tenant}/{asked or ''}"
 
     def priority(self, asked: int | None, best: int) -> int:
-        """What a request gets that asks for this, or for none; lower goes first, `best` is for keys without one of their own.
+        """Return a request's priority; lower goes first. `best` is the limit for keys without one of their own.
 
         Raises: Rejected.
         """
@@ -73,7 +73,7 @@ class Caller:
             best = self.account.limits.best_priority
         if asked is not None and asked < best:
             raise Rejected(
-                f"Invalid 'priority': {asked} is better than the best you may ask for, {best}; lower goes first.",
+                f"Invalid 'priority': {asked} is better than your limit, {best}; lower goes first.",
                 param="priority",
                 code="invalid_value",
             )
@@ -89,7 +89,7 @@ class Caller:
         prompt_tokens: int,
         choices: int,
     ) -> Place:
-        """A place for a request, which its key pays for; what is refused costs nothing, and nobody their place.
+        """Enter the admission queue, and charge the prompt to the API key. A refused request is not charged.
 
         Raises: KeyLimited, QueueFull.
         """
@@ -110,19 +110,19 @@ NOBODY: Final = Caller()
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Who asks; NOBODY, where no gate stands before the application."""
+    """Return the client of a request; NOBODY if the application has no gate."""
     caller: Caller = scope.get(CALLER, NOBODY)
     return caller
 
 
 def owner_of(scope: Scope) -> bytes:
-    """To whom what is kept for a request belongs: a key's name, which outlives the key; else whatever it brings as a key."""
+    """Return the owner of what is stored for a request: a key's name, which outlives the key, or else the token sent."""
     account = caller_of(scope).account
     return token_of(scope["headers"]) if account is None else account.name.encode()
 
 
 class Gate:
-    """Looks at each request's headers once."""
+    """ASGI middleware; it reads each request's headers once."""
 
     def __init__(
         self,
@@ -140,16 +140,18 @@ class Gate:
         self._sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 400, 401, 403 or 429."""
+        """Forward the request, or answer 400, 401, 403 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told, ring = _told(scope["headers"]), self._ring
-        key, label = told.key, told.label
+        credentials, ring = _read_headers(scope["headers"]), self._ring
+        key, label = credentials.key, credentials.label
         opened = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
         refusal = None
         if not opened:
-            refusal = SEVERAL if told.several else None if ring is not None else self._sites.refusal(scope["headers"])
+            refusal = (
+                SEVERAL if credentials.several else None if ring is not None else self._sites.refusal(scope["headers"])
+            )
         if refusal is not None:
             await self._refuse(scope, send, refusal, label or uuid4().hex, [])
             return
@@ -175,7 +177,7 @@ class Gate:
             await self._app(scope, receive, send)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request that costs something."""
+        """Forward a request that counts towards its key's limits."""
         try:
             account.enter()
         except KeyLimited as exc:
@@ -205,15 +207,13 @@ class Gate:
         await send({"type": "http.response.body", "body": body})
 
 
-class _Told(NamedTuple):
-    """What a request's headers say of who asks."""
-
-    key: bytes | None  # as OpenAI's clients bring it or as Anthropic's do
+class _Credentials(NamedTuple):
+    key: bytes | None  # from Authorization or x-api-key
     label: str
-    several: bool  # there is more than one key, and it is not for us to choose
+    several: bool  # more than one key: refused, since either could be meant
 
 
-def _told(headers: Iterable[tuple[bytes, bytes]]) -> _Told:
+def _read_headers(headers: Iterable[tuple[bytes, bytes]]) -> _Credentials:
     bearer = own = None
     label = ""
     several = False
@@ -228,15 +228,15 @@ def _told(headers: Iterable[tuple[bytes, bytes]]) -> _Told:
         elif name == b"x-request-id" and LABEL.fullmatch(value):
             label = value.decode()
     several = several or bool(bearer and own and bearer != own)
-    return _Told(bearer or own or bearer, label, several)
+    return _Credentials(bearer or own or bearer, label, several)
 
 
 def _with_headers(account: Account, send: Send) -> Send:
-    """`send`, with what is left for this key in the answer's headers."""
+    """Return `send` with rate-limit headers added to the answer."""
 
-    def told(message: Message) -> Awaitable[None]:  # no coroutine of its own: it runs once a token
+    def send_with_headers(message: Message) -> Awaitable[None]:  # not a coroutine, as it runs per token
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), *account.headers()]
         return send(message)
 
-    return told
+    return send_with_headers

@@ -1,4 +1,4 @@
-"""The API keys that are good now: whose a request's key is, and how much each has used."""
+"""The API keys that are valid now, with the usage of each."""
 
 import asyncio
 import hmac
@@ -15,7 +15,7 @@ from services.frontend.quota import Account
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S: Final = 1.0  # at the file
+LOOK_EVERY_S: Final = 1.0  # how often the file is checked for changes
 
 
 class _Known(NamedTuple):
@@ -24,7 +24,7 @@ class _Known(NamedTuple):
 
 
 class KeyRing:
-    """The keys that are good now, and what each has used."""
+    """All valid keys."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         """Raises: BadKeys."""
@@ -32,7 +32,7 @@ class KeyRing:
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """These are good from now on; who stays keeps what it has used. Raises: BadKeys, and changes nothing."""
+        """Replace all keys; a key that stays keeps its usage. Raises: BadKeys, and then changes nothing."""
         keys = list(keys)
         for what, values in (("name", {key.name for key in keys}), ("value", {key.digest for key in keys})):
             if len(values) < len(keys):
@@ -44,7 +44,7 @@ class KeyRing:
             known.account.tenant = key.tenant
 
     def find(self, key: bytes) -> Account | None:
-        """Whose key this is; all are compared, each in the same time."""
+        """Return a key's account. All keys are compared, in constant time."""
         digest, found = digest_of(key), None
         for known in self._known:
             if hmac.compare_digest(known.digest, digest):
@@ -57,7 +57,7 @@ class KeyRing:
 
 @asynccontextmanager
 async def follow_keys(ring: KeyRing | None, from_environment: str | None, file: Path | None) -> AsyncIterator[None]:
-    """Read the file again when it changes, and on SIGHUP, while inside. One that cannot be used changes nothing."""
+    """While entered, reload the file when it changes and on SIGHUP. An invalid file changes nothing."""
     if ring is None or file is None:
         yield
         return
@@ -82,15 +82,15 @@ async def _follow(ring: KeyRing, from_environment: str | None, file: Path) -> No
             try:
                 ring.replace(read_keys(from_environment, file))
             except BadKeys as exc:
-                log.warning("API keys not read, those from before stay", extra={"cause": str(exc)})
+                log.warning("API keys not reloaded, the old ones stay valid", extra={"cause": str(exc)})
             else:
-                log.info("API keys read", extra={"count": len(ring)})
+                log.info("API keys reloaded", extra={"count": len(ring)})
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Differs when the file does; what replaced it by a rename is another one."""
+    """Return a value that changes with the file, also when the file is replaced by a rename."""
     try:
         found = file.stat()
     except OSError:

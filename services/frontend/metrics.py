@@ -1,4 +1,4 @@
-"""What the frontend counts, under the names that dashboards know from vLLM. Labels come from fixed sets only."""
+"""The frontend's metrics, under vLLM's names. Labels come from fixed sets only."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-NO_MODEL: Final = ""  # label of a request that named no model we serve
+NO_MODEL: Final = ""  # label of requests for unknown models
 TTFT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 E2E_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 REFUSED: Final = ("full", "shed", "age")
@@ -37,7 +37,7 @@ GAP_BUCKETS: Final = (
 
 
 class GapCounts:
-    """Gaps between tokens of one model: a bisect and two additions each, since this alone runs per token."""
+    """Gaps between tokens of one model: plain lists, since this runs per token."""
 
     __slots__ = ("counts", "total_s")
 
@@ -46,23 +46,20 @@ class GapCounts:
         self.total_s = 0.0
 
     def observe(self, gap_s: float) -> None:
-        """Count one gap."""
         self.counts[bisect_left(GAP_BUCKETS, gap_s)] += 1
         self.total_s += gap_s
 
 
 class GapHistogram(Collector):
-    """`inter_token_latency_seconds`: a histogram whose hot side is plain lists."""
+    """`inter_token_latency_seconds`, collected from GapCounts."""
 
     def __init__(self) -> None:
         self._models: dict[str, GapCounts] = {}
 
     def of(self, model: str) -> GapCounts:
-        """The counts of one model."""
         return self._models.setdefault(model, GapCounts())
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """The metric as Prometheus reads it."""
         family = HistogramMetricFamily(
             "inter_token_latency_seconds", "Gap between two deltas of tokens as they arrive.", labels=["model_name"]
         )
@@ -74,8 +71,6 @@ class GapHistogram(Collector):
 
 
 class FrontendMetrics:
-    """The metrics of one frontend process."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ["model_name", "route"]
         self.registry = registry
@@ -115,8 +110,8 @@ class FrontendMetrics:
         )
         for reason in REFUSED:
             self.refused.labels(reason)
-        by_key = ["api_key"]  # its name: from the operator's list, never from a request
-        self.key_requests = Counter("api_key_requests", "Requests let in, by API key.", by_key, registry=registry)
+        by_key = ["api_key"]  # its name, from the operator's list
+        self.key_requests = Counter("api_key_requests", "Requests accepted, by API key.", by_key, registry=registry)
         self.key_tokens = Counter(
             "api_key_tokens", "Tokens of prompts and answers, by API key.", [*by_key, "kind"], registry=registry
         )
@@ -124,13 +119,13 @@ class FrontendMetrics:
             "api_key_limited", "Requests over the limits of their API key.", by_key, registry=registry
         )
         self.unauthorized = Counter(
-            "requests_unauthorized", "Requests without a good API key.", ["reason"], registry=registry
+            "requests_unauthorized", "Requests without a valid API key.", ["reason"], registry=registry
         )
         for reason in UNAUTHORIZED:
             self.unauthorized.labels(reason)
 
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
-        """What waits for admission is read from there."""
+        """Read the admission queue's size from these functions."""
         waiting = Gauge("num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
         waiting.set_function(num_requests)
         tokens = Gauge("num_tokens_waiting", "Their prompt tokens, 64 added a choice.", registry=self.registry)

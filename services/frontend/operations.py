@@ -1,4 +1,4 @@
-"""What those who run the mesh ask a frontend: whether it lives, whether a request would succeed, who is there."""
+"""What operators ask a frontend: is it alive, is it ready, which workers are there."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
@@ -11,14 +11,14 @@ from services.frontend.ports import Mesh
 
 ROLES: tuple[Role, ...] = ("frontend", "bootstrap", "decode", "prefill")
 
-Condition = Callable[[], str | None]  # why a request would fail now; None: not for this reason
+Condition = Callable[[], str | None]  # returns why a request would fail now, or None
 
 
 class Seen(Protocol):
-    """The workers of one role: as their heartbeats show them, or as they answered a roll call."""
+    """The workers of one role, by their heartbeats or their answers to a roll call."""
 
     def last_heartbeat(self, instance_id: str) -> Heartbeat | None:
-        """The latest heartbeat of an instance."""
+        pass
 
     def is_lost(self, instance_id: str) -> bool:
         """Whether an instance is silent or hung."""
@@ -29,7 +29,7 @@ async def _no_workers() -> WorkerList:
 
 
 class Operations:
-    """Of one frontend. All but `workers` are looks into memory."""
+    """Only `workers` does I/O."""
 
     def __init__(
         self,
@@ -37,25 +37,25 @@ class Operations:
         conditions: Sequence[Condition] = (),
         workers: Callable[[], Awaitable[WorkerList]] = _no_workers,
     ) -> None:
-        """`conditions`: beside that of an instance to ask. `workers` may ask others over NATS."""
-        self.draining = False  # to be set when this process stops
+        """`conditions` are checked besides draining and available models. `workers` may use NATS."""
+        self.draining = False  # set when this process stops
         self.workers = workers
         self._mesh = mesh
-        self._conditions: tuple[Condition, ...] = (self._leaving, *conditions, self._nobody)
+        self._conditions: tuple[Condition, ...] = (self._draining, *conditions, self._no_models)
 
     def reasons(self) -> list[str]:
-        """Why a request would fail now."""
+        """Return why a request would fail now."""
         return [reason for condition in self._conditions if (reason := condition()) is not None]
 
-    def _leaving(self) -> str | None:
-        return "this frontend is leaving" if self.draining else None
+    def _draining(self) -> str | None:
+        return "this frontend is draining" if self.draining else None
 
-    def _nobody(self) -> str | None:
+    def _no_models(self) -> str | None:
         return None if self._mesh.models() else "no decode instance is usable"
 
 
 def workers_of(book: InstanceBook, seen: Mapping[Role, Seen]) -> WorkerList:
-    """Everyone in `book`, with the load that those report who are in `seen`."""
+    """Return all of `book`, with the load of those in `seen`."""
     return WorkerList(data=[_worker(record, seen.get(role)) for role in ROLES for record in book.of_role(role)])
 
 

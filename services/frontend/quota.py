@@ -1,7 +1,7 @@
-"""What one API key may use: requests at once, requests and tokens a minute; and OpenAI's headers that tell of it.
+"""The limits of one API key, its usage, and OpenAI's rate-limit headers.
 
-What a minute allows comes back evenly. Tokens are taken when they are known: a prompt's before it goes to the mesh, an
-answer's when it is over. So a key may go into debt, by what it has under way, and then waits until that is paid.
+Limits per minute refill continuously. Tokens are charged when they are known: a prompt's when it is admitted, an answer's when
+it ends. So the requests in flight may put a key into debt; its next requests wait until that is paid.
 """
 
 import time
@@ -11,22 +11,22 @@ from typing import Final
 from components.api_keys import KeyLimits
 from components.errors import KeyLimited
 
-RETRY_AT_ONCE_S: Final = 1.0  # for a place of one's own: nobody knows when
+RETRY_AT_ONCE_S: Final = 1.0  # a guess: a place is free when another request ends
 
 
 class Minute:
-    """What is left of so much a minute."""
+    """A token bucket that refills within a minute."""
 
     __slots__ = ("_at_s", "_left", "_limit")
 
     def __init__(self) -> None:
-        self._limit = 0  # as of the last look
+        self._limit = 0  # of the last call of `left`
         self._left = 0.0
         self._at_s = 0.0
 
     def left(self, limit: int, now_s: float) -> float:
-        """Now, if `limit` is what a minute allows; below 0 in debt."""
-        if not self._limit:  # its first use
+        """Return what is left now, if `limit` is the amount per minute; negative in debt."""
+        if not self._limit:  # first use
             self._left = limit
         else:
             self._left = min(limit, self._left + (now_s - self._at_s) * limit / 60)
@@ -34,16 +34,16 @@ class Minute:
         return self._left
 
     def take(self, amount: float) -> None:
-        """After a look at what is left."""
+        """Charge `amount`; call `left` first."""
         self._left -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Until so much is left, as of the last look."""
+        """Return the time until `amount` is left, counted from the last call of `left`."""
         return max(0.0, (amount - self._left) * 60 / self._limit)
 
 
 class Account:
-    """What one key has used. On one event loop."""
+    """The usage of one key. Used from one event loop only."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Account:
         self._tokens = Minute()
 
     def enter(self) -> None:
-        """A request begins; `leave` when it is over. Raises: KeyLimited, and then it has not begun."""
+        """Count a request until `leave`. Raises: KeyLimited, and then it does not count."""
         at_once, per_minute = self.limits.requests_at_once, self.limits.requests_per_minute
         if at_once is not None and self._at_once >= at_once:
             raise self._refusal("requests", f"{at_once} requests at once", RETRY_AT_ONCE_S)
@@ -66,11 +66,10 @@ class Account:
         self._at_once += 1
 
     def leave(self) -> None:
-        """A request is over."""
         self._at_once -= 1
 
     def check_prompt(self, tokens: int) -> None:
-        """Of a request that would go to the mesh. One with more than a minute allows goes when all of that is left.
+        """Check a prompt against the tokens left. A prompt above a whole minute's tokens needs all of these.
 
         Raises: KeyLimited.
         """
@@ -82,15 +81,15 @@ class Account:
             raise self._refusal("tokens", f"{limit} tokens a minute", self._tokens.wait_s(needed))
 
     def take(self, tokens: int) -> None:
-        """Of a prompt that goes to the mesh, or of an answer that is over, however it ended."""
+        """Charge the tokens of an admitted prompt, or of an answer, however it ended."""
         limit = self.limits.tokens_per_minute
         if limit is not None:
             self._tokens.left(limit, self._clock())
             self._tokens.take(tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's, for each limit that there is: the limit, what is left, and when all of it will be."""
-        told: list[tuple[bytes, bytes]] = []
+        """Return OpenAI's rate-limit headers: for each limit its size, the rest, and the time until it is full."""
+        headers: list[tuple[bytes, bytes]] = []
         limits = self.limits
         for what, limit, minute in (
             (b"requests", limits.requests_per_minute, self._requests),
@@ -98,12 +97,12 @@ class Account:
         ):
             if limit is not None:
                 left = minute.left(limit, self._clock())
-                told += [
+                headers += [
                     (b"x-ratelimit-limit-" + what, b"%d" % limit),
                     (b"x-ratelimit-remaining-" + what, b"%d" % max(0, int(left))),
                     (b"x-ratelimit-reset-" + what, b"%.3fs" % minute.wait_s(limit)),
                 ]
-        return told
+        return headers
 
     def _refusal(self, kind: str, limit: str, wait_s: float) -> KeyLimited:
         return KeyLimited(f"{self.name}: {limit}", retry_after_s=wait_s, kind=kind)

@@ -1,7 +1,7 @@
-"""Which hosts and origins are answered where there are no API keys, so that pages of other sites cannot use the model.
+"""Allowed hosts and origins while no API keys are set, so that other web sites' pages cannot use the model.
 
-A page may point its own host name at this machine (DNS rebinding). Then `Host` has that name. A page may also post here across
-origins. Then `Origin` has its own. A host name with dots is answered only when it is known to be ours; one without dots cannot
+A page may point its own host name at this machine (DNS rebinding); then `Host` has that name. A page may also send requests
+across origins; then `Origin` has its own. A host name with dots must be listed or known to be ours. A name without dots cannot
 be registered by others.
 """
 
@@ -14,16 +14,16 @@ from components.openai.errors import ApiError, from_status
 
 
 class Sites:
-    """The hosts by which clients may call this server, and the origins whose pages may."""
+    """The allowed hosts and origins."""
 
     def __init__(self, allowed_hosts: str | None, origins: str | None, listens_on: str = "") -> None:
-        """`allowed_hosts` and `origins` are lists with commas, as the settings have them; `*` is any."""
+        """`allowed_hosts` and `origins` are comma-separated lists; `*` allows any."""
         name = socket.gethostname().lower()
         self._hosts = {*_listed(allowed_hosts), name, f"{name}.local", listens_on.lower()}
         self._origins = {origin.rstrip("/") for origin in _listed(origins)}
 
     def refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> ApiError | None:
-        """Why a request with these headers is not answered; None: it is."""
+        """Return why a request with these headers is refused, or None."""
         host = origin = None
         for name, value in headers:
             if name == b"host":
@@ -34,13 +34,13 @@ class Sites:
         if host is not None and not self._is_ours(called):
             return from_status(
                 403,
-                f"This server does not answer to the host '{called[:64]}'. If it is one of its names, list it in "
+                f"The host '{called[:64]}' is not allowed. If it is a name of this server, list it in "
                 "MESH_FRONTEND_ALLOWED_HOSTS (--allowed-hosts), or set API keys.",
             )
         if origin is not None and not self._may_ask(origin, called):
             return from_status(
                 403,
-                f"Pages of the origin '{origin[:64]}' may not ask. To let them, list it in "
+                f"The origin '{origin[:64]}' is not allowed. To allow its pages, list it in "
                 "MESH_FRONTEND_CORS_ORIGINS (--cors-origins).",
             )
         return None
@@ -68,7 +68,7 @@ def _listed(text: str | None) -> list[str]:
 
 
 def _host_of(url: str) -> str:
-    """In lower case, without its port and the dot that may end it; empty where there is none."""
+    """Return a URL's host in lower case, without port and final dot; empty if there is none."""
     try:
         return (urlsplit(url).hostname or "").removesuffix(".")
     except ValueError:

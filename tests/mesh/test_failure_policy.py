@@ -44,7 +44,7 @@ def test_a_killed_prefill_fails_its_requests_with_a_502_and_no_stream_that_has_b
                 assert answer.status_code == 502
                 error = answer.json()["error"]
                 assert (error["type"], error["code"]) == ("server_error", "kv_transfer_failed")
-                assert "did not come from its prefill instance: the instance was lost." in error["message"]
+                assert "was not received from its prefill instance: the instance was lost." in error["message"]
             assert time.monotonic() - killed < 10, "silence is noticed in two seconds"
             assert not begun.done()
             assert len(await begun) == 600

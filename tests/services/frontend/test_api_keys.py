@@ -375,7 +375,7 @@ async def test_a_priority_better_than_a_key_may_ask_for_is_refused_and_none_beco
             answer = await http.post(CHAT, json={**HELLO, "priority": asked}, headers={"x-api-key": key})
             error = answer.json()["error"]
             assert (answer.status_code, error["param"], error["code"]) == (400, "priority", "invalid_value")
-            assert f"the best you may ask for, {best};" in error["message"]
+            assert f"your limit, {best};" in error["message"]
 
 
 # -- what one account may use, by a clock of our own ------------------------------------------------------------------

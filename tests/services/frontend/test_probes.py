@@ -43,7 +43,7 @@ async def test_ready_only_when_a_request_would_succeed(
         outages.clear()
         mesh.served = served
         operations.draining = True
-        assert await reasons() == ["this frontend is leaving"]
+        assert await reasons() == ["this frontend is draining"]
         assert (await http.head("/ready")).status_code == 503
         assert (await http.get("/live")).json() == {"status": "ok"}
 
