@@ -21,7 +21,7 @@ from components.messaging.profiles import Profiles, keep_profiles
 from components.messaging.service import Endpoint, serve_calls
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
 from components.routing.policies import Phase
-from components.settings import MeshSettings
+from components.settings import WorkerSettings
 from components.structured.masks import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
@@ -62,7 +62,7 @@ def check_model(model: str, served: str) -> None:
         raise UnknownModel(f"this instance serves {served!r}, not {model!r}")
 
 
-def model_name(settings: MeshSettings) -> str:
+def model_name(settings: WorkerSettings) -> str:
     return settings.served_model_name or served_name(settings.model)
 
 
@@ -78,7 +78,7 @@ class Worker:
     role: Phase
     instance_id: str
     subject: str
-    settings: MeshSettings
+    settings: WorkerSettings
     config: EngineConfig
     registration: Registration
     metrics: WorkerMetrics
@@ -137,7 +137,7 @@ class Worker:
 
 
 @asynccontextmanager
-async def open_worker(settings: MeshSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
+async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
     me = new_instance_id()
     subject = subject_of(settings.namespace, role, me)
     open_transfer = kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model

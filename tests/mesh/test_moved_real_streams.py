@@ -16,6 +16,7 @@ from components.wire.sampling import Sampling
 from services.frontend.ports import Prompt
 from tests.mesh.harness import Client, MeshProcesses, Worker, open_client, tracer
 from tests.mesh.preloaded import Preloaded
+from tests.services.frontend.reading import reading
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(240)]
 
@@ -48,7 +49,7 @@ async def tokens_of(client: Client, prompt_ids: list[int], temperature: float) -
     sampling = Sampling(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
     prompt = Prompt(uuid4().hex, MODEL, prompt_ids, sampling, uuid4().hex, now_ms() + 120_000)
     with tracer.start_as_current_span("test"):
-        async with client.mesh.generate(prompt) as [stream]:
+        async with reading(client.mesh, prompt) as [stream]:
             async for delta in stream:
                 for token_id in delta.token_ids:
                     yield token_id
