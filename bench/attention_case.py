@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import AttentionBackend, Scoring, StepShape
 from engine.attention.step_tables import StepLimits
 from engine.kv.storage import TORCH_DTYPES

@@ -35,10 +35,10 @@ from components.messaging.heartbeats import HeartbeatSender, OnLost, heartbeat_o
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.service import serve_calls
 from components.process import subject_of
-from components.routing.block_hash import PromptBlocks
 from components.routing.choice import Ask
 from components.routing.local_prefill import PromptLoad
 from components.routing.policies import DEFAULT
+from components.wire.block_hash import PromptBlocks
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.protocol import OLDEST, PROTOCOL

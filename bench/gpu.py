@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.attention_case import AttentionCase, Dtype, Outcome
 from bench.engine import Bench, Machine, best_s, measure_machine, roofline_s, say
 from components.kv_transfer.checksum import PageChecksums
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.step_tables import StepLimits
 from engine.attention.triton_backend import Tiles, TritonAttention, choose_tiles

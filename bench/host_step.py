@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import StepAttention, StepShape
 from engine.attention.step_tables import StepLimits, StepTables, count_decodes
 from engine.config import EngineConfig

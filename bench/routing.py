@@ -22,8 +22,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from components.routing.approximate_index import ApproximateIndex
-from components.routing.block_hash import HASH_BYTES, block_hashes, seed_hash
 from components.routing.kv_index import KvIndex
+from components.wire.block_hash import HASH_BYTES, block_hashes, seed_hash
 
 PROMPT_TOKENS: Final = 10_000
 PAGE_SIZE: Final = 16

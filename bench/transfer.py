@@ -31,9 +31,9 @@ import numpy as np
 import typer
 
 from bench.transfer_peer import Pool, digest, plain_agent
-from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.wire.instances import KvEndpoint
+from components.wire.layout import KvLayout
 
 REPO: Final = Path(__file__).resolve().parents[1]
 WARM_UP: Final = 2  # uncounted writes of each kind

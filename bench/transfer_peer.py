@@ -14,10 +14,10 @@ from multiprocessing.shared_memory import SharedMemory
 import msgspec
 import numpy as np
 
-from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.network import leave_out_rdma
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.nixl_transfer import POLL_WRITES_S, open_nixl
+from components.wire.layout import KvLayout
 
 
 class Pool:

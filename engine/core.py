@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Final
 
 from components.errors import InvariantBroken, UnknownModel
-from components.routing.block_hash import PromptBlocks, seed_hash
+from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.embedding_model import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from engine.chunk_limit import ChunkLimit

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from components.errors import MeshError
-from components.kv_transfer.layout import KvLayout
-from components.routing.block_hash import PromptBlocks
+from components.wire.block_hash import PromptBlocks
 from components.wire.embedding_model import EmbeddingModel
+from components.wire.layout import KvLayout
 from components.wire.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:  # the mock engine starts without numpy

@@ -20,12 +20,12 @@ from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
 from components.messaging.service import Endpoint, serve_calls
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
+from components.process_health import serve_health
 from components.routing.policies import Phase
 from components.settings import WorkerSettings
 from components.structured.masks import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
-from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.embedding_model import EmbeddingModel

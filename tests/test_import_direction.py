@@ -13,14 +13,14 @@ OURS: Final = ("components", "engine", "services")
 # What the engine may take from components: modules without I/O.
 FOR_THE_ENGINE: Final = {
     "components.errors",
-    "components.kv_transfer.layout",
     "components.lifecycle",
-    "components.routing.block_hash",
     "components.startup",
     "components.text.byte_letters",
     "components.turns",
+    "components.wire.block_hash",
     "components.wire.codec",
     "components.wire.embedding_model",
+    "components.wire.layout",
     "components.wire.logprobs",
     "components.wire.sampling",
     "components.wire.tokens",
@@ -50,6 +50,34 @@ SOCKET_LIBRARIES: Final = {
     "uvloop",
 }
 
+# The parts of components, lowest first: each imports only parts before it.
+COMPONENTS_ORDER: Final = (
+    "components.errors",
+    "components.urls",
+    "components.planning",
+    "components.settings_help",
+    "components.turns",
+    "components.aio",
+    "components.lifecycle",
+    "components.startup",
+    "components.wire",
+    "components.http",
+    "components.settings",
+    "components.kv_transfer",
+    "components.routing",
+    "components.structured",
+    "components.local_mesh",
+    "components.process",
+    "components.telemetry",
+    "components.output",
+    "components.discovery",
+    "components.text",
+    "components.messaging",
+    "components.openai",
+    "components.process_health",
+    "components.anthropic",
+    "components.api_keys",
+)
 # The parts of the engine, lowest first: each imports only parts before it.
 ENGINE_ORDER: Final = (
     *("engine.config", "engine.errors", "engine.ports", "engine.pooling"),
@@ -165,7 +193,7 @@ def part(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-@pytest.mark.parametrize("order", [ENGINE_ORDER], ids=["engine"])
+@pytest.mark.parametrize("order", [COMPONENTS_ORDER, ENGINE_ORDER], ids=["components", "engine"])
 def test_packages_have_an_order(order: tuple[str, ...]) -> None:
     package = top(order[0])
     found = {part(module_name(path)) for path in sources() if top(module_name(path)) == package}

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from components.errors import IncompatibleLayout
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
+from components.wire.layout import KvLayout
 
 
 class PageRegion(Protocol):

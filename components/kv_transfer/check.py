@@ -12,8 +12,8 @@ from typing import Final
 
 from components.errors import BackendUnavailable
 from components.kv_transfer.choose import kv_opener
-from components.kv_transfer.layout import KvLayout
 from components.startup import WrongSettings, refuse
+from components.wire.layout import KvLayout
 
 LAYOUT: Final = KvLayout(model="check", dtype="float32", page_size=16, layers=1, kv_heads=1, head_dim=16)
 

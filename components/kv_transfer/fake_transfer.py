@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import Bell
-from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
 from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.runs import runs
 from components.startup import WrongSettings
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint
+from components.wire.layout import check_compatible
 
 log = logging.getLogger(__name__)
 

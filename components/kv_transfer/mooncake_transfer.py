@@ -13,7 +13,6 @@ from components.errors import BackendUnavailable, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import Bell
-from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.lines import Lines
 from components.kv_transfer.mooncake_api import start_engine
 from components.kv_transfer.mooncake_peer import MooncakePeer, Piece
@@ -22,6 +21,7 @@ from components.kv_transfer.runs import runs
 from components.startup import WrongSettings
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint
+from components.wire.layout import check_compatible
 
 
 class MooncakeTransfer:

@@ -21,13 +21,13 @@ from components.errors import TransferFailed
 from components.kv_transfer.arrivals import Arrivals
 from components.kv_transfer.aux import HEAD, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
-from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.network import choose_devices, leave_out_rdma, listeners_told
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
 from components.startup import WrongSettings
 from components.wire.instances import KvEndpoint
+from components.wire.layout import check_compatible
 
 log = logging.getLogger(__name__)
 

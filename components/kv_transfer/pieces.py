@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 
 Offsets = NDArray[np.int64]
 

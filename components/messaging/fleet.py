@@ -14,12 +14,12 @@ from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.kv_metrics import KvMirrorMetrics
 from components.messaging.kv_subscriber import follow_kv_events
 from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
-from components.routing.block_hash import PromptBlocks
 from components.routing.candidates import CandidateChoice, Inquiry, depths
 from components.routing.choice import Ask
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.routing.policies import Phase, looks_at_caches, make_policy, meeting_key
 from components.routing.router import Router
+from components.wire.block_hash import PromptBlocks
 from components.wire.instances import InstanceRecord
 
 

@@ -13,7 +13,7 @@ from components.aio import background
 from components.errors import MeshError, Overloaded, Rejected, StaleInstance
 from components.messaging.bus import Bus
 from components.messaging.service import Endpoint
-from components.routing.block_hash import HASH_BYTES
+from components.wire.block_hash import HASH_BYTES
 from components.wire.kv_events import (
     DUMP_PART_BLOCKS,
     MAX_BATCH_BLOCKS,

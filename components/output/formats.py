@@ -24,7 +24,7 @@ from components.output.pythonic import END, START, pythonic
 from components.output.qwen3_coder import FUNCTION, qwen3_coder
 from components.output.reader import Format
 from components.output.reasoning import MISTRAL_THINK, THINK
-from components.text.template_names import variables_of
+from components.output.template_names import variables_of
 
 ToolParserName = Literal[
     "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "qwen3_coder", "pythonic", "json"

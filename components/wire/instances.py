@@ -9,9 +9,9 @@ import msgspec
 from msgspec import field
 
 from components.errors import MalformedMessage
-from components.kv_transfer.layout import KvLayout
 from components.wire.codec import MALFORMED, Struct
 from components.wire.embedding_model import EmbeddingModel
+from components.wire.layout import KvLayout
 from components.wire.protocol import UNNAMED, understood
 
 Role = Literal["frontend", "decode", "prefill", "bootstrap"]

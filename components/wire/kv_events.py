@@ -12,7 +12,7 @@ from typing import Final
 import msgpack
 
 from components.errors import MalformedMessage
-from components.routing.block_hash import HASH_BYTES
+from components.wire.block_hash import HASH_BYTES
 from components.wire.codec import Struct, message, unpack_plain
 
 BATCH_VERSION: Final = 1

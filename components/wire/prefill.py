@@ -1,8 +1,8 @@
 """decode ↔ prefill: a prompt to compute, and the end of its transfer."""
 
-from components.kv_transfer.layout import KvLayout
 from components.wire.codec import Struct, message
 from components.wire.dated import Dated
+from components.wire.layout import KvLayout
 from components.wire.sampling import Sampling
 
 

@@ -3,9 +3,9 @@
 Decode names the room in its PrefillRequest, and opens it at one replica. The room exists in that process's memory alone.
 """
 
-from components.kv_transfer.layout import KvLayout
 from components.wire.codec import Struct, message
 from components.wire.dated import Dated
+from components.wire.layout import KvLayout
 
 
 @message("room-open.v2")

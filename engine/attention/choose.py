@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
-from components.kv_transfer.layout import KvLayout
 from components.startup import WrongSettings
+from components.wire.layout import KvLayout
 from engine.attention.backend import AttentionBackend
 from engine.attention.cpu import CpuAttention
 from engine.attention.plain import PlainAttention

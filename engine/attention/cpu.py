@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 
 

@@ -15,7 +15,7 @@ import flashinfer
 import numpy as np
 import torch
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.choose import AttentionUnavailable
 from engine.attention.step_tables import PageRows, StepLimits, count_decodes

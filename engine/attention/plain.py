@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.device_copy import to_device
 

@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention import triton_kernels as kernels
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.step_tables import SMALLEST_BLOCK, PromptBlocks, StepLimits, StepTables, count_decodes

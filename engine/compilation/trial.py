@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import torch
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import StepShape
 from engine.attention.cpu import CpuAttention, CpuStep
 from engine.compilation.forward import EagerForward, Forward

@@ -1,7 +1,7 @@
 """How many pages a pool has."""
 
-from components.kv_transfer.layout import KvLayout
 from components.startup import WrongSettings
+from components.wire.layout import KvLayout
 from engine.config import EngineConfig
 
 

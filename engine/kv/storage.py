@@ -4,8 +4,8 @@ from typing import Final
 
 import torch
 
-from components.kv_transfer.layout import KvLayout
 from components.startup import WrongSettings
+from components.wire.layout import KvLayout
 from engine.huge_pages import HugeMemory
 from engine.machine_memory import check_fits
 

@@ -5,7 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.config import EngineConfig
 from engine.core import PACK_TOKENS, EngineCore
 from engine.kv.count import count_pages

@@ -12,8 +12,8 @@ from struct import Struct
 from typing import Final
 from zlib import crc32
 
-from components.kv_transfer.layout import KvLayout
 from components.startup import WrongSettings
+from components.wire.layout import KvLayout
 from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
 from engine.inflight import StepFailed

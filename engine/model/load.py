@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Generation
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging as transformers_logging
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.errors import DeviceUnavailable, ModelUnavailable, UnsupportedModel

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Final
 
-from components.routing.block_hash import block_hashes
+from components.wire.block_hash import block_hashes
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.scheduler.request import ENDS_WITH_PROMPT, Request

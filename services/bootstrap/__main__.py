@@ -8,8 +8,8 @@ from components.messaging.bus import connect_bus
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.service import serve_calls
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.process_health import serve_health
 from components.telemetry.logs import log_ready
-from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
 from services.bootstrap.config import BootstrapSettings
 from services.bootstrap.service import BootstrapService

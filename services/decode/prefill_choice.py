@@ -7,15 +7,15 @@ from typing import Final, NamedTuple
 from opentelemetry import trace
 
 from components.errors import MeshError, UnknownModel
-from components.kv_transfer.layout import check_compatible, check_same_adapter
 from components.messaging.fleet import Fleet
 from components.messaging.service import Endpoint
-from components.routing.block_hash import PromptBlocks
 from components.routing.candidates import Inquiry
 from components.routing.choice import Ask
 from components.routing.local_prefill import PromptLoad, sooner_here
 from components.routing.router import Chosen, explained
+from components.wire.block_hash import PromptBlocks
 from components.wire.instances import InstanceRecord
+from components.wire.layout import check_compatible, check_same_adapter
 from components.wire.routes import ExplainRoute, RouteExplained
 from engine.ports import Engine
 from services.decode.prefill_client import PrefillClient

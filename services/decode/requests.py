@@ -11,8 +11,8 @@ from opentelemetry.trace import Span
 from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
-from components.routing.block_hash import PromptBlocks
 from components.telemetry.spans import mark_outcome, record_span
+from components.wire.block_hash import PromptBlocks
 from components.wire.generate import GenerateRequest
 from engine.ports import SamplingParams, TokenMask, TokenOutput
 from services.decode.inbound import InboundState

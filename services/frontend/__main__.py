@@ -23,11 +23,11 @@ from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.process_health import serve_health
 from components.startup import refuse
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
-from components.telemetry.process_health import serve_health
 from components.telemetry.spans import start_telemetry
 from components.text.sampling_defaults import read_sampling_defaults
 from components.text.tokenizer import TextModel

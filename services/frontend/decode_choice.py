@@ -25,11 +25,11 @@ from components.errors import (
 from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.service import Endpoint
-from components.routing.block_hash import PromptBlocks, seed_hash
 from components.routing.choice import Ask
 from components.routing.router import Route, explained
 from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
+from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.instances import InstanceRecord
 from components.wire.routes import ExplainRoute, RouteExplained
 from components.wire.sampling import Sampling

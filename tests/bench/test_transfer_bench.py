@@ -10,7 +10,7 @@ import pytest
 
 from bench.transfer import figure, fixed, receiving
 from bench.transfer_peer import Pool
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 
 REPO: Final = Path(__file__).resolve().parents[2]
 LAYOUT: Final = KvLayout(model="bench", dtype="bfloat16", page_size=16, layers=2, kv_heads=2, head_dim=64)

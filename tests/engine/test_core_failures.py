@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from components.errors import InvariantBroken
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.ports import EngineRequest, KvRegion, Phase

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.kv_transfer.layout import KvLayout
 from components.startup import WrongSettings
+from components.wire.layout import KvLayout
 from engine import machine_memory
 from engine.kv.storage import allocate_storage
 from engine.machine_memory import available_bytes

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.model.load import LoadedModel

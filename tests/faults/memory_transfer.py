@@ -18,9 +18,9 @@ from typing import Final, Protocol
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import CACHE_LINE, AuxBuffer
 from components.kv_transfer.backend import endpoint_of
-from components.kv_transfer.layout import check_compatible
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
+from components.wire.layout import check_compatible
 from engine.ports import KvRegion
 from tests.faults.virtual_loop import Process
 

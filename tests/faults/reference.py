@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
-from components.routing.block_hash import block_hashes
+from components.wire.block_hash import block_hashes
 from components.wire.tokens import pack_tokens
 from engine.core import EngineCore
 from engine.mock.memory import BLOCK, MARK

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from components.errors import MeshError
 from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
-from components.kv_transfer.layout import KvLayout, check_compatible
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
+from components.wire.layout import KvLayout, check_compatible
 
 LAYOUT = KvLayout(model="m", dtype="float32", page_size=4, layers=1, kv_heads=1, head_dim=2)
 

@@ -21,7 +21,7 @@ from components.errors import MeshError
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums, Sent
 from components.kv_transfer.choose import kv_opener
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from tests.services.decode.inbound import inbound
 
 LAYOUT = KvLayout(model="m", dtype="float32", page_size=16, layers=2, kv_heads=2, head_dim=64)

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from components.kv_transfer.layout import KvLayout
 from components.kv_transfer.pieces import Pieces
+from components.wire.layout import KvLayout
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", page_size=16, layers=3, kv_heads=2, head_dim=4)
 NUM_TOKENS = 300

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from components.errors import IncompatibleLayout
-from components.kv_transfer.layout import KvLayout, check_compatible
 from components.kv_transfer.pieces import Pieces, cut
+from components.wire.layout import KvLayout, check_compatible
 from tests.components.kv_transfer.pools import LAYOUT, NUM_TOKENS, block_table, brute_force, copied, pool
 
 PAGE_SIZES = (16, 32, 64, 128)

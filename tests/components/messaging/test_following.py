@@ -14,9 +14,9 @@ from components.messaging.fleet import Fleet, watch_fleet
 from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.service import serve_calls
-from components.routing.block_hash import PromptBlocks, seed_hash
 from components.routing.candidates import Inquiry, depths
 from components.routing.choice import Ask
+from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.heartbeat import Heartbeat
 from components.wire.tokens import pack_tokens
 from tests.components.discovery.records import record

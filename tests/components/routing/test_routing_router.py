@@ -14,7 +14,6 @@ from components.errors import (
     PeerBroken,
     StaleInstance,
 )
-from components.routing.block_hash import PromptBlocks, block_hashes, seed_hash
 from components.routing.breaker import USUAL, BreakerState
 from components.routing.choice import Ask, Member
 from components.routing.health import WARM_S
@@ -22,6 +21,7 @@ from components.routing.kv_aware import KvWeights
 from components.routing.kv_index import KvIndex
 from components.routing.policies import PolicyName, make_policy
 from components.routing.router import Chosen, Route, Router
+from components.wire.block_hash import PromptBlocks, block_hashes, seed_hash
 from components.wire.heartbeat import Heartbeat
 from components.wire.tokens import pack_tokens
 

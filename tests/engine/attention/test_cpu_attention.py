@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.choose import AttentionUnavailable, make_attention, prepare_attention, why_not_cpu
 from engine.attention.cpu import CpuAttention, pack_plan

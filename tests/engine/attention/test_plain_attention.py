@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.kv_transfer.layout import KvLayout
+from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.plain import PlainAttention, _spans
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from components.kv_transfer.layout import KvLayout
 from components.startup import WrongSettings
+from components.wire.layout import KvLayout
 from engine.config import EngineConfig
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage

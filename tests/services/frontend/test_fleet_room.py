@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from components.kv_transfer.layout import KvLayout
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import KvEndpoint
+from components.wire.layout import KvLayout
 from services.frontend.ports import FleetRoom
 from tests.components.discovery.records import record
 from tests.services.frontend.test_mesh_client import Decode, Mesh, answers

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.routing.block_hash import HASH_BYTES, PromptBlocks, block_hashes, seed_hash
 from components.routing.kv_index import KvIndex
+from components.wire.block_hash import HASH_BYTES, PromptBlocks, block_hashes, seed_hash
 from components.wire.tokens import pack_tokens
 
 tokens = st.lists(st.integers(0, 50_000), max_size=70)
