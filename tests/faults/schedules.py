@@ -67,7 +67,10 @@ QUEUES: Final[dict[str, Any]] = {
     "counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 2},
 }
 
-LASTS: Final[dict[str, Any]] = {"num_clients": 120, "over_s": 16.0}  # so that the prefill that is killed has transfers
+# The prefill instance that is killed is then the one that writes.
+ONE_PREFILL: Final[dict[str, Any]] = {"counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 2}}
+# One is left for the second fault, and the other one gets requests, too.
+LASTS: Final[dict[str, Any]] = {"num_clients": 120, "over_s": 16.0}
 
 Schedule = list[Fault]
 
@@ -160,7 +163,9 @@ def conditions(schedule: Schedule) -> tuple[int, dict[str, Any]]:
     if any(fault.at == "prefill waiting" for fault in schedule):
         changes |= QUEUES
     if schedule[0] is A_PREFILL_IS_KILLED:
-        changes |= LASTS
+        changes |= LASTS if schedule[-1].role == "prefill" else ONE_PREFILL
+    if (schedule[-1].at, schedule[-1].do) == ("inbound closed", Do.CLIENT_GONE):  # some client must still wait
+        changes |= QUEUES
     return seed, changes
 
 
