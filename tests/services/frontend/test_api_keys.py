@@ -471,7 +471,7 @@ async def test_the_file_is_read_again_when_it_changes_and_on_sighup_and_a_broken
         assert ring.find(ALICE.encode()) is None
         assert ring.find(BOB.encode()) is not None, "those of the environment stay"
         file.write_text("[broken")
-        while "those from before stay" not in caplog.text:
+        while "the old ones stay valid" not in caplog.text:
             await asyncio.sleep(0.005)
         file.unlink()
         await asyncio.sleep(0.05)
