@@ -33,8 +33,6 @@ CHECKS_PER_TURN: Final = 512  # connections checked before other tasks run, abou
 
 
 class Waits(StrEnum):
-    """What a connection expects from its client."""
-
     REQUEST = auto()
     HEAD = auto()
     BODY = auto()
@@ -42,7 +40,7 @@ class Waits(StrEnum):
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. It answers with the reason before it closes, where an answer is still possible."""
+    """One connection. If possible, it answers with the reason before it closes."""
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._fault)
         except httptools.HttpParserUpgrade:
-            return  # no other protocol is supported: the request is answered as plain HTTP
+            return  # not supported: the request is answered as plain HTTP
         if self._waits is Waits.HEAD and self._taken_bytes > self._limits.head_bytes:
             self._refuse(Closed.HEAD_TOO_LARGE)
         elif self._waits is Waits.BODY:
@@ -141,7 +139,6 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def check(self, now_s: float) -> None:
-        """Close the connection if its client is too late."""
         limits, waited_s = self._limits, now_s - self.since_s
         if self._reads_too_little(now_s):
             self._closed.count(Closed.UNREAD)
@@ -202,7 +199,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(Closed.REST_TOO_LARGE)
 
     def _drop(self, size: int) -> None:
-        """Drop `size` bytes after the last answer; after `rest_bytes` of them abort the connection."""
+        """Drop input; after `rest_bytes` abort the connection."""
         self._rest_bytes += size
         if self._rest_bytes > self._limits.rest_bytes:
             self.transport.abort()
@@ -253,7 +250,7 @@ class Connection(HttpToolsProtocol):
         self._end()
 
     def _lingers(self) -> bool:
-        """Postpone a close while the client still sends a body, so that it can read its answer. Returns whether it did."""
+        """Postpone a close while the client sends a body, so that it can read its answer. Returns whether it did."""
         if self._waits is not Waits.BODY or self._writer.is_closing():
             return False
         self._end()
@@ -279,7 +276,6 @@ class BodyPush:
 
     @property
     def is_open(self) -> bool:
-        """Whether a chunked answer is under way to a client that reads."""
         cycle = self._cycle
         return bool(
             cycle.chunked_encoding
@@ -288,7 +284,7 @@ class BodyPush:
         )
 
     def send(self, data: bytes) -> None:
-        """Send a chunk. Call it only while `is_open`."""
+        """Call only while `is_open`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
@@ -297,7 +293,7 @@ def _announces_body(name: bytes, value: bytes) -> bool:
 
 
 async def check_connections(connections: Iterable[Any], limits: ClientLimits) -> None:
-    """Close connections whose clients are too late, until cancelled."""
+    """Close connections of late clients, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(limits.check_every_s)

@@ -56,7 +56,7 @@ def plain_refusal(_: int, reason: str) -> tuple[bytes, bytes]:
     return b"text/plain; charset=utf-8", reason.encode()
 
 
-# Status and reason. The other reasons close a connection after an answer, or before a request.
+# Status and message. The other reasons close a connection without an answer.
 REFUSALS: Final = {
     Closed.HEAD_LATE: (408, "The request's headers took too long."),
     Closed.BODY_LATE: (408, "The request's body took too long."),
@@ -86,13 +86,12 @@ class CloseCounter:
 
 
 def max_connections() -> int:
-    """Return how many connections this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 if soft == resource.RLIM_INFINITY else max(soft // 2, soft - SPARE_FILES)
 
 
 class OpenConnections:
-    """The connections of one server and its TLS handshakes; when full, the oldest of those without a request are closed."""
+    """Connections and TLS handshakes of a server. When full, it closes the oldest ones without a request."""
 
     def __init__(self, limit: int, closed: CloseCounter) -> None:
         self.served: Collection[Any] = ()  # uvicorn's own set; a TLS connection joins it after its handshake
@@ -112,7 +111,7 @@ class OpenConnections:
         self._handshakes.pop(connection, None)
 
     def admit(self, connection: object) -> bool:
-        """Admit one of `served`. Returns False if too many are open and none of them can be closed."""
+        """Returns False if too many are open and none can be closed."""
         self.remove_handshake(connection)
         return self._make_room(connection)
 
@@ -128,7 +127,7 @@ class OpenConnections:
         return bool(closes)
 
     def _idle(self, newcomer: object) -> list[Callable[[], object]]:
-        """Return the close methods of connections without a request, the longest idle first."""
+        """Return close methods, the longest idle first."""
         idle = [other for other in self.served if other is not newcomer and other.is_idle]
         idle.sort(key=lambda other: float(other.since_s))
         return [other.transport.close for other in idle]

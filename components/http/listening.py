@@ -29,7 +29,7 @@ ADVICE: Final = {
 
 
 def bind(host: str, port: int, *, share_port: bool) -> socket.socket:
-    """Listen on an address. Raises: CannotServe."""
+    """Raises: CannotServe."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -49,7 +49,6 @@ def bind(host: str, port: int, *, share_port: bool) -> socket.socket:
 
 
 def cannot_listen(host: str, port: int, exc: OSError) -> str:
-    """Return one line with the address, the error and advice."""
     at = f"cannot listen on {host}:{port}"
     if isinstance(exc, socket.gaierror):
         return f"{at}: {host!r} is not an address or name of this machine; give another --host"
@@ -58,7 +57,7 @@ def cannot_listen(host: str, port: int, exc: OSError) -> str:
 
 
 def has_connections(listener: socket.socket) -> bool:
-    """Return whether connections wait to be accepted."""
+    """Whether connections wait to be accepted."""
     queue = select.poll()
     queue.register(listener, select.POLLIN)
     return bool(queue.poll(0))

@@ -1,4 +1,4 @@
-"""uvicorn, with limits on clients, held writes, TLS handshakes that count as connections, and a drain that loses no connection.
+"""uvicorn, with limits on clients, joined writes, limited TLS handshakes, and a drain that loses no connection.
 
 `connection.py` extends its HTTP protocol, this module its server. uvicorn runs within an event loop of ours and leaves signals
 to the service. Both override private parts of uvicorn; pyproject.toml has the list.
@@ -204,7 +204,7 @@ async def serve_http(
 
 
 async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
-    """Wait until `server` listens. Raises: what ended it before."""
+    """Raises: what ended the server before."""
     event = asyncio.create_task(server.listening.wait())
     await asyncio.wait({event, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not event.done():

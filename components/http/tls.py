@@ -23,7 +23,7 @@ RETRY_ACCEPT_S: Final = 0.1  # after accept fails, for instance because this pro
 class Tls(NamedTuple):
     """Paths of PEM files."""
 
-    certificate: str  # and its chain
+    certificate: str  # with its chain
     key: str
 
 
@@ -54,7 +54,7 @@ def _swapped(tls: Tls) -> str:
 
 
 class TlsListener:
-    """Accepts TCP connections and makes a `Connection` of each after its TLS handshake."""
+    """Makes a `Connection` of each TCP connection, after its TLS handshake."""
 
     def __init__(
         self, context: ssl.SSLContext, limits: ClientLimits, connections: OpenConnections, closed: CloseCounter
@@ -70,13 +70,12 @@ class TlsListener:
         self._accepting = asyncio.create_task(self._accept(listener, make), name="tls-accept")
 
     async def stop(self) -> None:
-        """Stop accepting; handshakes continue."""
+        """Handshakes continue."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait((self._accepting,))
 
     async def close(self) -> None:
-        """Abort the remaining handshakes."""
         for task in self._handshakes:
             task.cancel()
         if self._handshakes:

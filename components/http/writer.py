@@ -44,7 +44,7 @@ class ConnectionWriter(asyncio.Transport):
     def __init__(
         self, transport: asyncio.Transport, writes: HeldWrites, lingers: Callable[[], bool] = lambda: False
     ) -> None:
-        """`lingers()` is called before a close. If it returns True, its owner closes the connection later."""
+        """`lingers` is called before a close; True means that its owner closes later."""
         super().__init__()
         self._lingers = lingers
         self._transport = transport

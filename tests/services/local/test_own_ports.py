@@ -39,7 +39,7 @@ def test_a_port_that_another_process_shares_is_refused(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("host", "told"),
     [
-        ("192.0.2.1", "this machine does not have this address: give --host one that it has"),
+        ("192.0.2.1", "this machine does not have this address; give --host one that it has"),
         ("no.such.host.invalid", r"'no\.such\.host\.invalid' is not an address or name of this machine"),
     ],
 )
