@@ -1,0 +1,51 @@
+"""Files, headings, modules and make targets that the documentation names exist."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+REPO: Final = Path(__file__).resolve().parents[2]
+PAGES: Final = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
+LINK: Final = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+PATH: Final = re.compile(r"`((?:services|components|engine|tests|bench|deploy|docs)/[\w/.-]+)`")
+MODULE: Final = re.compile(r"python -m ((?:services|bench|engine|components|tests)(?:\.\w+)+)")
+TARGET: Final = re.compile(r"(?:^    |`)make ([a-z-]+)", re.MULTILINE)
+
+
+def headings(page: Path) -> set[str]:
+    """As the anchors of a page that a hosting service renders."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def missing(page: Path) -> Iterator[str]:
+    text = page.read_text()
+    for path, anchor in LINK.findall(text):
+        target = page.parent / path if path else page
+        if not target.exists():
+            yield f"the linked file {path}"
+        elif anchor and anchor not in headings(target):
+            yield f"the heading {path}#{anchor}"
+    yield from (f"the file {path}" for path in PATH.findall(text) if not (REPO / path).exists())
+    for name in MODULE.findall(text):
+        module = REPO.joinpath(*name.split("."))
+        if not module.with_suffix(".py").exists() and not (module / "__main__.py").exists():
+            yield f"the module {name}"
+    targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    yield from (f"make {name}" for name in TARGET.findall(text) if name not in targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    assert list(missing(page)) == []
+
+
+def test_a_page_that_names_nothing_real_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](nowhere.md) `docs/nowhere.md` [b](#nothing)\n\n    make nothing\n    python -m bench.nothing\n"
+    )
+    assert len(list(missing(page))) == 5
