@@ -101,8 +101,6 @@ async def ended(task: asyncio.Future[Any]) -> None:
 
 
 class Failure:
-    """Lets another task make a piece of work fail."""
-
     __slots__ = ("_error", "_stopped", "_task")
 
     def __init__(self) -> None:

@@ -54,7 +54,6 @@ class KeyLimits:
 
     @property
     def per_minute(self) -> bool:
-        """Whether answers have rate-limit headers."""
         return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
 

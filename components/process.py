@@ -56,8 +56,6 @@ def record_maker(
     kv_events: bool = False,
     embedding: EmbeddingModel | None = None,
 ) -> Callable[[str], InstanceRecord]:
-    """Return a function from an epoch to this process's record."""
-
     def make(epoch: str) -> InstanceRecord:
         return InstanceRecord(
             instance_id=instance_id,
@@ -106,8 +104,6 @@ def settle() -> None:
 
 
 class Draining(Protocol):
-    """A service that can finish its requests and refuse new ones."""
-
     draining: bool
 
     async def drained(self) -> None:

@@ -12,6 +12,5 @@ OVERTAKEN_TOKENS: Final = 256
 
 
 def turn(arrival: int, priority: int, num_tokens: int) -> tuple[int, int]:
-    """The least goes first; no two are equal."""
     length = min(num_tokens // OVERTAKEN_TOKENS, OVERTAKERS - 1)
     return arrival + priority * OVERTAKERS + length, arrival

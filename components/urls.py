@@ -8,8 +8,6 @@ _USER_INFO: Final = re.compile(r"(?<![^,\s])(\w+://)?[^,\s]*@")
 
 
 class Login(NamedTuple):
-    """Percent-decoded user and password of a URL."""
-
     user: str | None
     password: str | None
 

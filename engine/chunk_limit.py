@@ -19,7 +19,6 @@ class ChunkLimit:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that a step with decodes may compute."""
         return max(FEWEST, int(BESIDE_S * self._tokens_per_s)) if self._tokens_per_s else UNKNOWN
 
     def stepped(self, prompt_tokens: int, decode_tokens: int, step_s: float) -> None:

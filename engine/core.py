@@ -108,7 +108,6 @@ class EngineCore:
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """Identities by name."""
         return self._adapters
 
     @property
@@ -198,11 +197,9 @@ class EngineCore:
         return self._runner.stop_profile()
 
     def has_work(self) -> bool:
-        """Whether a step would do anything, such as reporting cache events."""
         return self._scheduler.has_work() or self._flight is not None or bool(self._memory.prefix.events)
 
     def computes(self) -> bool:
-        """Whether a step would use or wait for the device."""
         return self._flight is not None or self._scheduler.computes()
 
     def step(self) -> StepOutput:
@@ -292,7 +289,6 @@ class EngineCore:
         return [Reserved(r.id, list(r.pages), r.num_computed // page_size) for r in requests]
 
     def _land(self, output: StepOutput) -> None:
-        """Wait for the step in flight and report it."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -324,7 +320,6 @@ class EngineCore:
             output.failed.append(Failed(request_id, InvariantBroken(error.message, request_id=request_id)))
 
     def _root_hash(self, cache_salt: str, adapter: str) -> bytes:
-        """By the adapter's identity: its name may mean other weights elsewhere."""
         if adapter and adapter not in self._adapters:
             there = ", ".join(sorted(self._adapters)) or "none"
             raise UnknownModel(f"there is no LoRA adapter {adapter!r}; loaded here: {there}", param="model")

@@ -114,7 +114,6 @@ class SharedCores:
         return threads
 
     def done(self) -> None:
-        """The step is over, so a prompt may have its cores."""
         mine = self._mine
         if mine is None or not self._used[mine]:
             return
@@ -166,11 +165,9 @@ class SharedCores:
         return waits
 
     def _is_late(self, slot: int, now: int) -> bool:
-        """Whether its step took too long to wait for."""
         return now - self._since[slot] > PATIENCE_NS or self._is_gone(slot)
 
     def _lend(self) -> None:
-        """Give unused cores to a step that can take them."""
         free = self._cores - self._spared() - sum(self._used)
         now = time.monotonic_ns()
         takers = (slot for slot, allowed in enumerate(self._allowed) if allowed and self._used[slot])
@@ -179,7 +176,6 @@ class SharedCores:
             self._allowed[slot] = min(self._used[slot] + free, self._most[slot])
 
     def _is_gone(self, slot: int) -> bool:
-        """Whether the slot has no holder; then it is cleared."""
         if not self._lock(slot):
             return False
         self._since[slot] = self._used[slot] = self._allowed[slot] = 0

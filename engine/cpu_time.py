@@ -69,7 +69,6 @@ class CpuQuota:
         self._groups = list(_cpu_groups(proc))
 
     def cores(self) -> float:
-        """Of the lowest quota; infinity without one."""
         return min((_cores(group) for group in self._groups), default=float("inf"))
 
     def throttled_s(self) -> float:

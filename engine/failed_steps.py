@@ -13,7 +13,7 @@ MOST: Final = 5  # consecutive failed steps, each with a new prompt
 
 
 class EngineBroken(InvariantBroken):
-    """Several consecutive steps failed: the process ends."""
+    pass
 
 
 class FailedSteps:

@@ -19,7 +19,6 @@ class HugeMemory:
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor whose memory is committed."""
         count = prod(shape) * dtype.itemsize
         if self._used + count > len(self._block):
             self._block, self._used = _block(max(count, BLOCK_BYTES)), 0

@@ -11,7 +11,7 @@ from engine.scheduler.scheduler import Chunk
 
 
 class StepFailed(InvariantBroken):
-    """The requests of one step failed; the next step may succeed."""
+    pass
 
 
 class Launched(Protocol):
@@ -34,15 +34,13 @@ class Launched(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps in order. On a device it enqueues them."""
-
     @property
     def takes_cpu(self) -> bool:
         """Whether steps run on the processor that would plan the next one."""
 
     @property
     def forward_kind(self) -> str:
-        """Of the latest step: eager, compiled, graph; empty without a model."""
+        pass
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Write the KV of `chunks`, one per request. Raises: StepFailed.
@@ -52,7 +50,7 @@ class Runner(Protocol):
         """
 
     def copy_page(self, source: int, target: int) -> None:
-        """All layers, in stream order."""
+        pass
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         """Seconds until it should ask again for a step's cores; 0: they are there.

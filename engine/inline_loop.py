@@ -68,7 +68,6 @@ class InlineLoop(EngineLoop):
         await asyncio.shield(self._ended)
 
     def _turn(self) -> None:
-        """Continue or begin a step."""
         self._next = None
         try:
             said = self._went_on()

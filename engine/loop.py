@@ -18,8 +18,6 @@ BLOCKED_TICK_S: Final = 0.25  # interval of steps while requests wait for pages
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function for the engine, and its future."""
-
     run: Callable[[Engine], Any]
     future: asyncio.Future[Any]
 
@@ -87,7 +85,7 @@ class EngineLoop(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Let the current step end. Later calls are refused."""
+        pass
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
         """Call `callback` with every step's output, in order, also empty ones."""

@@ -21,8 +21,6 @@ FULL: Final = Phase.FULL  # attributes of an enum are slow, and each token needs
 
 
 class Outcomes:
-    """Adds tokens to requests, starts their branches and ends them."""
-
     def __init__(
         self,
         requests: Requests,
@@ -106,7 +104,6 @@ class Outcomes:
             self._requests.finish(request)
 
     def _fork(self, request: Request) -> None:
-        """Start the other branches of a request whose prompt is computed."""
         for source, target in self._requests.fork(request):
             self._copy_page(source, target)
 
@@ -134,7 +131,6 @@ class Outcomes:
         output.failed.append(Failed(request.id, NonFiniteLogits(message, request_id=request.id)))
 
     def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
-        """The mask failed: end the request with all branches."""
         if (fault := mask.fault) is None:
             return False
         log.warning("off its grammar", extra={"request": request.id, "reason": fault})

@@ -14,10 +14,8 @@ from engine.scheduler.scheduler import Chunk
 
 
 class Guard(Protocol):
-    """The runner that launched it."""
-
     def failing(self, num_requests: int) -> AbstractContextManager[None]:
-        """Turn a batch's errors into StepFailed."""
+        pass
 
 
 class PooledStep:

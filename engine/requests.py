@@ -25,7 +25,6 @@ class Requests:
         return any(request_id in known for known in (self._live, self._held, self._branches))
 
     def __iter__(self) -> Iterator[Request]:
-        """Including branches and held requests."""
         yield from self._live.values()
         yield from self._held.values()
         for branches in self._branches.values():
@@ -45,7 +44,6 @@ class Requests:
         return request if request is not None and request.state is RequestState.RESERVED else None
 
     def branches(self, request_id: str) -> list[Request]:
-        """Live branches."""
         first = self._live.get(request_id)
         return [*([] if first is None else [first]), *self._branches.get(request_id, ())]
 
@@ -84,7 +82,6 @@ class Requests:
         self.add(again)
 
     def cancel(self, request_id: str) -> None:
-        """With all branches."""
         request = self._live.get(request_id)
         if request is not None:
             self.end(request)
@@ -115,7 +112,6 @@ class Requests:
             request.released = True
 
     def end(self, request: Request) -> None:
-        """Pages that a transfer may touch are held."""
         if not request.exposed or request.released:
             self.finish(request)
             return
@@ -125,7 +121,6 @@ class Requests:
         self._held[request.id] = request
 
     def finish(self, request: Request) -> None:
-        """End a live request whose pages no transfer touches."""
         self._scheduler.remove(request)
         request.advance(RequestState.FINISHED)
         self._give_back(request)

@@ -87,7 +87,6 @@ class TorchRunner:
             return TorchStep(self, ordered, order, wanted, logits)
 
     def copy_page(self, source: int, target: int) -> None:
-        """In stream order."""
         self._storage[target].copy_(self._storage[source])
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
@@ -129,7 +128,6 @@ class TorchRunner:
 
     @contextmanager
     def failing(self, num_requests: int) -> Iterator[None]:
-        """Turn a batch's errors into StepFailed and free its tensors."""
         try:
             yield
         except torch.AcceleratorError:

@@ -70,7 +70,6 @@ class ThreadLimit:
         return self.threads if prompts else min(self.threads, self._decode_threads)
 
     def begin(self, threads: int) -> None:
-        """May be called again during a step."""
         if self._begun is None:
             self._begun = (self._clock(), threads)
             if not self._window_s:

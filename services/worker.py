@@ -39,8 +39,6 @@ from engine.start import start_engine
 
 
 class Addressed(Protocol):
-    """A request to a worker."""
-
     @property
     def epoch(self) -> str: ...
     @property

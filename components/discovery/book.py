@@ -67,7 +67,6 @@ class InstanceBook:
             self._notify(before, None)
 
     def replace_all(self, records: Mapping[str, InstanceRecord]) -> None:
-        """Apply a complete read; listeners get the differences."""
         for key in self._records.keys() - records.keys():
             self.remove(key)
         for key, record in records.items():

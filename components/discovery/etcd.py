@@ -175,8 +175,6 @@ def _log_in(client: Any, member: Endpoint, timeout_s: float) -> None:
 
 
 class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
-    """Adds a token to the metadata of each call."""
-
     def __init__(self, token: str) -> None:
         self._metadata = (("token", token),)
 
@@ -184,7 +182,6 @@ class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientIntercepto
         return call(self._with_token(details), request)
 
     def intercept_stream_stream(self, call: Any, details: Any, requests: Any) -> Any:
-        """For watches and lease keep-alives."""
         return call(self._with_token(details), requests)
 
     def _with_token(self, details: Any) -> Any:

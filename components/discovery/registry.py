@@ -200,7 +200,6 @@ class Registry:
             self._watch_call.cancel()
 
     def _read(self, client: Any) -> tuple[dict[str, InstanceRecord], int]:
-        """All records and their revision, read in pages."""
         records: dict[str, InstanceRecord] = {}
         start, revision = self._prefix.encode(), 0
         while True:

@@ -31,8 +31,6 @@ class ClientLimits:
 
 
 class Closed(StrEnum):
-    """Why the server closed a connection; the label of a metric."""
-
     HEAD_LATE = auto()
     BODY_LATE = auto()
     NOTHING_SENT = auto()
@@ -127,7 +125,6 @@ class OpenConnections:
         return bool(closes)
 
     def _idle(self, newcomer: object) -> list[Callable[[], object]]:
-        """Return close methods, the longest idle first."""
         idle = [other for other in self.served if other is not newcomer and other.is_idle]
         idle.sort(key=lambda other: float(other.since_s))
         return [other.transport.close for other in idle]

@@ -57,7 +57,6 @@ def cannot_listen(host: str, port: int, exc: OSError) -> str:
 
 
 def has_connections(listener: socket.socket) -> bool:
-    """Whether connections wait to be accepted."""
     queue = select.poll()
     queue.register(listener, select.POLLIN)
     return bool(queue.poll(0))

@@ -50,7 +50,7 @@ class ListenSettings(Protocol):
 
     @property
     def drain_timeout_s(self) -> float:
-        """How long a stop waits for requests in flight."""
+        pass
 
 
 class _Server(uvicorn.Server):

@@ -21,8 +21,6 @@ RETRY_ACCEPT_S: Final = 0.1  # after accept fails, for instance because this pro
 
 
 class Tls(NamedTuple):
-    """Paths of PEM files."""
-
     certificate: str  # with its chain
     key: str
 
@@ -70,7 +68,6 @@ class TlsListener:
         self._accepting = asyncio.create_task(self._accept(listener, make), name="tls-accept")
 
     async def stop(self) -> None:
-        """Handshakes continue."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait((self._accepting,))

@@ -100,7 +100,6 @@ class AuxBuffer:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Call when no transfer can write into the slot."""
         assert self._is_taken[slot], f"aux slot {slot} is free already"
         self._is_taken[slot] = False
         self._free.append(slot)

@@ -49,7 +49,7 @@ class KvTransfer(Protocol):
         """Prepare writes to `peer`. Raises: IncompatibleLayout, TransferFailed."""
 
     async def disconnect(self, agent: str) -> None:
-        """Forget a peer: nothing is written to it any more."""
+        pass
 
     def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
         """Copy our pages `source` into the peer's pages `target`, of equal size.
@@ -84,8 +84,6 @@ class KvTransfer(Protocol):
 
 
 class OpenTransfer(Protocol):
-    """What a backend registers: see docs/writing-a-kv-transfer-backend.md."""
-
     def __call__(
         self, region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
     ) -> AbstractAsyncContextManager[KvTransfer]:

@@ -20,8 +20,6 @@ LAYOUT: Final = KvLayout(model="check", dtype="float32", page_size=16, layers=1,
 
 @dataclass(frozen=True)
 class OnePage:
-    """A pool of one page."""
-
     address: int
     num_pages: int = 1
     layout: KvLayout = LAYOUT

@@ -22,8 +22,6 @@ from components.kv_transfer.page_reader import PageArray, PageReader, open_reade
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What prefill sends of one prompt, as decode sees it."""
-
     pages: Sequence[int]  # decode's block table
     tokens: range
     page_size: int  # prefill's
@@ -41,8 +39,6 @@ class PageChecksums:
 
 
 class TransferChecksums:
-    """Checksums of one prompt's KV, whose tokens are added in order."""
-
     def __init__(self, reader: PageReader, page_size: int, peer_page_size: int) -> None:
         self.sums: list[int] = []  # uint32, one for each page of the larger size
         self._reader = reader
@@ -54,7 +50,6 @@ class TransferChecksums:
         return len(self._pages_of(tokens, self._large))
 
     def num_pages(self, tokens: range) -> int:
-        """Our pages that hold the tokens."""
         return len(self._pages_of(tokens, self._page_size))
 
     def covered(self, index: int, tokens: range) -> range:

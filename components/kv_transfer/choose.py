@@ -22,7 +22,6 @@ OURS: Final = {
 
 
 def known_backends() -> dict[str, EntryPoint]:
-    """By name; ours win."""
     theirs = {point.name: point for point in entry_points(group=GROUP)}
     return theirs | {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
 

@@ -23,8 +23,6 @@ DIAL_TIMEOUT_S: Final = 5.0
 
 
 class Bell:
-    """The listening side."""
-
     def __init__(self, agent: str, host: str, write_aux: Callable[[int, bytes], None] | None) -> None:
         self.address = ""  # "<host>:<port>", once it listens
         self._agent = agent
@@ -42,7 +40,6 @@ class Bell:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen on a free port."""
         server = await asyncio.start_server(self._answer, self._host, 0)
         self.address = f"{self._host}:{server.sockets[0].getsockname()[1]}"
         try:
@@ -81,8 +78,6 @@ class Bell:
 
 
 class Line:
-    """One connection to a peer's bell."""
-
     def __init__(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._agent = agent
         self._reader = reader

@@ -63,7 +63,6 @@ class FakeKvTransfer:
         return 0
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
-        """Send one aux slot and notify the peer."""
         record = self.aux.raw(source_slot)
         await self._lines.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
 
@@ -72,7 +71,7 @@ class FakeKvTransfer:
         return self.bell.expect(notification)
 
     def hasten(self, notification: str) -> None:
-        """Nothing to do: the doorbell rings."""
+        pass
 
 
 @asynccontextmanager

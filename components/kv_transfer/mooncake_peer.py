@@ -26,8 +26,6 @@ FAILED: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Contiguous on both sides."""
-
     source: int  # addresses
     target: int
     num_bytes: int
@@ -85,7 +83,6 @@ class MooncakePeer:
             self._thread.settle(done, 0)
 
     def _poll(self) -> float | None:
-        """Collect ended pieces and begin waiting ones."""
         for batch, write in list(self._in_flight.items()):
             status = self._engine.transfer_check_status(batch)
             if status in {LANDED, FAILED}:

@@ -48,7 +48,6 @@ class MooncakeTransfer:
         self._segment = await asyncio.to_thread(self._listen)
 
     async def stop(self) -> None:
-        """End every engine: no write leaves or arrives any more."""
         await asyncio.gather(*(self.disconnect(agent) for agent in list(self._peers)))
         await self._lines.disconnect_all()
         await asyncio.to_thread(self._close)
@@ -89,7 +88,6 @@ class MooncakeTransfer:
         return await peer.write([Piece(ours + source, theirs + target, size) for source, target, size in copies])
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
-        """Copy one aux slot, then ring the peer's doorbell."""
         peer, line = self._peer(agent), self._lines.to(agent)
         source = self.aux.address + source_slot * self.aux.slot_bytes
         target = peer.endpoint.aux_address + target_slot * peer.endpoint.aux_slot_bytes
@@ -102,7 +100,7 @@ class MooncakeTransfer:
         return self.bell.expect(notification)
 
     def hasten(self, notification: str) -> None:
-        """Nothing to do: the doorbell rings."""
+        pass
 
     def _peer(self, agent: str) -> MooncakePeer:
         peer = self._peers.get(agent)

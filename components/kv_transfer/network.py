@@ -25,8 +25,6 @@ _LISTEN: Final = "0A"
 
 
 class Listener(NamedTuple):
-    """A TCP socket of this process that accepts connections."""
-
     address: IPv4Address | IPv6Address
     port: int
 

@@ -60,7 +60,6 @@ def _places(layout: KvLayout, pages: Sequence[int], tokens: Offsets) -> Offsets:
 
 
 def _merged(source: Offsets, target: Offsets, length: Offsets) -> Pieces:
-    """One piece for each run that is contiguous on both sides."""
     begins = np.ones(len(length), dtype=bool)
     begins[1:] = (source[1:] != source[:-1] + length[:-1]) | (target[1:] != target[:-1] + length[:-1])
     first = np.flatnonzero(begins)

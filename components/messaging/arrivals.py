@@ -65,7 +65,6 @@ class Arrivals:
         return True
 
     def look(self) -> None:
-        """Ask a quiet instance. To be called every LOOK_S."""
         if self.is_wanted and self._loop.time() - self._last_frame_s > QUIET_S:
             self.repair()
 

@@ -69,7 +69,6 @@ class Bus:
         return time.monotonic() - self.reconnected_at if self.client.is_connected else 0.0
 
     def answers(self) -> AbstractAsyncContextManager[None]:
-        """Accepts answers to calls."""
         return self.subscription(self._replies.subject, self._replies.receive)
 
     async def call(self, subject: str, request: Struct, *replies: type[S], timeout_s: float) -> S:
@@ -99,11 +98,9 @@ class Bus:
         return cast("S", answer)
 
     async def publish(self, subject: str, message: Struct) -> None:
-        """Send a message without an answer."""
         await self.publish_bytes(subject, self._packed(subject, message))
 
     async def publish_bytes(self, subject: str, data: bytes, reply: str = "") -> None:
-        """For messages already packed, such as frames."""
         with nats_errors(subject, self.url):
             await publish(self.client, subject, data, reply)
 
@@ -259,12 +256,10 @@ class _ServerChoice:
         self._every_s = RETRY_EVERY_S * random.uniform(0.5, 1.0)  # jitter, or all processes would try in step
 
     def connected(self, client: Client) -> None:
-        """Connected to a server, which becomes the last choice."""
         if (url := client.connected_url) is not None:
             self._tried[url.netloc] = time.monotonic()
 
     def __call__(self, servers: list[Any], _info: object) -> tuple[Any, float]:
-        """The next server, and the delay in seconds."""
         now = time.monotonic()
         server = min(servers, key=lambda s: (self._tried.get(s.uri.netloc, -math.inf), random.random()))
         wait_s = max(0.0, self._tried.get(server.uri.netloc, -math.inf) + self._every_s - now)

@@ -96,7 +96,6 @@ class PeerClocks(Collector):
             )
 
     def _forget(self) -> None:
-        """Drop peers without recent messages."""
         now_s = time.monotonic()
         for sender in [name for name, peer in self._peers.items() if now_s - peer.heard_s > FORGET_S]:
             del self._peers[sender]

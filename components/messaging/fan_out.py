@@ -49,8 +49,6 @@ def _rest_s(deliveries: float) -> float:
 
 
 class FleetSizes:
-    """Number of instances of each role; follows a book."""
-
     def __init__(self, book: InstanceBook) -> None:
         self._counts: Counter[Role] = Counter()
         for role in ROLES:
@@ -85,7 +83,6 @@ class FleetSizes:
         return kv_events_rest_s(self.followings(role))
 
     def questions_per_s(self) -> float:
-        """Questions a second for each decode instance."""
         return questions_per_s(self._counts["decode"])
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:

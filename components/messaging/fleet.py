@@ -61,8 +61,6 @@ class Fleet:
 
 
 class Inquiries:
-    """Asks a few instances of a large fleet about each prompt."""
-
     def __init__(self, fleet: Fleet, phase: Phase, following: Following, questions: Questions) -> None:
         self._fleet = fleet
         self._phase: Phase = phase

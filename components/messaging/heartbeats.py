@@ -116,7 +116,6 @@ class Liveness:
 
     @property
     def asks(self) -> bool:
-        """Whether this process asks for heartbeats instead of following them."""
         return self._asks
 
     @asks.setter
@@ -139,7 +138,6 @@ class Liveness:
                 del self._watched[instance_id]
 
     def asked(self, instance_id: str) -> None:
-        """A question for a heartbeat leaves."""
         pulse = self._pulses.get(instance_id)
         if pulse is not None and pulse.asked is None:
             pulse.asked = self._clock()
@@ -167,7 +165,6 @@ class Liveness:
         return pulse is not None and not (pulse.is_lost or pulse.is_still or pulse.is_draining)
 
     def find(self, instance_id: str) -> InstanceRecord | None:
-        """The record of an instance, lost or not."""
         pulse = self._pulses.get(instance_id)
         return None if pulse is None else pulse.record
 
@@ -405,7 +402,6 @@ class HeartbeatSender:
             self._news.set()
 
     def at_once(self) -> None:
-        """The next heartbeat is urgent."""
         self._urgent.set()
         self._news.set()
 
@@ -437,7 +433,6 @@ class HeartbeatSender:
 
 
 async def _set_within(seconds: float, event: asyncio.Event) -> bool:
-    """Whether it is set within the time."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             return await event.wait()

@@ -169,7 +169,6 @@ class StreamInbox:
                 stream.fail(error)
 
     def forget_instance(self, instance_id: str) -> None:
-        """The instance has ended: it sends no more frames."""
         source = self._sources.pop(instance_id, None)
         if source is not None:
             source.arrivals.stop()
@@ -193,7 +192,6 @@ class StreamInbox:
             self._refusals.count("tokens", DUPLICATE)
 
     async def look(self) -> None:
-        """Ask quiet instances for lost frames, every LOOK_S."""
         while True:
             await asyncio.sleep(LOOK_S)
             for source in list(self._sources.values()):

@@ -73,7 +73,6 @@ class EventLog:
         return next((at for at in range(len(hashes), 0, -1) if hashes[at - 1] in self._cached), 0)
 
     def seal(self, instance_id: str, epoch: str) -> list[KvEventBatch]:
-        """The waiting changes as batches."""
         waiting, self._waiting = list(self._waiting.items()), {}
         return [
             self._batch(instance_id, epoch, waiting[at : at + self._max_batch])
@@ -86,7 +85,6 @@ class EventLog:
         return self._batch(instance_id, epoch, [])
 
     def drop(self) -> None:
-        """Drop the waiting changes."""
         self._waiting = {}
         self.number += 1
         self.dropped += 1
@@ -114,8 +112,6 @@ class _Dump:
 
 
 class KvEventPublisher:
-    """Sends one worker's events to routers."""
-
     def __init__(
         self,
         bus: Bus,
@@ -154,7 +150,6 @@ class KvEventPublisher:
         return self._next_part(request) if request.dump_id else self._begin(request)
 
     async def run(self) -> None:
-        """Publish what gathers between two batches as one."""
         pause_s = SIGN_AFTER_S
         while True:
             try:

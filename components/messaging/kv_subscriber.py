@@ -55,8 +55,6 @@ class _Instance:
 
 
 class KvMirror:
-    """Follows a role's instances that publish KV events."""
-
     def __init__(self, bus: Bus, role: Role, book: InstanceBook, index: BlockIndex, rng: Random) -> None:
         self.counts = FollowCounts()
         self._bus = bus
@@ -79,7 +77,6 @@ class KvMirror:
         return sum(instance.follower.missing for instance in self._instances.values())
 
     def is_current(self, instance_id: str) -> bool:
-        """Whether the index has everything that the instance has published."""
         instance = self._instances.get(instance_id)
         return instance is not None and not instance.follower.needs_dump
 
@@ -105,7 +102,6 @@ class KvMirror:
             self._ask(instance)
 
     async def run(self) -> None:
-        """Fetch dumps, each in its own task."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._wake.wait()
@@ -129,7 +125,6 @@ class KvMirror:
             self._make_up_for_refused()
 
     def _make_up_for_refused(self) -> None:
-        """One at a time: it may fill the index again."""
         without = [i for i in self._instances.values() if i.follower.missing and not i.follower.needs_dump]
         if without and not self._said_full:
             self._said_full = True

@@ -166,7 +166,6 @@ class StreamOutbox:
         return Endpoint("resend", ResendFrames, self.resend)
 
     async def resend(self, request: ResendFrames) -> FramesResent:
-        """Send up to RESENT_BYTES again; the frontend asks for more."""
         lane = self._sent.lane(request.reply_to)
         number = max(request.first, lane.oldest)
         sent = 0
@@ -262,7 +261,6 @@ class StreamOutbox:
 async def open_outbox(
     bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
 ) -> AsyncIterator[StreamOutbox]:
-    """Leaving sends what is queued."""
     outbox = StreamOutbox(bus, instance_id, epoch, step, interval_s)
     async with background(outbox.run(), "stream-outbox"):
         try:

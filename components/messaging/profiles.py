@@ -21,8 +21,6 @@ KEPT: Final = 2  # profiles; the oldest is removed when a new one begins
 
 
 class Profiler(Protocol):
-    """What records: an engine."""
-
     async def start(self) -> None:
         """Raises: Rejected, if there is nothing to record."""
 
@@ -94,7 +92,6 @@ class Profiles:
         return ProfilePart(data=data, size_bytes=size, seconds=seconds, steps=steps)
 
     async def close(self) -> None:
-        """Stop recording and remove the files."""
         tasks = [ordered.task for ordered in self._ordered.values()]
         for task in tasks:
             task.cancel()
@@ -114,7 +111,6 @@ class Profiles:
 
 @asynccontextmanager
 async def keep_profiles(who: str, profiler: Profiler) -> AsyncIterator[Profiles]:
-    """Keeps files in a temporary directory."""
     profiles = Profiles(who, profiler)
     try:
         yield profiles

@@ -23,8 +23,6 @@ KEPT_S: Final = 1.0  # lifetime of answers: each roll call costs two messages a 
 
 
 class Answers:
-    """Answers of one role's workers, by instance id."""
-
     def __init__(self, beats: dict[str, Heartbeat]) -> None:
         self.beats = beats
 
@@ -32,7 +30,6 @@ class Answers:
         return self.beats.get(instance_id)
 
     def is_lost(self, instance_id: str) -> bool:
-        """No answer, or a stalled engine."""
         beat = self.beats.get(instance_id)
         return beat is None or beat.still_s > HUNG_AFTER_S
 

@@ -57,7 +57,6 @@ class SentAnswers:
         self._bytes = 0
 
     def begin(self, reply: str) -> bool:
-        """Whether this call is new."""
         if reply in self._answers:
             return False
         self._answers[reply] = None
@@ -68,7 +67,6 @@ class SentAnswers:
         return self._answers.get(reply)
 
     def sent(self, reply: str, answer: bytes) -> None:
-        """Keep an answer and drop old ones."""
         now = self._clock()
         self._answers[reply] = answer
         self._sent.append((now, reply))
@@ -106,7 +104,6 @@ class CallServer:
         return start
 
     async def drain(self) -> None:
-        """Wait for running calls."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -33,12 +33,10 @@ ReasoningParserName = Literal["qwen3", "deepseek_r1", "mistral", "none"]
 
 
 def call_id() -> str:
-    """In OpenAI's form."""
     return f"call_{uuid4().hex[:24]}"
 
 
 def mistral_id() -> str:
-    """In the form that Mistral's templates require."""
     return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
 
@@ -148,8 +146,6 @@ def reasoning_format_of(template: str) -> ReasoningFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """An operator's choices; the chat template decides the rest."""
-
     tool_format: Literal["auto", "template", "hermes"] = (
         "auto"  # what describes the tools to the model; auto: the template, if it can
     )

@@ -95,7 +95,6 @@ class Grammar:
         return self.rule(name, " ".join(part for part in parts if part))
 
     def thinking(self, thinking: Thinking | None) -> str:
-        """Reasoning and a space."""
         if thinking is None:
             return ""
         thought = self.up_to("thought", thinking.end)
@@ -113,7 +112,6 @@ def forced_calls(
 def strict_calls(
     grammar: Grammar, style: CallStyle, tools: Sequence[CallableTool], thinking: Thinking | None, *, single: bool
 ) -> str:
-    """Any text, with calls restricted to the tools."""
     before = grammar.thinking(thinking)
     if style.marker:
         lead = grammar.up_to("lead", style.marker)
@@ -141,7 +139,6 @@ def calls_or(
 
 
 def answer_rule(kind: str, text: str) -> str:
-    """The body of a rule for a constraint."""
     if kind == "json_schema":
         schema = json.loads(text)
         style = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
@@ -166,5 +163,4 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """For a regular expression between slashes."""
     return re.sub(r"([][(){}.*+?|^$\\/#&~-])", r"\\\1", text)

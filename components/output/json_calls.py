@@ -152,7 +152,6 @@ def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
 
 
 def _rest(r: Reader) -> Steps[None]:
-    """What follows name and arguments."""
     yield from r.spaces()
     while (yield from r.literal(",")):
         if (yield from _key(r)) is None or not (yield from r.value(_ignore)):
@@ -162,7 +161,6 @@ def _rest(r: Reader) -> Steps[None]:
 
 
 def _key(r: Reader) -> Steps[str | None]:
-    """A key and its colon."""
     yield from r.spaces()
     key = yield from r.string()
     yield from r.spaces()

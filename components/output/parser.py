@@ -33,7 +33,6 @@ class OutputParser:
 
     @property
     def called(self) -> bool:
-        """Whether there are calls, all of them complete."""
         return self._calls is not None and self._calls.num_calls > 0 and not self._calls.calling
 
     @property

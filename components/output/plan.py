@@ -11,8 +11,6 @@ from components.output.reasoning import Reasoning
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """Makes a parser for each choice."""
-
     reasoning: ReasoningFormat | None
     opened: bool  # the text begins within reasoning
     tools: ToolFormat | None

@@ -13,7 +13,6 @@ LONGEST: Final = 65536  # characters given to Python's parser
 
 
 def pythonic(r: Reader) -> Steps[None]:
-    """The answer is a list of calls of offered tools."""
     r.hold()
     yield from r.spaces()
     yield from r.literal(START)
@@ -70,7 +69,6 @@ def _source(r: Reader) -> Steps[str]:
 
 
 def _read(source: str, tools: Container[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call with constant keyword arguments."""
     name, _, rest = source.partition("(")
     if name not in tools:
         return None

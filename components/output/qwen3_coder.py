@@ -103,4 +103,4 @@ def _as_json(text: str) -> str:
 
 
 def _ignore(_: str) -> None:
-    """Line ends between elements."""
+    pass

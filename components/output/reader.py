@@ -66,7 +66,6 @@ class Reader:
 
     @property
     def _kept(self) -> int:
-        """Start of the text that may be read again."""
         return self._at if self._mark is None else self._mark
 
     def feed(self, text: str) -> Found:
@@ -156,7 +155,6 @@ class Reader:
             yield
 
     def hold(self) -> None:
-        """A call may follow."""
         self._mark = self._at
 
     def give_back(self, count: int = 0) -> None:
@@ -167,13 +165,11 @@ class Reader:
             self.say(self._buffer[self._at - count : self._at])
 
     def release(self) -> None:
-        """The held text is consumed."""
         self._mark = None
 
     # What formats report.
 
     def say(self, text: str) -> None:
-        """Answer text. Spaces around calls belong to the format."""
         whole = self._spaces + text
         shown = whole.rstrip(SPACES)
         if not shown:
@@ -184,7 +180,6 @@ class Reader:
         self._said = True
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """A certain call: from here on nothing is given back."""
         self._mark = None
         self._calls.append(CallDelta(self.num_calls, call_id or self._new_id(), name, ""))
         self.num_calls += 1
@@ -295,7 +290,6 @@ class Reader:
                 tell(_RAW.get(char) or f"\\u{ord(char):04x}")
 
     def _escape(self, tell: Callable[[str], None]) -> Steps[bool]:
-        """Pass on an escape sequence as a whole."""
         sequence = "\\"
         length = 2
         while len(sequence) < length:
@@ -322,7 +316,6 @@ class Reader:
 
 
 def _joined(deltas: Sequence[CallDelta]) -> list[CallDelta]:
-    """One delta for each run of arguments."""
     joined = []
     for (index, name), run in groupby(deltas, key=lambda delta: (delta.index, delta.name)):
         if name is None:

@@ -34,7 +34,6 @@ class Reasoning:
 
     @property
     def inside(self) -> bool:
-        """Whether the text so far ends within reasoning."""
         return bool(self._inside) and not self.over
 
     @property

@@ -9,8 +9,6 @@ from components.planning.samples import PLANNED, Histogram, Observation, Planned
 
 @dataclass(slots=True)
 class Work:
-    """The sum over one role's workers."""
-
     busy_s: float = 0.0
     steps: int = 0
     prompt_tokens: int = 0
@@ -61,7 +59,6 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """The known part of the window."""
         return sum(span.seconds for _, span in self._spans)
 
     def total(self) -> Span:

@@ -62,7 +62,6 @@ class Trend:
         return max(0.0, (load - before) / (now_s - then_s) * ahead_s)
 
     def forget(self) -> None:
-        """There was a gap."""
         self._seen.clear()
 
 
@@ -73,8 +72,6 @@ class _Ceiling:
 
 
 class Needs:
-    """What each role needs, observation by observation."""
-
     def __init__(self, targets: Targets) -> None:
         self._targets = targets
         self.curve = StepCurve()
@@ -88,13 +85,11 @@ class Needs:
         self._ceilings: dict[Planned, _Ceiling] = {}
 
     def saw(self, span: Span) -> None:
-        """What happened between two observations."""
         for work in span.each["decode"]:
             if work.steps >= 5 and work.prompt_tokens <= PURE * work.generated_tokens:
                 self.curve.saw(work.generated_tokens / work.steps, work.busy_s / work.steps)
 
     def forget(self) -> None:
-        """There was a gap: trends are unknown."""
         for trend in self._trends.values():
             trend.forget()
 

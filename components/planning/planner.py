@@ -15,8 +15,6 @@ GAP: Final = 3.0  # times `every_s`: a longer gap between observations makes the
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits for the workers of a role."""
-
     least: int = 1
     most: int = 1
 
@@ -29,8 +27,6 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """In seconds."""
-
     every_s: float = 5.0  # between two observations
     window_s: float = 60.0  # averaging time of demand
     up_after_s: float = 10.0  # more workers were needed for this long
@@ -43,8 +39,6 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One worker more or less."""
-
     role: Planned
     before: int
     after: int
@@ -127,7 +121,6 @@ class Planner:
         }
 
     def _forget(self) -> None:
-        """Reports were incomplete: no calm is known."""
         for state in self._roles.values():
             state.above_since_s = None
             state.enough.clear()
@@ -185,7 +178,6 @@ class Planner:
         return self._missing(now)
 
     def _follow(self, change: Change, since_s: float, now: Observation) -> str:
-        """What the current change waits for; empty when it is over."""
         waited_s = now.at_s - since_s
         serving, wanted = now.serving(change.role), now.wanted[change.role]
         if change.after > change.before:
@@ -207,7 +199,6 @@ class Planner:
         return f"waiting for {change.role} to be {change.after}, for {waited_s:.0f} s now"
 
     def _missing(self, now: Observation) -> str:
-        """Wanted workers that are missing and still expected."""
         found = ""
         for role, state in self._roles.items():
             if now.serving(role) >= now.wanted[role]:

@@ -98,7 +98,6 @@ class Observation:
     unknown: Sequence[str] = ()  # ids of registered instances that are silent or cannot be read
 
     def serving(self, role: Planned) -> int:
-        """Workers that accept new requests."""
         return sum(not worker.draining for worker in self.workers.get(role, ()))
 
     def draining(self, role: Planned) -> int:

@@ -10,16 +10,12 @@ from components.routing.load import cost_table, is_unbalanced, lowest
 
 @dataclass(frozen=True, slots=True)
 class CacheAwareThresholds:
-    """The SGLang router's thresholds, names and defaults."""
-
     cache_threshold: float = 0.3  # of the prompt; a shorter cached prefix does not count
     balance_abs_threshold: float = 64  # requests
     balance_rel_threshold: float = 1.5
 
 
 class CacheAware:
-    """The load is the number of requests."""
-
     def __init__(self, rng: Random, thresholds: CacheAwareThresholds = CacheAwareThresholds()) -> None:
         self._rng = rng
         self._thresholds = thresholds

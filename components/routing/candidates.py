@@ -118,8 +118,6 @@ class CandidateChoice:
 
 
 class Inquiry:
-    """One prompt's questions and answers, and whether they suffice."""
-
     def __init__(self, router: Router, ask: Ask) -> None:
         self._router = router
         self._ask = ask
@@ -131,7 +129,6 @@ class Inquiry:
 
     @property
     def answered(self) -> Sequence[str]:
-        """Ids."""
         return sorted(self._answered)
 
     def take(self, asked: int, cached: Mapping[str, int]) -> None:
@@ -153,7 +150,6 @@ class Inquiry:
 
     @property
     def is_enough(self) -> bool:
-        """Whether the best instance's queue is too short for another round."""
         chosen = self._chosen(replace(self._ask, dry=True, explain=False))
         member = None if chosen is None else self._answered.get(chosen.instance_id)
         if member is None:
@@ -172,5 +168,4 @@ class Inquiry:
 
 
 def _no_blocks(_page_size: int) -> Sequence[bytes]:
-    """Instances have reported cached tokens, so the router needs no hashes."""
     return ()

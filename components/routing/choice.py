@@ -6,8 +6,6 @@ from typing import NamedTuple, Protocol
 
 
 class Identified(Protocol):
-    """A record, or a member of the load book."""
-
     @property
     def instance_id(self) -> str:
         pass
@@ -15,8 +13,6 @@ class Identified(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that needs an instance."""
-
     num_tokens: int  # of the prompt, and after a move of the generated text
     session: str = ""  # key of session affinity
     prefix: bytes = b""  # hash of the prompt's first tokens

@@ -24,8 +24,6 @@ _MIX_AGAIN: Final = 0xD6E8FEB86659FD93
 
 
 class Rendezvous:
-    """Scores of instances for keys."""
-
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
 

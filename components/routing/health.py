@@ -75,7 +75,6 @@ class Health:
                 warming.credit = max(warming.credit - 1, 0.0)
 
     def succeeded(self, instance_id: str, now_s: float) -> None:
-        """Reset failures; an instance that was excluded is warmed up again."""
         breaker = self._breakers.get(instance_id)
         if breaker is None:
             return

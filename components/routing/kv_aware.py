@@ -16,8 +16,6 @@ REBASE: Final = 64.0  # half-lives until values are rebased, long before floats 
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
-    """Weights of the cost, in prompt tokens to compute."""
-
     cached: float = 1.0  # per cached token of the prompt; lower: spread more
     # per queued prompt token: an engine lets shorter prompts overtake, so half of them go first
     queued: float = 0.5

@@ -58,7 +58,6 @@ class Follower:
             self._hold(batch)
 
     def doubt(self) -> None:
-        """Something may have been lost: request a dump, or another one."""
         self.needs_dump = self._doubted = True
 
     def dump_asked(self) -> int | None:
@@ -67,7 +66,6 @@ class Follower:
         return None if self.missing else self.number
 
     def dump_begins(self) -> None:
-        """The index drops what it had."""
         self.number, self.missing = None, 0
         self._index.remove(self.instance_id)
 

@@ -121,7 +121,6 @@ class KvIndex:
             self._free.append(slot)
 
     def blocks_of(self, instance_id: str) -> set[bytes]:
-        """Walks the whole index: for tests and diagnostics."""
         slot = self._slots.get(instance_id)
         bit = 0 if slot is None else 1 << slot
         return {block for shard in self._shards for block, mask in shard.items() if mask & bit}
@@ -136,7 +135,6 @@ class KvIndex:
         return self._shared(1 << slot)
 
     def _shared(self, mask: int) -> int:
-        """Interned."""
         if len(self._masks) >= INTERNED:
             self._masks = {}
         return self._masks.setdefault(mask, mask)
@@ -165,7 +163,6 @@ class KvIndex:
                 self.num_blocks -= 1
 
     def _swept(self) -> None:
-        """The slots may be reused."""
         self._free.extend(_bits(self._sweeping))
         self._written &= ~self._sweeping
         self._left &= ~self._sweeping
@@ -173,7 +170,6 @@ class KvIndex:
 
 
 def _bits(mask: int) -> list[int]:
-    """Positions of the set bits."""
     if mask.bit_count() * MANY > mask.bit_length():
         return list(compress(count(), bin(mask)[:1:-1].encode().translate(AS_NUMBERS)))
     found: list[int] = []

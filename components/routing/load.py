@@ -13,7 +13,6 @@ Load = Callable[[Member, int], float]  # (instance, prompt tokens) → its load 
 
 
 def prompt_load(member: Member, tokens: int) -> float:
-    """Prompt tokens to compute."""
     return member.queued_tokens + REQUEST_TOKENS * member.running + tokens
 
 
@@ -35,7 +34,6 @@ def lowest(costs: Sequence[float], rng: Random) -> int:
 
 
 def cost_table(members: Sequence[Member], costs: Sequence[float]) -> Mapping[str, float]:
-    """By instance id."""
     return {m.instance_id: cost for m, cost in zip(members, costs, strict=True)}
 
 

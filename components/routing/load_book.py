@@ -83,12 +83,10 @@ class LoadBook:
 
     @property
     def members(self) -> Sequence[Member]:
-        """By instance id; the same objects as long as they live."""
         return self._members
 
     @property
     def num_untold(self) -> int:
-        """Our requests that no heartbeat covers yet."""
         return len(self._untold)
 
     def find(self, instance_id: str) -> Member | None:
@@ -96,7 +94,6 @@ class LoadBook:
         return None if instance is None else instance.member
 
     def joined(self, instance_id: str, epoch: str, page_size: int = 16) -> Member:
-        """An instance registered. A new epoch resets everything."""
         known = self._instances.get(instance_id)
         if known is not None and known.epoch == epoch:
             return known.member
@@ -145,14 +142,12 @@ class LoadBook:
             self._told(sent)
 
     def computed(self, sent: Sent) -> None:
-        """Its prompt is computed."""
         if sent in self._ours and not sent.computed:
             sent.computed = True
             sent.where.ours_tokens -= sent.tokens
             sent.where.show()
 
     def over(self, sent: Sent) -> None:
-        """Refused, failed or finished; may be called again."""
         if sent in self._ours:
             self.computed(sent)
             del self._ours[sent]
@@ -162,7 +157,6 @@ class LoadBook:
         self._told(sent)
 
     def _told(self, sent: Sent) -> None:
-        """The instance's reports cover it from now on."""
         instance = sent.where
         if sent not in instance.untold:
             return
@@ -193,7 +187,6 @@ class LoadBook:
         instance.show()
 
     def expire(self, now_s: float) -> None:
-        """Drop requests that have been in flight for too long."""
         while self._untold:
             oldest = next(iter(self._untold))
             if now_s - oldest.sent_s < self._forget_after_s:

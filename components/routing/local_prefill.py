@@ -10,8 +10,6 @@ MARGIN_S: Final = 0.5  # possible error of a reported queue: the interval betwee
 
 @dataclass(frozen=True, slots=True)
 class PromptLoad:
-    """One worker's queue and speed."""
-
     queued_tokens: int  # prompt tokens accepted and not computed
     tokens_per_s: float  # of prompts; 0: unknown
     age_s: float = 0.0  # of the report; it has computed since
@@ -22,8 +20,6 @@ class PromptLoad:
 
 
 class PromptRate:
-    """Prompt tokens a second, averaged over recent steps with prompts."""
-
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
 

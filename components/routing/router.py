@@ -38,7 +38,6 @@ class Chosen:
     candidates: Sequence[Candidate] = ()  # if the request was to be explained: the chosen one, then by cost
 
     def facts(self) -> dict[str, str | int]:
-        """For a span."""
         facts: dict[str, str | int] = {
             "kvmesh.route.why": self.why,
             "kvmesh.route.cached_tokens": self.cached_tokens,
@@ -93,7 +92,6 @@ class Route:
             self._router.book.accepted(self._sent, number)
 
     def succeeded(self) -> None:
-        """Its first result arrived, which speaks for the instance."""
         self._succeeded = True
         if self._sent is not None:
             self._router.book.computed(self._sent)
@@ -107,7 +105,6 @@ class Route:
             self._router.health.failed(self.instance_id, self._router.now_s)
 
     def over(self) -> None:
-        """One branch has ended; with the last one, the request."""
         self._left -= 1
         if self._left:
             return

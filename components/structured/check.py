@@ -98,7 +98,6 @@ def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
 
 
 def _told(reason: str) -> str:
-    """The first line; the rest repeats the grammar."""
     if (wrong := REGEX_FAULT.search(reason)) is not None:
         return f"invalid regex: {wrong[1]}"
     shown = reason.partition("\n")[0][:LONGEST_REASON]

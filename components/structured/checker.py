@@ -47,8 +47,6 @@ class _Caller:
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """One constraint, for all waiting requests of one caller."""
-
     constraint: Constraint
     caller: _Caller
     task: asyncio.Task[Constraint | str] = field(init=False)
@@ -130,7 +128,6 @@ class ConstraintChecker:
                 self._left_alone(check)
 
     def _left_alone(self, check: _Check) -> None:
-        """No request waits for the check any more."""
         if check.has_process:
             check.giving_up = asyncio.get_running_loop().call_later(LEFT_S, self._give_up, check)
         else:
@@ -181,8 +178,6 @@ class ConstraintChecker:
 
 
 class _Sandbox:
-    """A process, or a place for one."""
-
     def __init__(self, folder: Path, budget_s: float) -> None:
         self._command = ["-m", "components.structured.sandbox", str(folder), str(budget_s)]
         self._patience_s = PATIENCE * budget_s

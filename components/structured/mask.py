@@ -47,7 +47,6 @@ class GrammarMask:
             self._wear.has_failed = True
 
     def fork(self) -> Self:
-        """A copy for another branch at the same position."""
         return type(self)(self._matcher.deep_copy(), self._num_words, self._wear)
 
     @property
@@ -56,5 +55,4 @@ class GrammarMask:
 
     @property
     def fault(self) -> str | None:
-        """The reason why no end can satisfy the constraint any more."""
         return fault_of(self._matcher)

@@ -38,12 +38,10 @@ class _Compiled:
 
     @property
     def num_bytes(self) -> float:
-        """An upper bound, for most constraints ten times too high."""
         return BYTES_PER_CPU_S * self.cpu_s + BYTES_PER_TOKEN * self.wear.num_tokens
 
     @property
     def is_worn(self) -> bool:
-        """Whether new requests need another compilation."""
         return self.wear.has_failed or self.wear.num_tokens >= MAX_TOKENS
 
     def mask(self) -> GrammarMask:
@@ -142,7 +140,6 @@ class MaskMaker:
 
 
 def _timed(vocabulary: LLTokenizer, constraint: Constraint) -> tuple[LLMatcher, float]:
-    """Result and CPU seconds."""
     began = time.thread_time()
     return start_matcher(vocabulary, constraint), time.thread_time() - began
 

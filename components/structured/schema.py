@@ -102,7 +102,6 @@ def _inner_schemas(at: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _not_kept(at: str, schema: dict[str, Any]) -> Iterator[str]:
-    """Keywords for which the compiler is less strict than JSON Schema."""
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(required) if isinstance(required, list) else 0
     if isinstance(least, int) and least > max(1, named):  # repeated keys without a declared name count as one
@@ -123,12 +122,10 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _is_rounded(number: float) -> bool:
-    """Whether the compiler would round the number."""
     if isinstance(number, int):
         return abs(number) >= 10**MAX_DIGITS
     return len(Decimal(repr(number)).normalize().as_tuple().digits) > MAX_DIGITS
 
 
 def _place(at: str) -> str:
-    """As a JSON pointer, cut to fit a message."""
     return f" at '{at[:200]}'" if at else ""

@@ -97,7 +97,6 @@ tracer: Final = Spans(trace.get_tracer("kvmesh"))
 
 @asynccontextmanager
 async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -> AsyncIterator[None]:
-    """Configure logs and spans; leaving flushes what is queued."""
     configure_logs(settings.log_level, settings.log_format)
     name = f"{role}-{instance_id}"
     provider = TracerProvider(

@@ -66,7 +66,6 @@ class TraceStore:
         self._path = home / FILE_NAME
 
     def last_trace_ids(self, count: int = 20) -> list[str]:
-        """Newest first."""
         query = "select trace_id from spans group by trace_id order by min(start_ns) desc limit ?"
         return [row[0] for row in self._rows(query, (count,))]
 

@@ -46,7 +46,7 @@ class StepFigures(Protocol):
 
     @property
     def cached_pages(self) -> int:
-        """Unreferenced but reusable."""
+        pass
 
     @property
     def total_pages(self) -> int:

@@ -19,7 +19,7 @@ class Detokenizer(Protocol):
         """The text completed by these tokens; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """The remaining whole characters; the rest is dropped."""
+        pass
 
 
 class Pieces(dict[int, bytes]):
@@ -54,7 +54,6 @@ class ByteDetokenizer:
         self.feed(prefix)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Invalid bytes become U+FFFD."""
         pieces = self._pieces
         data = self._rest + b"".join([pieces[token_id] for token_id in token_ids])
         text, used = utf_8_decode(data, "replace", False)  # not final
@@ -118,7 +117,6 @@ class StreamDetokenizer:
         return new
 
     def _restart(self) -> str:
-        """Show what is held, replacement characters included, and start again."""
         text = self._held_text()[self._early :]
         # without context: invalid bytes before a text can change how it decodes
         self._shown, self._held, self._early = [], [], 0

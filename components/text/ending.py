@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 
 class Ending(NamedTuple):
-    """The default is open for the assistant's next turn."""
-
     open_turn: bool = True
     continue_last: bool = False  # the last message's text is to be continued
     add_special_tokens: bool = False  # the model's own, around the template's text

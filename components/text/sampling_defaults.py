@@ -17,7 +17,6 @@ class SamplingDefaults:
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """A model that recommends nothing, or greedy decoding, gets OpenAI's defaults."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return SamplingDefaults()

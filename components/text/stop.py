@@ -33,7 +33,6 @@ class StopStrings:
         return shown, False
 
     def flush(self) -> str:
-        """The text that was held back."""
         held, self._held = self._held, ""
         return held
 

@@ -14,8 +14,6 @@ WORD_BEGINS: Final = "\u2581"  # SentencePiece's space
 
 
 class TokenBytes:
-    """By token id. Special tokens have the bytes of their names."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}

@@ -102,7 +102,6 @@ class TextModel:
         return self._chat_template is not None
 
     def mentions(self, variable: str) -> bool:
-        """Whether the chat template reads this variable."""
         return variable in variables_of(self._chat_template or "")
 
     def render(
@@ -208,7 +207,6 @@ class TextModel:
         return StreamDetokenizer(self._tokenizer, context, skip=skip)
 
     def _pieces(self, shown: frozenset[int], *, skip: bool) -> Pieces:
-        """Shared by all answers that show the same special tokens."""
         key = shown if skip else None
         if key not in self._pieces_by_shown:
             skipped = self.specials - shown if skip else frozenset[int]()
@@ -225,7 +223,6 @@ class TextModel:
         return {name: i for name, i in found.items() if added[i].special or (name[0] == "<" and name[-1] == ">")}
 
     def ends_with(self, token_ids: Sequence[int], text: str) -> bool:
-        """Whether a prompt ends with it, spaces aside."""
         tail: str = self._tokenizer.decode(list(token_ids[-TAIL_TOKENS:]), skip_special_tokens=False)
         return tail.rstrip().endswith(text)
 
@@ -248,7 +245,6 @@ class TextModel:
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its calls' arguments as JSON texts."""
     if "tool_calls" not in message:
         return message
     return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}

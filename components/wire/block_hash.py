@@ -58,7 +58,6 @@ class BlockHashes(Sequence[bytes]):
     def __getitem__(self, index: slice) -> list[bytes]: ...
 
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        """Computes all of them."""
         self._made.extend(self._rest)
         return self._made[index]
 
@@ -80,5 +79,4 @@ class PromptBlocks:
         return blocks
 
     def prefix(self) -> bytes:
-        """The hash of its first tokens, for any page size."""
         return blake2b(self._tokens[: 4 * PREFIX_TOKENS], digest_size=HASH_BYTES, key=self._seed).digest()

@@ -18,7 +18,7 @@ MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # 
 
 
 class UnknownMessage(MalformedMessage):
-    """An unknown tag: its sender speaks another protocol."""
+    pass
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))

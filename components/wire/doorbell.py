@@ -17,6 +17,4 @@ class Ring(Struct):
 
 @message("doorbell-heard.v1")
 class Heard(Struct):
-    """Acknowledges a Ring."""
-
     agent: str  # the answering agent: the address may have another owner by now

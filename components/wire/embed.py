@@ -13,8 +13,6 @@ MAX_TEXTS: Final = 64  # of one message, whose vectors come in one answer
 
 @message("embed.v1")
 class EmbedRequest(Dated):
-    """frontend → decode."""
-
     request_id: str  # ours and random, one for each message
     epoch: str  # of the addressed instance
     model: str
@@ -25,8 +23,6 @@ class EmbedRequest(Dated):
 
 @message("vectors.v1")
 class Vectors(Struct):
-    """decode → frontend: one for each text, in order."""
-
     request_id: str
     vectors: list[bytes]  # float32[dimensions] each, little-endian
 
@@ -40,6 +36,4 @@ class CancelEmbed(Struct):
 
 @message("embed-cancelled.v1")
 class EmbedCancelled(Struct):
-    """decode → frontend: number of texts that were left."""
-
     count: int

@@ -63,8 +63,6 @@ class CancelStreams(Struct):
 
 @message("cancelled.v1")
 class StreamsCancelled(Struct):
-    """decode → frontend: number of streams that were running."""
-
     count: int
 
 
@@ -86,8 +84,6 @@ class FramesResent(Struct):
 
 
 class StreamItem(NamedTuple):
-    """A frame's news of one stream."""
-
     stream_id: int
     seq: int  # its first number; see `num_numbers`. A gap is a lost frame
     token_ids: list[int]
@@ -145,7 +141,6 @@ class FrameDraft:
         return len(self._seqs) + len(self._others)
 
     def tokens(self, stream_id: int, seq: int, token_ids: Sequence[int]) -> None:
-        """At least one."""
         self._streams.append(stream_id)
         self._seqs.append(seq)
         self._tokens.append(token_ids)
@@ -167,7 +162,6 @@ class FrameDraft:
         return failed
 
     def pack(self, instance_id: str, epoch: str, step: int, number: int) -> bytes:
-        """A plain msgpack array, checked by hand."""
         lengths, tokens = array("i", map(len, self._tokens)), array("i")
         for token_ids in self._tokens:
             tokens.extend(token_ids)
@@ -236,7 +230,6 @@ def _column(kind: Literal["q", "i"], data: Any) -> "array[int]":
 
 
 def _merged(items: list[StreamItem], others: Any) -> list[StreamItem]:
-    """Plain and other items in order."""
     if not isinstance(others, list):
         raise MalformedMessage("token frame: items must be an array")
     merged: list[StreamItem] = []

@@ -14,8 +14,6 @@ USUAL_NEXT_S: Final = 0.5
 
 @message("heartbeat.v1")
 class Heartbeat(Struct):
-    """worker → subscribers."""
-
     instance_id: str
     epoch: str
     step: int  # constant while `busy`: a hung engine

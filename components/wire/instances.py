@@ -33,8 +33,6 @@ class KvEndpoint(Struct):
 
 
 class InstanceRecord(Struct):
-    """One registered process. Messages with another epoch are refused as stale."""
-
     instance_id: str  # fixed while the process lives
     epoch: str  # random, new with every registration
     role: Role
@@ -55,12 +53,10 @@ class InstanceRecord(Struct):
 
     @property
     def is_understood(self) -> bool:
-        """Whether it and this process can work together."""
         return understood(self.protocol, self.oldest_protocol)
 
 
 def dump_record(record: InstanceRecord) -> bytes:
-    """JSON."""
     return msgspec.json.encode(record)
 
 

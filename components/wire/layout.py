@@ -35,7 +35,6 @@ class KvLayout(Struct):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token in one stripe."""
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
     def pages_for(self, num_tokens: int) -> int:

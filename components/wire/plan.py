@@ -18,13 +18,11 @@ class RolePlan(Struct):
 
 @message("plan-ask.v1")
 class AskPlan(Struct):
-    """Answered by PlanTold."""
+    pass
 
 
 @message("plan-told.v1")
 class PlanTold(Struct):
-    """planner → caller."""
-
     leading: bool  # one planner of a namespace acts; the others wait
     connector: Literal["none", "local", "compose", "kubernetes"]
     prefill: RolePlan

@@ -28,8 +28,6 @@ class PrefillRequest(Dated):
 
 @message("prefill-accepted.v2")
 class PrefillAccepted(Struct):
-    """prefill → decode: the prompt is queued."""
-
     request_id: str
     number: int = 0  # heartbeats whose `accepted` is as high count this prompt; 0: unknown
 

@@ -12,8 +12,6 @@ class StartProfile(Struct):
 
 @message("profile-started.v1")
 class ProfileStarted(Struct):
-    """worker → inspect: recording."""
-
     profile_id: str
 
 
@@ -27,8 +25,6 @@ class FetchProfile(Struct):
 
 @message("profile-part.v1")
 class ProfilePart(Struct):
-    """worker → inspect: bytes from the offset on."""
-
     data: bytes  # concatenated gzip members, each a Chrome trace of a piece of the time
     size_bytes: int | None = None  # of the whole file; None: still recording or writing
     seconds: float = 0.0  # recorded

@@ -16,5 +16,4 @@ UNNAMED: Final = 1  # of records without one
 
 
 def understood(protocol: int, oldest: int) -> bool:
-    """Whether that process and this one understand each other."""
     return oldest <= PROTOCOL and protocol >= OLDEST

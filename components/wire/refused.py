@@ -34,7 +34,6 @@ def raised(refused: Refused) -> MeshError:
 
 
 def _plain(value: object) -> str | int | float | None:
-    """A fact in a form that can always be packed."""
     if value is None or type(value) in (str, float) or (type(value) is int and -(2**63) <= value < 2**63):
         return value  # type: ignore[return-value]
     return str(value)

@@ -54,8 +54,6 @@ class CloseRooms(Struct):
 
 @message("rooms-closed.v1")
 class RoomsClosed(Struct):
-    """bootstrap → prefill: how many of these rooms were open."""
-
     count: int
 
 

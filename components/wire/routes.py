@@ -21,8 +21,6 @@ class ExplainRoute(Struct):
 
 
 class Candidate(Struct):
-    """A candidate as the router saw it."""
-
     instance_id: str
     cached_tokens: int  # of the prompt
     queued_tokens: int

@@ -25,7 +25,5 @@ class ScaleRole(Struct):
 
 @message("local-counts.v1")
 class Counts(Struct):
-    """services.local → caller: workers that it keeps running, without draining ones."""
-
     prefill: int
     decode: int

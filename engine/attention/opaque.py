@@ -54,7 +54,6 @@ def _attend(  # noqa: PLR0917 - the order of the schema below
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """Padding is neither written nor attended to: its rows are zero."""
     current = _current.get()
     scoring = Scoring(scaling, window, softcap)
     length, num_tokens = query.shape[2], current.num_tokens

@@ -76,7 +76,6 @@ class PlainAttention:
     def _reach(
         self, contexts: Sequence[int], query_len: int, block_tables: Sequence[Sequence[int]], window: int
     ) -> Reach:
-        """Pages from the first key that the first query sees."""
         page_size = self._layout.page_size
         skipped = [max(context - query_len - window + 1, 0) // page_size if window else 0 for context in contexts]
         pages = max(self._layout.pages_for(context) - skip for context, skip in zip(contexts, skipped, strict=True))
@@ -102,8 +101,6 @@ class PlainAttention:
 
 
 class PlainStep:
-    """One step's index tensors. Adding a constant gives a layer's."""
-
     def __init__(self, pool: torch.Tensor, layout: KvLayout, slots: torch.Tensor, groups: list[Group]) -> None:
         self._layout = layout
         self._slots = slots

@@ -120,5 +120,4 @@ def _aligned(count: int) -> int:
 
 
 def count_decodes(query_lens: Sequence[int]) -> int:
-    """Requests with one token, which come first."""
     return next((i for i, length in enumerate(query_lens) if length > 1), len(query_lens))

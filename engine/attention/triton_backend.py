@@ -31,7 +31,6 @@ class Tiles:
 
 
 def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Shapes that fit a Hopper streaming multiprocessor without register spills."""
     if dtype == torch.float32:
         if head_dim <= 64:
             return Tiles(32, 4, 2, 32, 32, 4, 2)
@@ -121,7 +120,6 @@ class TritonAttention:
     def prompt(
         self, step: "TritonStep", layer: int, out: torch.Tensor, new: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> None:
-        """Write the KV of the prompt chunks, then attend for them."""
         query, key, value = new
         blocks, tables, tiles = step.prompts, self._tables, self._tiles
         assert blocks is not None
@@ -163,7 +161,6 @@ class TritonStep:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether a graph recorded for decodes can run the step."""
         return self.prompts is None
 
     def attend(

@@ -17,7 +17,7 @@ MIN_TOKENS: Final = 2
 class Forward(Protocol):
     @property
     def kind(self) -> str:
-        """How the latest step ran: eager, compiled, graph."""
+        pass
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention

@@ -134,7 +134,6 @@ def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
 
 
 def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) -> Path:
-    """The name changes with weights, versions and kind of processor."""
     facts = {
         "format": FORMAT,
         "model": loaded.layout.model,

@@ -46,7 +46,6 @@ def share_linears(module: torch.nn.Module) -> int:
 
 
 def _alike(layers: list[Any]) -> bool:
-    """Whether one tensor can hold them."""
     first = layers[0]
     return all(
         layer.in_features == first.in_features

@@ -24,7 +24,6 @@ class FreeRuns:
         return self._lengths[-1] if self._lengths else 0
 
     def pages(self) -> list[int]:
-        """Sorted."""
         return [page for first, length in sorted(self._length.items()) for page in range(first, first + length)]
 
     def take(self, count: int, after: int | None = None) -> list[int]:

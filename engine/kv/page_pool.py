@@ -61,7 +61,6 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Hold pages found in the prefix cache."""
         for page in pages:
             self._cached.pop(page, None)
             self._holders[page] += 1
@@ -107,7 +106,6 @@ class PagePool:
             raise PageLeak(f"cached pages without a name: {unnamed}; free pages with one: {named}")
 
     def _evict(self, count: int) -> None:
-        """Free the oldest cached pages."""
         oldest = [self._cached.popitem(last=False)[0] for _ in range(min(count, len(self._cached)))]
         for page in oldest:
             self._prefix.forget(page)

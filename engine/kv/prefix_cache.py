@@ -33,7 +33,6 @@ class PrefixCache:
         return pages
 
     def blocks(self) -> list[bytes]:
-        """In order of insertion."""
         return list(self._page_of)
 
     def insert(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:

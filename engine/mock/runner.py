@@ -127,7 +127,6 @@ class MockRunner:
         self._pages.copy(source, target)
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
-        """It uses no cores."""
         return 0
 
     def done(self) -> None:

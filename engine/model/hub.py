@@ -17,8 +17,6 @@ def fetch(model: str, progress: Progress) -> Path:
     """The hub's snapshot of `model`, from the local cache if nothing changed. Raises: ModelUnavailable."""
 
     class Bar(tqdm):  # type: ignore[misc]
-        """A tqdm that forwards the hub's progress and draws nothing."""
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)  # an argument of the hub's own bar
             super().__init__(*args, **{**kwargs, "disable": False, "file": _Nowhere()})

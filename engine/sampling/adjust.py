@@ -19,8 +19,6 @@ Numbered = Sequence[tuple[int, Row]]  # rows with their indices in the batch
 
 
 class Adjustments:
-    """Adjustments of one batch; constant parameters stay on the device."""
-
     def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device) -> None:
         self._vocab = vocab
         self._device = device

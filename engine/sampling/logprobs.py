@@ -43,8 +43,6 @@ class PendingLogprobs:
 
 
 class DrawnLogprobs:
-    """For drawn tokens of the rows that ask for it."""
-
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """Copy what is needed of `logits`, float32 [B, vocab], before they change; row i belongs to rows[i]."""
         wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]

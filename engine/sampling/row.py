@@ -51,7 +51,6 @@ class Row:
 
     @property
     def position(self) -> int:
-        """Index of the next token in its sequence."""
         return len(self.tokens)
 
     @property

@@ -34,8 +34,6 @@ class Sampler:
 
 
 class Batch:
-    """Constant parameters of a batch, on the device."""
-
     def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device) -> None:
         self.rows = list(rows)
         self._vocab = vocab
@@ -50,13 +48,10 @@ class Batch:
         self.streams = stream_starts(p.seed for p in params)
 
     def is_of(self, rows: Sequence[Row], vocab: int) -> bool:
-        """Whether these are its rows, in this order."""
         return self.rows == rows and self._vocab == vocab
 
 
 class Draw:
-    """The draws of one step, enqueued."""
-
     def __init__(self, logits: torch.Tensor, batch: Batch) -> None:
         last = logits.shape[1] - 1
         self._logprobs = DrawnLogprobs(logits, batch.rows)

@@ -21,7 +21,6 @@ UNUSED_BITS: Final = np.uint64(11)  # of 64: a float64 has 53
 
 
 def stream_starts(seeds: Iterable[int]) -> Words:
-    """Every integer is a seed."""
     return _mixed(np.array([seed & SEED_MASK for seed in seeds], dtype=np.uint64) + GOLDEN)
 
 
@@ -32,7 +31,6 @@ def uniforms(starts: Words, positions: Sequence[int]) -> npt.NDArray[np.float64]
 
 
 def _mixed(words: Words) -> Words:
-    """A one-to-one hash; overflow is dropped."""
     words = (words ^ (words >> np.uint64(30))) * FIRST
     words = (words ^ (words >> np.uint64(27))) * SECOND
     return words ^ (words >> np.uint64(31))

@@ -12,8 +12,6 @@ NONE_SEEN: Final = 64  # initial capacity
 
 
 class SeenTokens:
-    """Distinct tokens with counts, updated by what is new."""
-
     def __init__(self, prompt: Sequence[int], start: int) -> None:
         """Prompt tokens count as seen 0 times; generated ones begin at `start`."""
         self._counted = start
@@ -50,7 +48,6 @@ class SeenTokens:
 
 
 def seen_by(row: Row) -> SeenTokens:
-    """Up to date."""
     if row.seen is None:
         prompt = row.tokens[: row.start] if row.params.repetition_penalty != 1 else ()
         row.seen = SeenTokens(prompt, row.start)

@@ -78,7 +78,6 @@ class RequestMemory:
         return True
 
     def publish(self, request: Request) -> None:
-        """Publish full pages with KV."""
         done, full = request.num_published, request.num_computed // self.page_size
         if full == done:  # the common case
             return

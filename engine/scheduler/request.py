@@ -37,8 +37,6 @@ ENDS_WITH_PROMPT: Final = frozenset({Phase.PREFILL, Phase.EMBED})
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable; belongs to the engine's owner."""
-
     id: str
     tokens: list[int]  # prompt, then generated tokens
     prompt_len: int
@@ -96,12 +94,10 @@ class Request:
 
     @property
     def exposed(self) -> bool:
-        """Whether another process may read or write the pages."""
         return self.state is S.RESERVED or (self.state is S.RUNNING and self.phase is Phase.PREFILL)
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has its first token, and so its branches."""
         return len(self.tokens) > self.prompt_len
 
     @property

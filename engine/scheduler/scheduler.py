@@ -36,7 +36,6 @@ def by_turn(request: Request) -> tuple[int, int]:
 
 
 def in_line(request: Request) -> tuple[int, int]:
-    """Order of getting pages."""
     return turn(request.arrival, request.priority, 0)
 
 
@@ -65,8 +64,6 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
 
 
 class Scheduler:
-    """Waiting requests in line, running and reserved ones by rank."""
-
     def __init__(self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int) -> None:
         """`pack_tokens`: prompt tokens from which a step takes no further prompt."""
         self.memory = memory
@@ -85,7 +82,6 @@ class Scheduler:
         insort(self.waiting, request, key=in_line)
 
     def start(self, request: Request) -> None:
-        """A RESERVED request has its KV: it joins the batch."""
         self.reserved.remove(request)
         request.advance(RequestState.RUNNING)
         insort(self.running, request, key=by_rank)
@@ -117,7 +113,6 @@ class Scheduler:
         return bool(self.running) or self._can_admit()
 
     def computes(self) -> bool:
-        """Whether a step would compute anything: reserving pages does not."""
         return bool(self.running) or self._admits_prompt()
 
     def has_prompts(self) -> bool:
@@ -127,7 +122,6 @@ class Scheduler:
         return self._can_admit() and any(request.phase is not Phase.DECODE for request in self.waiting)
 
     def must_retract(self) -> bool:
-        """Whether pages are missing for the running decodes' next tokens."""
         available = self.memory.pool.num_available
         if available >= len(self.running):  # a page each: the common case
             return False
@@ -202,7 +196,6 @@ class Scheduler:
         return prompts.pop() if prompts and more else None
 
     def _takes_first(self, prompts: list[Request], *, more: bool) -> bool:
-        """Whether this step can use the first in line."""
         if not self.waiting or self.waiting[0].phase is Phase.DECODE:  # it waits for pages, and is not overtaken
             return False
         if not more or not prompts:

@@ -33,7 +33,6 @@ class BootstrapService:
         Gauge("open_rooms", "Bootstrap rooms open in this replica.", registry=metrics).set_function(lambda: len(self))
 
     def __len__(self) -> int:
-        """Number of open rooms."""
         return len(self._deadlines_unix_ms)
 
     def endpoints(self) -> list[Endpoint]:

@@ -18,8 +18,6 @@ Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
 
 
 class BootstrapChoice:
-    """Asks the replicas in turn."""
-
     def __init__(self, rng: Random, *, or_nobody: bool = True) -> None:
         """`or_nobody`: ask no replica if all breakers are open, because the prompt can be computed here instead."""
         self._rng = rng

@@ -28,7 +28,6 @@ class EmbeddingService:
         engine.on_output(self._stepped)
 
     def __len__(self) -> int:
-        """Number of texts that have no vector yet."""
         return len(self._texts)
 
     def endpoints(self) -> list[Endpoint]:
@@ -72,7 +71,6 @@ class EmbeddingService:
         await self._idle.wait()
 
     def stop_all(self, cause: str) -> None:
-        """Fail every call: its frontend tries another instance."""
         for request_id in list(self._calls):
             self._fail(request_id, PeerLost(cause))
 

@@ -26,8 +26,6 @@ QUEUES: Final = "every prefill queue takes longer than computing it here"
 
 
 class Wanted(NamedTuple):
-    """The properties of a request that the choice depends on."""
-
     blocks: PromptBlocks  # with hashes that compatible instances share
     adapter: str
     session: str

@@ -90,7 +90,6 @@ class PrefillClient:
 
     @property
     def num_reserved_pages(self) -> int:
-        """Pages of ours that wait for KV."""
         futures = (each.reserved for each in self._transfers.values())
         ready = (future for future in futures if future.done() and not future.cancelled() and not future.exception())
         return sum(len(future.result().pages) for future in ready)
@@ -137,7 +136,6 @@ class PrefillClient:
         self._transfer.hasten(coming.room)
 
     def ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
-        """Ask prefill to compute the prompt, in a task."""
         transfer.asking = asyncio.create_task(self._ask(transfer, request, route), name=f"ask {transfer.engine_id}")
         transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
 

@@ -119,7 +119,6 @@ class ActiveRequests:
         await self._idle.wait()
 
     def emit(self, output: TokenOutput) -> None:
-        """Send a branch's new tokens; the last ones end it."""
         active = self._by_engine_id.get(output.request_id)
         if active is None or (stream := active.streams.get(output.branch)) is None:
             return
@@ -143,14 +142,12 @@ class ActiveRequests:
             self.drop(active, output.branch)
 
     def drop(self, active: ActiveRequest, branch: int) -> None:
-        """End one branch, and the request with its last branch."""
         stream = active.streams.pop(branch)
         del self._by_stream[stream.reply_to, stream.stream_id]
         if not active.streams:
             self._end(active)
 
     def fail(self, active: ActiveRequest, error: MeshError) -> None:
-        """End a request with an error. Ignores one that has ended."""
         if self._by_engine_id.get(active.engine_id) is not active:
             return
         active.error = error

@@ -198,13 +198,11 @@ class DecodeService:
             self._stop(active, Cancelled("the frontend has gone"))
 
     def stop_all(self, cause: str) -> None:
-        """Fail every request: its frontend continues it on another instance."""
         for active in self._active.all():
             self._stop(active, PeerLost(cause))
         self.embedding.stop_all(cause)
 
     async def _run(self, active: ActiveRequest) -> None:
-        """Get a request into the running batch."""
         with use_span(active.span):
             try:
                 if active.request.sampling.constraint is not None:

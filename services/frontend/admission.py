@@ -36,11 +36,11 @@ _PEPPER: Final = os.urandom(16)
 class Limits(Protocol):
     @property
     def queue_tokens(self) -> int:
-        """Most tokens that may wait."""
+        pass
 
     @property
     def queue_timeout_s(self) -> float:
-        """The longest time that a request may wait."""
+        pass
 
     @property
     def admit_load(self) -> float:
@@ -63,7 +63,6 @@ def token_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A hash of a request's API key, salted by this process."""
     token = token_of(headers)
     return blake2b(token, digest_size=16, key=_PEPPER).digest() if token else ANONYMOUS
 
@@ -91,7 +90,6 @@ class Place:
         self._admission.began(self, prompt_tokens)
 
     def leave(self, answer_tokens: int = 0) -> None:
-        """Give up the place, whatever became of the request. Idempotent."""
         self._admission.leave(self, answer_tokens)
 
 

@@ -33,7 +33,6 @@ class Waiting:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Without regard to keys."""
         return turn(self.arrival, self.priority, self.tokens)
 
 
@@ -41,8 +40,6 @@ InOrder = OrderedDict[int, Waiting]  # by arrival
 
 
 class _Line:
-    """One key within one priority."""
-
     __slots__ = ("_turns", "listed", "start", "tokens", "waiting", "weighed")
 
     def __init__(self) -> None:
@@ -160,7 +157,6 @@ class _Level:
         self._sweep_at = SWEEP_AT
 
     def turn(self) -> tuple[int, int]:
-        """The level with the least is next."""
         return self._order.first().first().turn[0], self._priority
 
     def add(self, one: Waiting) -> None:
@@ -225,8 +221,6 @@ class _Level:
 
 
 class FairQueue:
-    """The queue. A step costs O(priorities · log keys)."""
-
     def __init__(self, max_tokens: int) -> None:
         self.tokens = 0
         self._max_tokens = max_tokens

@@ -45,14 +45,11 @@ def error_writer(forms: Mapping[str, WriteError], path: str) -> WriteError:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The client of a request."""
-
     label: str = ""  # the client's X-Request-Id if valid; shown only, never used as a key
     account: Account | None = None  # None without API keys
     stranger: bool = False  # API keys are set, and the request has no valid one; only on open paths
 
     def share(self, scope: Scope) -> bytes:
-        """Return the key for fairness between clients."""
         return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
 
     def cache_salt(self, asked: str | None, *, shared: bool) -> str:
@@ -177,7 +174,6 @@ class Gate:
             await self._app(scope, receive, send)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request that counts towards its key's limits."""
         try:
             account.enter()
         except KeyLimited as exc:

@@ -133,7 +133,6 @@ class Generation:
         self._wake.set()
 
     def begun(self, choice: Choice, item: StreamItem, *, is_first: bool) -> None:
-        """Record the first token of a choice."""
         self.first_unix_ns = self.first_unix_ns or time.time_ns()
         if is_first:
             self._num_cached += item.num_cached_tokens
@@ -154,7 +153,6 @@ class Generation:
         return False
 
     def fail(self, error: Exception) -> None:
-        """End the generation: nothing more is shown."""
         if self._error is None and not self.is_over:
             self._error = error
             self._close()

@@ -24,8 +24,6 @@ class _Known(NamedTuple):
 
 
 class KeyRing:
-    """All valid keys."""
-
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         """Raises: BadKeys."""
         self._known: list[_Known] = []
@@ -44,7 +42,6 @@ class KeyRing:
             known.account.tenant = key.tenant
 
     def find(self, key: bytes) -> Account | None:
-        """Return a key's account. All keys are compared, in constant time."""
         digest, found = digest_of(key), None
         for known in self._known:
             if hmac.compare_digest(known.digest, digest):

@@ -34,8 +34,6 @@ ASK_AGAIN_S: Final = 0.1
 
 @dataclass(slots=True)
 class Stream:
-    """One branch's tokens from one instance."""
-
     record: InstanceRecord
     inner: InStream
     route: Route
@@ -79,7 +77,6 @@ class MeshClient:
         return self._served
 
     def room(self) -> FleetRoom:
-        """An instance without a heartbeat counts as empty."""
         held = capacity = waiting = 0
         for record in self._decodes.usable(self._model):
             if record.kv is None:

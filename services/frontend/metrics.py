@@ -125,7 +125,6 @@ class FrontendMetrics:
             self.unauthorized.labels(reason)
 
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
-        """Read the admission queue's size from these functions."""
         waiting = Gauge("num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
         waiting.set_function(num_requests)
         tokens = Gauge("num_tokens_waiting", "Their prompt tokens, 64 added a choice.", registry=self.registry)

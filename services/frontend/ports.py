@@ -49,13 +49,11 @@ class FleetRoom(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes the tokens of a prompt's branches as they arrive."""
-
     def take(self, branch: int, item: StreamItem) -> bool:
         """Returns False to cancel the branch."""
 
     def fail(self, error: Exception) -> None:
-        """A branch has ended with this error."""
+        pass
 
 
 class Branch(Protocol):
@@ -65,10 +63,10 @@ class Branch(Protocol):
 
 class Mesh(Protocol):
     def models(self) -> list[ServedModel]:
-        """Models that are served now."""
+        pass
 
     def room(self) -> FleetRoom:
-        """The load of decode now."""
+        pass
 
     async def embed(self, texts: Texts) -> list[bytes]:
         """A vector for each text: float32[dimensions], little-endian. Raises: MeshError."""

@@ -15,8 +15,6 @@ RETRY_AT_ONCE_S: Final = 1.0  # a guess: a place is free when another request en
 
 
 class Minute:
-    """A token bucket that refills within a minute."""
-
     __slots__ = ("_at_s", "_left", "_limit")
 
     def __init__(self) -> None:

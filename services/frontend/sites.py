@@ -14,8 +14,6 @@ from components.openai.errors import ApiError, from_status
 
 
 class Sites:
-    """The allowed hosts and origins."""
-
     def __init__(self, allowed_hosts: str | None, origins: str | None, listens_on: str = "") -> None:
         """`allowed_hosts` and `origins` are comma-separated lists; `*` allows any."""
         name = socket.gethostname().lower()

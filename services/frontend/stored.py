@@ -35,8 +35,6 @@ _LOST: Final = "The instance working on this response was lost, or its time limi
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What another response needs to continue this one."""
-
     input: str  # JSON
     earlier: str  # JSON
     owner: bytes
@@ -48,8 +46,6 @@ class Remembered:
 
 
 class Underway:
-    """One response in the background, run by the current task."""
-
     def __init__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -79,8 +75,6 @@ class Underway:
 
 
 class StoredResponses:
-    """All frontends share the records; each knows those that it runs."""
-
     def __init__(self, bus: Bus, records: Records, subject: str) -> None:
         self._bus = bus
         self._records = records
@@ -88,7 +82,6 @@ class StoredResponses:
         self._underway: dict[str, Underway] = {}
 
     def endpoint(self) -> Endpoint:
-        """Called by other frontends."""
         return Endpoint("cancel_response", CancelResponse, self._cancel_here)
 
     async def put(self, response: ResponseObject, remembered: Remembered) -> None:

@@ -24,7 +24,6 @@ class CannotStart(MeshError):
 
 
 def tethered() -> list[str]:
-    """Prefix of a command that is to die with this process."""
     # The kernel ties the tether to the thread that forks; the end of a worker thread would kill the child.
     assert threading.current_thread() is threading.main_thread()
     return [sys.executable, "-I", "-S", _TETHER, str(os.getpid())]

@@ -164,8 +164,6 @@ class Child:
 
 
 class Tier:
-    """Children that start and stop together."""
-
     def __init__(self, supervision: Supervision, tasks: asyncio.TaskGroup, announce: Announce) -> None:
         self.children: list[Child] = []  # without retired ones
         self._shared = supervision

@@ -97,7 +97,6 @@ class ProgressLines:
         self._parts: dict[tuple[str, str], int] = {}  # of PARTS, the last one shown
 
     def update(self, name: str, task: str, done: object, total: object) -> None:
-        """Values that are no sensible numbers are ignored."""
         if not isinstance(done, int | float) or not isinstance(total, int | float) or total <= 0:
             return
         key, part = (name, task), min(PARTS, int(PARTS * done / total))

@@ -115,7 +115,6 @@ class Plan:
         return tiers
 
     def one_more(self, role: str, number: int, etcd_url: str, nats_url: str) -> ChildSpec:
-        """Its metrics port is any free one."""
         grown = replace(self, counts={**self.counts, role: number + 1})
         spec = grown.children(etcd_url, nats_url)[TIERS.index(role)][number]
         return replace(spec, env={**spec.env, "MESH_METRICS_PORT": "0"})

@@ -61,8 +61,6 @@ class Scaling:
 
 
 class _Shown(logging.Handler):
-    """Shows warnings of our libraries."""
-
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)
         self._output = output

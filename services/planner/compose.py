@@ -19,8 +19,6 @@ LAST_OUTPUT: Final = 300  # characters of a failed command's output
 
 
 class ComposeConnector:
-    """Services have the names of roles, as in deploy/compose."""
-
     def __init__(self, command: str, files: str | None = None, project: str | None = None) -> None:
         """`files`: one, or several with a colon between."""
         flags = [word for file in (files or "").split(":") if file for word in ("-f", file)]

@@ -79,7 +79,6 @@ class KubernetesConnector:
         await asyncio.to_thread(self._call, "PATCH", self._path(change.role), json.dumps(patch))
 
     async def _scale_of(self, role: Planned) -> tuple[int, str]:
-        """(ordered replicas, resource version)"""
         scale = await asyncio.to_thread(self._call, "GET", self._path(role))
         try:
             return int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"])

@@ -23,8 +23,6 @@ LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """From a worker's page."""
-
     busy_s: float
     steps: int
     prompt_tokens: int

@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 
 class OutboundState(StrEnum):
-    """From WAITING to INFLIGHT this instance may write into decode's pages."""
-
     BOOTSTRAPPING = auto()  # decode's pages are unknown; the prompt may be computed
     WAITING = auto()  # the prompt is queued
     COMPUTING = auto()  # chunks are computed and written

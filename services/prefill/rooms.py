@@ -59,7 +59,6 @@ class Rooms:
         return request_id in self._over
 
     def close_later(self, offer: PagesOffered) -> None:
-        """Rooms of some milliseconds share a message."""
         if not self._closing:
             asyncio.get_running_loop().call_later(CLOSE_EVERY_S, self.send_closes)
         self._closing.setdefault(offer.bootstrap_id, []).append(offer.room)

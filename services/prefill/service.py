@@ -185,7 +185,6 @@ class PrefillService:
             await asyncio.wait(self._tasks)
 
     def stop_all(self, cause: str) -> None:
-        """Fail every transfer: decode computes those prompts itself."""
         for transfer in self._outbound.values():
             transfer.failure.tell(PeerLost(cause))
 

@@ -20,8 +20,6 @@ from services.frontend.generation import Generation
 
 
 class ConversationDialect(Dialect):
-    """A request that is a chat, in any API's form."""
-
     operation = "chat"
     chat: ChatRequest
     plan = AnswerPlan()  # until `encode`

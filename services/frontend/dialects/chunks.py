@@ -14,8 +14,6 @@ from services.frontend.generation import Generation
 
 
 class ChunkStream:
-    """The stream of a chat or a completion."""
-
     __slots__ = ("_events", "_generation", "_has_usage", "_logprobs", "_opened")
 
     def __init__(
@@ -72,7 +70,6 @@ class DetailedStream(ChunkStream):
         self._has_usage_so_far = request.continuous_usage
 
     def piece(self, piece: Piece) -> bytes:
-        """Also sends a chunk for tokens that have no text yet."""
         index, data = piece.choice, b""
         usage = member("usage", self._generation.usage().model_dump_json()) if self._has_usage_so_far else b""
         first = index not in self._opened

@@ -49,8 +49,6 @@ class Encoded(NamedTuple):
 
 
 class EventStream(Protocol):
-    """The server-sent events of one answer, as bytes."""
-
     def piece(self, piece: Piece) -> bytes:
         """Events for a piece of the answer; may be empty, except for the first piece."""
 
@@ -58,7 +56,7 @@ class EventStream(Protocol):
         """Events after the last piece."""
 
     def fail(self, error: ApiError) -> bytes:
-        """The last events of a stream that broke."""
+        pass
 
 
 class Dialect(ABC):
@@ -105,7 +103,6 @@ class Dialect(ABC):
         """The JSON of an answer that is not streamed."""
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
-        """Status and JSON of a failure."""
         return error.status, error.body()
 
 
