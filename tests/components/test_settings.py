@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from components.settings import OF_SOME, SHARED, MeshSettings, misspelled
+from components.settings import OF_SOME, SHARED, MeshSettings, WorkerSettings, misspelled
 from components.settings_help import role_of
 from services.bootstrap.config import BootstrapSettings
 from services.decode.config import DecodeSettings
@@ -75,7 +75,9 @@ def test_a_process_ignores_a_shared_variable_that_only_others_use(
 @pytest.mark.parametrize("settings", ALL)
 def test_a_setting_belongs_to_the_processes_that_use_it(settings: type[MeshSettings]) -> None:
     """`services.frontend --help` listed the times of transfers."""
-    sources = [*(REPO / "services" / role_of(settings)).glob("*.py"), *(REPO / "components").rglob("*http*.py")]
+    services = REPO / "services"
+    shared = [services / "worker.py"] if issubclass(settings, WorkerSettings) else []
+    sources = [*(services / role_of(settings)).glob("*.py"), *(REPO / "components" / "http").glob("*.py"), *shared]
     used = set(re.findall(r"\.(\w+)", "".join(path.read_text() for path in sources)))
     assert set(settings.model_fields) - set(MeshSettings.model_fields) - used == set()
 

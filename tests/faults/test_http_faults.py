@@ -56,7 +56,7 @@ def test_decode_hears_that_a_client_has_left(home: Path) -> None:
     assert sum("cancel.v1" in line for line in outcome.trace) == 1
 
 
-@pytest.mark.parametrize("at", ["decode running", "decode done"])
+@pytest.mark.parametrize("at", ["decode running", "decode ended"])
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_whoever_reads_nothing_until_after_the_time_limit_is_given_up(home: Path, at: str, seed: int) -> None:
     """Whatever of its answer is still unread by then, also when that is the end alone."""

@@ -965,7 +965,7 @@ async def test_leaving_does_not_wait_for_pages_that_a_dead_or_hung_prefill_has_p
     decode: Decode, monkeypatch: pytest.MonkeyPatch, prefill: str
 ) -> None:
     """After a prefill's death decode did not stop for a minute: it waited for the end of the offer, and was killed."""
-    monkeypatch.setattr("services.decode.handlers.SETTLE_S", 0.05)
+    monkeypatch.setattr("services.decode.service.SETTLE_S", 0.05)
     await decode.ask()
     await decode.reserve()
     if prefill == "dead":
