@@ -126,11 +126,6 @@ class EngineCore:
         return self._memory.prefix.blocks()
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises: PromptTooLong, UnknownModel, Rejected.
-
-        A prompt must leave room for one token if any is to be generated. An answer that reaches `max_context` ends
-        with "length".
-        """
         tokens = list(request.token_ids)
         self._limits.check(request, tokens, self._requests)
         queued = Request(
@@ -153,35 +148,21 @@ class EngineCore:
         self._requests.add(queued)
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
-        """A reserved request's KV has landed. Returns its first token.
-
-        None if the request is no longer reserved: it was cancelled, and its pages wait for `release`, or branch 0
-        alone was.
-
-        Raises: Rejected, if there is no such token or the mask forbids it; the request stays reserved.
-        """
         return self._outcomes.deliver(request_id, first_token, logprobs)
 
     def recompute(self, request_id: str) -> None:
-        """A DECODE request's KV will not come: queue it as FULL, at its old place. Its pages stay exposed."""
         self._requests.recompute(request_id)
 
     def cancel(self, request_id: str, branch: int | None = None) -> None:
-        """Stop a request or one of its branches; exposed pages wait for `release`.
-
-        The prompt is computed while any branch needs it. Unknown ids and branches are ignored: they may be over.
-        """
         if branch is None:
             self._requests.cancel(request_id)
         else:
             self._requests.cancel_branch(request_id, branch)
 
     def release(self, request_id: str) -> None:
-        """No transfer touches this request's exposed pages any more. Unknown ids are ignored."""
         self._requests.release(request_id)
 
     def wait_s(self) -> float:
-        """Seconds until it should ask again for the next step's cores; 0: they are there, or not needed."""
         if not self._runner.takes_cpu or not self._scheduler.computes():
             return 0
         return self._runner.wait_s(self._scheduler.has_prompts)
@@ -190,7 +171,6 @@ class EngineCore:
         self._runner.rest()
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
-        """Raises: Rejected, if there is nothing to record."""
         self._runner.start_profile(facts)
 
     def stop_profile(self) -> Recording:
@@ -203,18 +183,11 @@ class EngineCore:
         return self._flight is not None or self._scheduler.computes()
 
     def step(self) -> StepOutput:
-        """Plan and launch one step, then report the one before; without pipelining, report the new one.
-
-        Without work it only reports the pool.
-        """
         (output,) = self._stepping(pauses=False)
         assert isinstance(output, StepOutput)
         return output
 
     def stepping(self) -> Iterator[Pause | StepOutput]:
-        """As `step`, with a pause wherever the device is waited for. Requests submitted in a pause get free pages
-        at once.
-        """
         return self._stepping(pauses=True)
 
     def _stepping(self, *, pauses: bool) -> Iterator[Pause | StepOutput]:

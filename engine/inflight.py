@@ -11,7 +11,7 @@ from engine.scheduler.scheduler import Chunk
 
 
 class StepFailed(InvariantBroken):
-    pass
+    """One step's requests could not be computed; the next step may succeed."""
 
 
 class Launched(Protocol):
@@ -50,7 +50,7 @@ class Runner(Protocol):
         """
 
     def copy_page(self, source: int, target: int) -> None:
-        pass
+        """Copy all layers' KV, after the launched steps and before the next."""
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         """Seconds until it should ask again for a step's cores; 0: they are there.

@@ -81,7 +81,7 @@ class InlineLoop(EngineLoop):
             self._receive_early(said.reserved)
 
     def _went_on(self) -> Pause | StepOutput | None:
-        """Whether the step progressed, and when the next turn is due. None: other workers have the cores."""
+        """Continue or begin a step and schedule the next turn. None: other workers have the cores."""
         if self._step is None:
             if wait_s := self.engine.wait_s():
                 self._later(wait_s)

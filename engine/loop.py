@@ -85,7 +85,7 @@ class EngineLoop(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        pass
+        """Let the current step end; later calls are refused."""
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
         """Call `callback` with every step's output, in order, also empty ones."""

@@ -274,16 +274,21 @@ class Engine(Protocol):
         """The sum of all cache events, including unreported ones."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises: PromptTooLong; Rejected, naming the parameter and its bounds."""
+        """Queue a request. Raises: PromptTooLong; UnknownModel; Rejected, naming the parameter and its bounds.
+
+        A prompt must leave room for one token if any is to be generated. An answer that reaches `max_context` ends
+        with "length".
+        """
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
         """A reserved request's KV has landed: it joins the batch. Returns its first token, to be sent at once.
 
-        Raises: Rejected, if that token is impossible; the request stays reserved.
+        The list is empty if the request or its branch 0 was cancelled.
+        Raises: Rejected, if there is no such token or the mask forbids it; the request stays reserved.
         """
 
     def recompute(self, request_id: str) -> None:
-        """A DECODE request's KV will not come: compute the prompt here, in other pages than exposed ones.
+        """A DECODE request's KV will not come: queue it as FULL, at its old place. Its pages stay exposed.
 
         Unknown and delivered requests are ignored.
         """
@@ -304,15 +309,19 @@ class Engine(Protocol):
         """Whether a step would use or wait for the device."""
 
     def wait_s(self) -> float:
-        """Seconds until a step would compute without waiting for cores; 0: now. `step` waits otherwise."""
+        """Seconds until it should ask again for the next step's cores; 0: they are there. `step` waits otherwise."""
 
     def step(self) -> StepOutput:
-        """Run one step: admit, compute one batch, sample. With `pipeline`, launch it and report the one before."""
+        """Run one step: admit, compute one batch, sample. With `pipeline`, launch it and report the one before.
+
+        Without work it only reports the pool.
+        """
 
     def stepping(self) -> Iterator[Pause | StepOutput]:
         """As `step`, in pieces: a pause whenever it can only wait for a device, then the output.
 
-        During a pause everything here may be called but another step. An abandoned one reports nothing.
+        During a pause everything here may be called but another step. DECODE requests submitted then get free pages
+        at once. An abandoned step reports nothing.
         """
 
     def rest(self) -> None:
