@@ -206,3 +206,17 @@ async def test_the_clients_request_id_comes_back_and_is_not_used(http: httpx.Asy
     assert answer.headers["x-request-id"] == mine
     assert mesh.prompts[0].request_id != mine
     assert answer.json()["id"] == f"chatcmpl-{mesh.prompts[0].request_id}"
+
+
+async def test_control_characters_of_a_client_reach_no_header_and_no_log(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    nasty = "a\r\nx-evil: 1\r\n\x1b[31m"
+    for body in (HELLO | {"model": nasty}, HELLO | {"user": nasty}, HELLO | {"prompt_cache_key": nasty}):
+        answer = await http.post(CHAT, json=body, headers={"x-request-id": "b\x1b[31m"})
+        assert answer.status_code in {200, 400, 404}
+        assert "x-evil" not in answer.headers
+        assert all("\x1b" not in value for value in answer.headers.values())
+    ours = [record for record in caplog.records if record.name.startswith(("services", "components"))]
+    assert all("\x1b" not in str(vars(record)) for record in ours)

@@ -230,3 +230,16 @@ async def test_log_probabilities_of_a_long_answer_block_nobody(text: TextModel, 
     assert len(told["content" if path == CHAT else "top_logprobs"]) == 4000
     assert model.model_validate(told).model_dump() == told
     assert gap_s < MOST_S, gap_s
+
+
+async def test_log_probabilities_of_128_choices_block_nobody(text: TextModel) -> None:
+    mesh = FakeMesh(text, "", "a" * 30, tokens_per_delta=10, served=[ServedModel(MODEL, 2**20, 1)])
+    value = {"model": MODEL, "max_tokens": 100, "n": 128, "logprobs": True, "top_logprobs": 20}
+    value |= {"messages": [{"role": "user", "content": "a"}]}
+    async with serve_http(
+        create_app(mesh, text, FrontendSettings(port=0, drain_timeout_s=2)), FrontendSettings(port=0)
+    ) as url:
+        status, answer, gap_s = await asked(url, CHAT, packed(value))
+    assert status == 200, answer[:500]
+    assert [len(choice["logprobs"]["content"]) for choice in json_of(answer)["choices"]] == [30] * 128
+    assert gap_s < MOST_S, gap_s
