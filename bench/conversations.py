@@ -1,7 +1,6 @@
 """What a prefill policy saves for conversations: computed tokens, their spread, and time to first token.
 
-    python -m bench.conversations                                    # round_robin and kv_aware, 4 prefill + 1
-        decode
+    python -m bench.conversations                                    # 4 prefill workers and one decode
     python -m bench.conversations --model mock:smollm2-135m --conversations 40 --users 11
     python -m bench.conversations --policy round_robin --policy cache_aware --policy kv_aware --rounds 3
 

@@ -1,7 +1,6 @@
 """Check and measure everything that needs a GPU. One JSON line a figure.
 
-    python -m bench.gpu                                     # all parts but tune, about 8 minutes, most of it
-        compiling
+    python -m bench.gpu                                     # all parts but tune, about 8 minutes
     python -m bench.gpu --part kernels --part ids           # correctness; exits with 1 on a fault
     python -m bench.gpu --part steps --part mixed           # Qwen3-4B's shape, random weights, bf16
     python -m bench.gpu --part tune                         # the kernels with other tiles, beside torch's attention

@@ -1,7 +1,6 @@
 """TTFT of short requests alone and beside a flood of long ones. One JSON line each.
 
-    python -m bench.long_prompts                          # 60,000 tokens, 40 a second, beside 20 short requests a
-        second
+    python -m bench.long_prompts                          # 40 long requests a second beside 20 short ones
     python -m bench.long_prompts --long-rate 4 --frontend 2
 
 A mesh of zero-cost mock engines with SmolLM2's tokenizer. `health_ms` is the frontend's time to answer `/health`,

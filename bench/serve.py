@@ -3,8 +3,7 @@
     python -m bench.serve                                                    # random words, 1 client, then 8
     python -m bench.serve --request-rate 4 --num-prompts 200 --workload sharegpt-like     # --max-concurrency 16
     python -m bench.serve --workload shared-prefix --groups 8 --prompts-per-group 16 --prefix-len 1024
-    python -m bench.serve --workload trace-replay --trace conversation_trace.jsonl --trace-scale 0.05 --num-prompts
-        100
+    python -m bench.serve --workload trace-replay --trace conversation_trace.jsonl --trace-scale 0.05
 
 With --concurrency each client has one request at a time; with --request-rate requests arrive at random. A trace has
 its own times unless one of both is given. Prompts are random English words, new ones in every run. The endpoint

@@ -1,7 +1,6 @@
 """The cost of moving KV pages between two processes. One JSON line a figure.
 
-    python -m bench.transfer                                             # a 135M model's pages of 16, 32 and 64
-        tokens
+    python -m bench.transfer                                             # pages of 16, 32 and 64 tokens
     python -m bench.transfer --layers 32 --kv-heads 8 --head-dim 128 --page-size 16 --pages 1 --pages 64
 
 The same bytes in four ways by turns: our backend with scattered and with neighbouring pages, NIXL's own API with

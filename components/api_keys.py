@@ -7,7 +7,7 @@ The file is TOML, one table per key, with the key's name in metrics:
     requests_at_once = 8           # all limits are optional
     requests_per_minute = 600
     tokens_per_minute = 100_000
-    best_priority = 0              # lower goes first; default: --best-priority
+    best_priority = 0              # lower goes first; default: the frontend's best_priority
     tenant = "acme"                # keys of one tenant share the prefix cache; default: a cache of its own
 """
 
