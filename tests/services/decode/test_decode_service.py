@@ -680,7 +680,7 @@ async def test_pages_come_back_whatever_the_asking_for_quiet_raises(decode: Deco
 
 
 async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of a kind that nobody thought of ended the asking once, and the pages stayed for ever."""
+    """Decode asks again after an error of any kind; otherwise the pages would stay held forever."""
     monkeypatch.setattr("services.decode.prefill_client.QUIESCE_AGAIN_S", 0.001)
     decode.prefill.quiet_failures = [InvariantBroken("bug"), Overloaded("busy"), MalformedMessage("what")]
     await decode.ask()

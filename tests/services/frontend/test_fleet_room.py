@@ -1,4 +1,4 @@
-"""What admission is told of the mesh, and what the mesh is told of a request's priority."""
+"""What admission knows of the mesh, and the priority that a request carries into it."""
 
 from typing import Any
 
