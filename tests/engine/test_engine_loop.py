@@ -87,7 +87,7 @@ def test_an_idle_engine_sleeps_and_wakes_at_once(thread: bool, tiny: LoadedModel
 
 
 def test_requests_that_wait_for_held_pages_keep_the_step_counter_moving(thread: bool, tiny: LoadedModel) -> None:
-    """Whoever watches the step counter takes an engine with waiting requests and no new steps for a hung one."""
+    """Waiting requests and a step counter that does not move: a monitor takes that for a hung engine."""
 
     async def main() -> None:
         async with running(tiny, thread=thread, num_pages=4) as loop:

@@ -1,7 +1,7 @@
 """KV transfer inside this process: bytes copied between the pools of two engines, piece by piece, when their time comes.
 
 A piece is half a page, or less between pages of different sizes, so that a page can be there in part; of an aux slot it is a
-cache line, and they land in any order. Decode receives a notification of its end, or sees it in the slot, as with NIXL. What is copied is
+cache line, and they land in any order. Decode is notified of its end, or sees it in the slot, as with NIXL. What is copied is
 what the source holds when the piece lands, not when it was posted: a source page that was given away too early shows. A
 stopped process writes nothing and goes on where it was when it continues; the last pieces of one that was killed may
 still land. Whatever a piece hits must be held for the transfer that it was posted for.
