@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec import structs
 from nats.aio.msg import Msg
@@ -342,29 +342,74 @@ async def watch_heartbeats(
         yield liveness
 
 
+class EngineLoad(Protocol):
+    """The part of the engine's `StepStats` that heartbeats report."""
+
+    @property
+    def step(self) -> int:
+        pass
+
+    @property
+    def num_running(self) -> int:
+        pass
+
+    @property
+    def num_waiting(self) -> int:
+        pass
+
+    @property
+    def num_reserved(self) -> int:
+        pass
+
+    @property
+    def num_held(self) -> int:
+        pass
+
+    @property
+    def free_pages(self) -> int:
+        pass
+
+    @property
+    def cached_pages(self) -> int:
+        pass
+
+    @property
+    def held_pages(self) -> int:
+        pass
+
+    @property
+    def total_pages(self) -> int:
+        pass
+
+
 def heartbeat_of(
     instance_id: str,
     epoch: str,
-    load: object,
+    load: EngineLoad,
     prompts: PromptLoad,
     *,
     draining: bool,
     accepted: int = 0,
     num_requests: int = 0,
 ) -> Heartbeat:
-    """`load` has the counts of a `Heartbeat` under the same names, as `StepStats` does."""
-    counts = {name: getattr(load, name) for name in Heartbeat.__struct_fields__ if hasattr(load, name)}
-    busy = counts["num_running"] + counts["num_waiting"] > 0
     return Heartbeat(
         instance_id=instance_id,
         epoch=epoch,
-        busy=busy,
+        step=load.step,
+        busy=load.num_running + load.num_waiting > 0,
         draining=draining,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_reserved=load.num_reserved,
+        num_held=load.num_held,
+        free_pages=load.free_pages,
+        cached_pages=load.cached_pages,
+        held_pages=load.held_pages,
+        total_pages=load.total_pages,
         queued_tokens=prompts.queued_tokens,
         prompt_tokens_per_s=prompts.tokens_per_s,
         accepted=accepted,
         num_requests=num_requests,
-        **counts,
     )
 
 
