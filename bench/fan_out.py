@@ -35,9 +35,9 @@ from components.messaging.heartbeats import HeartbeatSender, OnLost, heartbeat_o
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.service import serve_calls
 from components.process import subject_of
-from components.routing.choice import Ask
 from components.routing.local_prefill import PromptLoad
 from components.routing.policies import DEFAULT
+from components.routing.policy import RouteRequest
 from components.wire.block_hash import PromptBlocks
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
@@ -131,7 +131,7 @@ class Prompts:
             if not inquiries.are_needed:
                 continue
             began_s = time.monotonic()
-            inquiry = await inquiries.about(Ask(blocks.num_tokens), blocks, fleet.alive.usable(MODEL))
+            inquiry = await inquiries.about(RouteRequest(blocks.num_tokens), blocks, fleet.alive.usable(MODEL))
             if self._signals.warm.is_set() and not self._signals.stop.is_set():
                 self._signals.asked.put((inquiry.num_asked, len(inquiry.answered), time.monotonic() - began_s))
 

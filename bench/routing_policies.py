@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
-from components.routing.choice import Ask
 from components.routing.health import Health
 from components.routing.load_book import LoadBook
-from components.routing.policies import POLICIES, PolicyName, make_policy
+from components.routing.policies import POLICIES, PolicyName, parse_policy
+from components.routing.policy import RouteRequest
 from components.wire.heartbeat import Heartbeat
 
 FLEETS = (10, 100, 1000)
@@ -58,8 +58,10 @@ def best_us(decide: Callable[[int], None], times: int) -> float:
 def policy_us(name: PolicyName, count: int, *, route: bool) -> float:
     rng = Random(0)
     book, health = fleet(count, rng)
-    policy = make_policy(name, "prefill", rng)
-    asks = [Ask(rng.randrange(100, 8000), session=str(at % 50), prefix=b"%d" % (at % 20)) for at in range(1000)]
+    policy = parse_policy(name).make("prefill", rng)
+    asks = [
+        RouteRequest(rng.randrange(100, 8000), session=str(at % 50), prefix=b"%d" % (at % 20)) for at in range(1000)
+    ]
     cached = {m.instance_id: rng.randrange(16, 4000) for m in rng.sample(list(book.members), max(count // 10, 1))}
 
     def choose(at: int) -> None:

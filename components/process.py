@@ -20,7 +20,7 @@ import uvloop
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
 from components.startup import CannotServe, WrongSettings, refuse
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from components.wire.protocol import OLDEST, PROTOCOL
 

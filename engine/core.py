@@ -21,7 +21,7 @@ from typing import Final
 
 from components.errors import InvariantBroken, UnknownModel
 from components.wire.block_hash import PromptBlocks, seed_hash
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from engine.chunk_limit import ChunkLimit
 from engine.config import EngineConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from engine.errors import ModelUnavailable, UnsupportedModel
 
 CONFIG_FILE: Final = "config.json"

@@ -15,7 +15,7 @@ import msgspec
 
 from components.errors import MeshError
 from components.wire.block_hash import PromptBlocks
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout
 from components.wire.logprobs import TokenLogprobs
 

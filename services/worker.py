@@ -28,7 +28,7 @@ from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from components.wire.heartbeat import Heartbeat
 from engine.config import EngineConfig
 from engine.loop import EngineLoop

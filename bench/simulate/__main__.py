@@ -46,7 +46,7 @@ from components.messaging.fan_out import heartbeat_rest_s, kv_events_rest_s, que
 from components.messaging.heartbeats import EVERY_S, silent_after_s
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
-from components.routing.policies import POLICIES, Phase, check_policy, make_policy
+from components.routing.policies import POLICIES, Phase, parse_policy
 from engine.config import MockConfig
 
 MOST_ROUTERS: Final = 16  # each receives every heartbeat
@@ -80,10 +80,10 @@ def policy_maker(names: str, phase: Phase) -> MakePolicy:
     prefill, _, decode = names.partition("/")
     name = prefill if phase == "prefill" else decode or prefill
     try:
-        check_policy(name)
+        spec = parse_policy(name)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
-    return lambda rng: make_policy(name, phase, rng)
+    return lambda rng: spec.make(phase, rng)
 
 
 def _row(label: str, cells: list[str]) -> str:

@@ -20,7 +20,7 @@ from bench.simulate.measured import Measured
 from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, shared_prefixes
 from bench.simulate.worker import Engine
-from components.routing.policies import make_policy
+from components.routing.policies import parse_policy
 from engine.config import MockConfig
 
 PAGE = 16
@@ -55,8 +55,8 @@ def simulated(requests: list[Request], prefill: int, decode: int, cost: MockConf
     return Fleet(
         setup,
         requests,
-        lambda rng: make_policy("round_robin", "decode", rng),
-        lambda rng: make_policy("round_robin", "prefill", rng),
+        lambda rng: parse_policy("round_robin").make("decode", rng),
+        lambda rng: parse_policy("round_robin").make("prefill", rng),
     ).run()
 
 

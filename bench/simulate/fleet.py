@@ -13,7 +13,7 @@ from bench.simulate.setup import Setup
 from bench.simulate.steps import Part, Stay
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Worker
-from components.routing.router import Chosen, Router
+from components.routing.router import RouteChoice, Router
 
 PLANNER_THINKS_S: Final = 300.0  # without workers, until waiting for more ends
 
@@ -122,7 +122,7 @@ class Fleet:
             self._send_prompt(flow, there)
         decode.submit(stay)
 
-    def _send_prompt(self, flow: Flow, chosen: Chosen) -> None:
+    def _send_prompt(self, flow: Flow, chosen: RouteChoice) -> None:
         tokens = flow.at_decode.tokens
         prefill = self.prefills.by_name[chosen.instance_id]
         pages = -(-tokens // prefill.engine.page_tokens)
@@ -133,7 +133,7 @@ class Fleet:
         self.prefills.flows[prefill][flow] = None
         prefill.submit(stay)
 
-    def _choose(self, group: Group, router: Router, request: Request, tokens: int) -> Chosen | None:
+    def _choose(self, group: Group, router: Router, request: Request, tokens: int) -> RouteChoice | None:
         tried: list[str] = []
         while (chosen := group.routers.choose(router, request, tokens, tried)) is not None:
             name = chosen.instance_id

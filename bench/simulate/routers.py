@@ -10,9 +10,9 @@ from bench.simulate.clock import Clock
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Worker
 from components.routing.candidates import Allowance, CandidateChoice, Inquiry, depths
-from components.routing.choice import Ask, Member, Policy
 from components.routing.kv_index import KvIndex
-from components.routing.router import Chosen, Router
+from components.routing.policy import Member, Policy, RouteRequest
+from components.routing.router import RouteChoice, Router
 from components.wire.heartbeat import Heartbeat
 
 MakePolicy = Callable[[Random], Policy]
@@ -92,7 +92,7 @@ class Routers:
     def changed(self, name: str, stored: list[bytes], removed: list[bytes]) -> None:
         self._late.append((self._clock.now_s + self._news.event_s, name, stored, removed))
 
-    def choose(self, router: Router, request: Request, tokens: int, tried: Container[str]) -> Chosen | None:
+    def choose(self, router: Router, request: Request, tokens: int, tried: Container[str]) -> RouteChoice | None:
         self.num_chosen += 1
         if self._candidates is not None:
             return self._ask(router, request, tokens, tried)
@@ -102,7 +102,7 @@ class Routers:
             members = [member for member in members if member.instance_id not in tried]
         return router.choose(_ask(request, tokens), lambda _: request.blocks, members)
 
-    def _ask(self, router: Router, request: Request, tokens: int, tried: Container[str]) -> Chosen | None:
+    def _ask(self, router: Router, request: Request, tokens: int, tried: Container[str]) -> RouteChoice | None:
         assert self._candidates is not None
         members, prefixes = self._everyone, depths(len(request.blocks), self._page_tokens)
         keys = [request.blocks[depth - 1] for depth in prefixes]
@@ -144,8 +144,8 @@ class Routers:
                 self._index.add(name, stored)
 
 
-def _ask(request: Request, tokens: int) -> Ask:
-    return Ask(tokens, request.session, request.blocks[0] if request.blocks else b"")
+def _ask(request: Request, tokens: int) -> RouteRequest:
+    return RouteRequest(tokens, request.session, request.blocks[0] if request.blocks else b"")
 
 
 def _join(router: Router, worker: Worker) -> None:

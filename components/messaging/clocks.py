@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from components.messaging.deadline import now_ms
-from components.wire.dated import Dated
+from components.wire.codec import Dated
 
 log = logging.getLogger(__name__)
 

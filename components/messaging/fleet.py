@@ -15,9 +15,9 @@ from components.messaging.kv_metrics import KvMirrorMetrics
 from components.messaging.kv_subscriber import follow_kv_events
 from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
 from components.routing.candidates import CandidateChoice, Inquiry, depths
-from components.routing.choice import Ask
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
-from components.routing.policies import Phase, looks_at_caches, make_policy, meeting_key
+from components.routing.policies import Phase, parse_policy
+from components.routing.policy import RouteRequest
 from components.routing.router import Router
 from components.wire.block_hash import PromptBlocks
 from components.wire.instances import InstanceRecord
@@ -39,10 +39,10 @@ class Fleet:
         """`rng` None: a new source. `kv_index_blocks`: limit of blocks known of all caches."""
         self.rng = rng = rng or Random()
         self.alive = alive
-        self.policy = policy
-        self.index = KvIndex(kv_index_blocks) if looks_at_caches(policy, phase) else None
+        self.policy = parse_policy(policy)
+        self.index = KvIndex(kv_index_blocks) if self.policy.uses_caches(phase) else None
         or_nobody = phase == "prefill"  # decode can compute prompts itself
-        self.router = Router(make_policy(policy, phase, rng), rng, time.monotonic, self.index, or_nobody=or_nobody)
+        self.router = Router(self.policy.make(phase, rng), rng, time.monotonic, self.index, or_nobody=or_nobody)
         self.inquiries: Inquiries | None = None  # for a fleet that may be too large to follow
         self._phase = phase
         for record in book.of_role(phase):
@@ -72,7 +72,7 @@ class Inquiries:
     def are_needed(self) -> bool:
         return self._following.asks
 
-    async def about(self, ask: Ask, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> Inquiry:
+    async def about(self, ask: RouteRequest, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> Inquiry:
         """Ask some of `usable` until one can begin with the prompt at once, or enough were asked.
 
         Args:
@@ -85,7 +85,7 @@ class Inquiries:
         page_sizes = {record.instance_id: _page_size(record) for record in usable}
         prefixes = {size: depths(len(blocks(size)), size) for size in set(page_sizes.values())}
         hashes = {size: [blocks(size)[depth - 1] for depth in found] for size, found in prefixes.items()}
-        key = meeting_key(self._fleet.policy, self._phase, ask)
+        key = self._fleet.policy.meeting_key(self._phase, ask)
         keys = hashes[min(hashes)] if hashes and key is None else []
         for candidates in self._candidates.rounds(keys or [key or ask.prefix or self._fleet.rng.randbytes(16)], usable):
             if router.now_s - began_s > ANSWER_WITHIN_S:

@@ -19,8 +19,7 @@ from components.discovery.registry import Registration
 from components.errors import MeshError, NobodyListens, PeerLost
 from components.messaging.bus import Bus
 from components.messaging.service import Endpoint
-from components.wire.instances import InstanceRecord
-from components.wire.presence import AskPresent, Present
+from components.wire.instances import AskPresent, InstanceRecord, Present
 
 ASK_TIMEOUT_S: Final = 2.0
 AGAIN_S: Final = 5.0  # between questions to an instance that is missing in etcd

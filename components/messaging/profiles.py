@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from components.errors import InvariantBroken, Overloaded, Rejected
 from components.messaging.service import Endpoint
-from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
+from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 
 MAX_SECONDS: Final = 60.0  # a second is up to 10 MB, unpacked
 PART_BYTES: Final = 512 * 1024  # half of NATS's default payload

@@ -23,8 +23,7 @@ from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.spans import trace_context, tracer
-from components.wire.codec import Struct, UnknownMessage, pack, unpack
-from components.wire.dated import Dated
+from components.wire.codec import Dated, Struct, UnknownMessage, pack, unpack
 from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)

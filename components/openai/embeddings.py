@@ -11,7 +11,7 @@ from components.errors import Rejected
 from components.openai.completions import prompts
 from components.openai.fields import INT32_MAX, Priority, Strict
 from components.openai.parts import Parts, filled
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 
 MAX_INPUTS: Final = 2048  # OpenAI's bound
 

@@ -1,40 +1,39 @@
-"""Rendezvous hashing with bounded load: equal keys go to the same instance while it is not too full. No state is
-shared.
+"""Policies that keep requests with an equal key at one instance: hashing, which shares no state, and sessions."""
 
-Each instance has a score for a key, and the highest wins. A leaving instance moves only its own keys, and a new one
-takes an equal share from all.
-Sources: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates"; Mirrokni et al. 2018,
-"Consistent hashing with
-bounded loads", arXiv:1608.01350.
-"""
-
+from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from operator import attrgetter
 from random import Random
 from typing import Final, Literal
 
-from components.routing.choice import Ask, Choice, Identified, Member
-from components.routing.load import Load, lowest
+from components.routing.policy import HasInstanceId, Load, Member, Policy, PolicyChoice, RouteRequest, lowest
 
-LOAD_FACTOR: Final = 1.25  # an instance takes no keys above this multiple of the mean and the slack
-SLACK_TOKENS: Final = 8192  # with little load, one request is far above the mean
+LOAD_FACTOR: Final = 1.25  # of the mean; with more load and the slack, an instance takes no key
+SLACK_TOKENS: Final = 8192  # without it, one request in an idle fleet is far above the mean
 _MASK: Final = (1 << 64) - 1
 _MIX: Final = 0x9E3779B97F4A7C15  # odd, 2^64 / golden ratio: multiplying spreads the bits upwards
 _MIX_AGAIN: Final = 0xD6E8FEB86659FD93
 
 
 class Rendezvous:
+    """A leaving instance moves only its own keys, and a new one takes an equal share from all others.
+
+    Source: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates".
+    """
+
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
 
-    def scores(self, key: bytes, members: Sequence[Identified]) -> list[int]:
-        """64 bits for each of `members`, equal in every process."""
+    def scores(self, key: bytes, members: Sequence[HasInstanceId]) -> list[int]:
+        """64 bits for each of `members`, equal in every process; the highest has the key."""
         hashed = _hash(key)
         names = self._of(members)
         mixed = [((name ^ hashed) * _MIX) & _MASK for name in names]
         return [((one ^ (one >> 32)) * _MIX_AGAIN) & _MASK for one in mixed]
 
-    def _of(self, members: Sequence[Identified]) -> list[int]:
+    def _of(self, members: Sequence[HasInstanceId]) -> list[int]:
         known = self._names
         try:
             return [known[m.instance_id] for m in members]
@@ -53,36 +52,32 @@ def _hash(text: bytes) -> int:
 Instead = Literal["next", "least_load"]
 
 
-def session_or_prefix(ask: Ask) -> bytes:
-    """The key of `consistent_hashing`."""
-    return ask.session.encode() or ask.prefix
+def session_or_prefix(request: RouteRequest) -> bytes:
+    return request.session.encode() or request.prefix
 
 
-def prefix_only(ask: Ask) -> bytes:
-    """The key of `prefix_hash`."""
-    return ask.prefix
+def prefix_only(request: RouteRequest) -> bytes:
+    return request.prefix
 
 
 class BoundedHashing:
-    """The highest score for the request's key, if its load is at most `load_factor` times the mean and
-    `slack_tokens`.
+    """If the instance with the key is too full: the next by score, where the key's requests meet again, or the least loaded.
 
-    Otherwise the next by score, so that a key's requests still meet, or the least loaded. A request without a key
-    goes to the least loaded.
+    Source: Mirrokni et al. 2018, "Consistent hashing with bounded loads", arXiv:1608.01350.
     """
 
     def __init__(
         self,
         rng: Random,
         load: Load,
-        key: Callable[[Ask], bytes],
+        key: Callable[[RouteRequest], bytes],
         instead: Instead,
         *,
         load_factor: float = LOAD_FACTOR,
         slack_tokens: float = SLACK_TOKENS,
     ) -> None:
         if load_factor < 1 or slack_tokens < 0:
-            raise ValueError("a load factor below 1, or less slack than none, might leave nobody to choose")
+            raise ValueError("with a load factor below 1 or negative slack, no instance might remain")
         self._rng = rng
         self._load = load
         self._key = key
@@ -91,20 +86,77 @@ class BoundedHashing:
         self._slack = slack_tokens
         self._rendezvous = Rendezvous()
 
-    def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
+    def choose(
+        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
+    ) -> PolicyChoice | None:
         if not members:
             return None
         loads = [self._load(m, 0) for m in members]
-        key = self._key(ask)
+        key = self._key(request)
         if not key:
-            return Choice(members[lowest(loads, self._rng)], "least load: no key")
+            return PolicyChoice(members[lowest(loads, self._rng)], "least load: no key")
         scores = self._rendezvous.scores(key, members)
         first = scores.index(max(scores))
         bound = self._factor * sum(loads) / len(loads) + self._slack
         if loads[first] <= bound:
-            return Choice(members[first], "its key")
+            return PolicyChoice(members[first], "its key")
         if self._instead == "next":
             other = max((i for i, load in enumerate(loads) if load <= bound), key=scores.__getitem__)
         else:
             other = lowest(loads, self._rng)
-        return Choice(members[other], f"{members[first].instance_id} is too full for its key")
+        return PolicyChoice(members[other], f"{members[first].instance_id} is too full for its key")
+
+
+IDLE_S: Final = 1800.0  # then a session without requests is forgotten
+SESSIONS: Final = 100_000
+SPILL: Final = 2.0  # multiple of the mean load, plus the tokens below, above which a session moves
+SPILL_TOKENS: Final = 8192
+_id = attrgetter("instance_id")
+
+
+class SessionAffinity:
+    """`inner` chooses for a session's first request, and when the session's instance is gone or too full.
+
+    A new instance moves no session, unlike with hashing. Routers do not share sessions.
+    """
+
+    def __init__(self, inner: Policy, load: Load, *, idle_s: float = IDLE_S, sessions: float = SESSIONS) -> None:
+        self._inner = inner
+        self._load = load
+        self._idle_s = idle_s
+        self._limit = sessions
+        # → (instance id, time of the last request), oldest first
+        self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def choose(
+        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
+    ) -> PolicyChoice | None:
+        if not request.session:
+            return self._inner.choose(request, members, cached, now_s)
+        self._forget(now_s)
+        choice = self._stay(request.session, members) or self._inner.choose(request, members, cached, now_s)
+        if choice is not None and not request.dry:
+            self._sessions[request.session] = (choice.member.instance_id, now_s)
+            self._sessions.move_to_end(request.session)
+        return choice
+
+    def _stay(self, session: str, members: Sequence[Member]) -> PolicyChoice | None:
+        instance_id, _ = self._sessions.get(session, ("", 0.0))
+        at = bisect_left(members, instance_id, key=_id)
+        if not instance_id or at == len(members) or members[at].instance_id != instance_id:
+            return None
+        member = members[at]
+        mean = sum(self._load(m, 0) for m in members) / len(members)
+        if self._load(member, 0) > SPILL * mean + SPILL_TOKENS:
+            return None
+        return PolicyChoice(member, "its session is there")
+
+    def _forget(self, now_s: float) -> None:
+        while self._sessions:
+            session, (_, last_s) = next(iter(self._sessions.items()))
+            if now_s - last_s <= self._idle_s and len(self._sessions) <= self._limit:
+                return
+            del self._sessions[session]

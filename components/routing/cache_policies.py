@@ -1,4 +1,4 @@
-"""Choose the instance with the least work until this prompt is computed: its queue plus the uncached tokens."""
+"""Policies that compare cached prefixes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,61 +7,54 @@ from random import Random
 from statistics import median_low
 from typing import Final
 
-from components.routing.choice import Ask, Choice, Member
-from components.routing.load import REQUEST_TOKENS, cost_table, lowest
+from components.routing.policy import (
+    REQUEST_TOKENS,
+    Member,
+    PolicyChoice,
+    RouteRequest,
+    cost_table,
+    is_unbalanced,
+    lowest,
+)
 
-SPEED_RANGE: Final = 4.0  # limit of how much faster or slower than usual a worker may claim to be
+SPEED_RANGE: Final = 4.0  # largest factor between a worker's speed and the median, as far as it counts
+USUAL_SPEEDS: Final = 2.0  # speeds within this factor of the median are equal: a step's time is no more precise
+EVEN_S: Final = 60.0  # half-life of the tokens given to an instance
 REBASE: Final = 64.0  # half-lives until values are rebased, long before floats overflow
 
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
-    cached: float = 1.0  # per cached token of the prompt; lower: spread more
-    # per queued prompt token: an engine lets shorter prompts overtake, so half of them go first
-    queued: float = 0.5
-    # mean queue in tokens for which uncached tokens count twice: they delay all that wait behind them
-    crowd_tokens: float = 16384.0
-    request: float = REQUEST_TOKENS  # per request there
+    cached: float = 1.0  # per cached token of the prompt
+    queued: float = 0.5  # per queued token: engines let shorter prompts overtake, so half of them go first
+    crowd_tokens: float = 16384.0  # mean queue at which an uncached token counts twice: it delays all behind it
+    request: float = REQUEST_TOKENS  # per running request
     temperature: float = 0.0  # in prompts: cost that makes a choice e times less likely; 0: always the best
     near: float = 0.05  # in prompts: costs this close to the smallest one are equal
-    even_s: float = 60.0  # half-life of work given to an instance; of equals, the one with the least is chosen
-    usual_speeds: float = 2.0  # speeds within this factor of the usual one are equal: a step's time is no more precise
-    spill: float = 2.0  # an instance above this multiple of the mean, and the slack, is excluded
-    spill_requests: float = 4  # slack in requests
-    spill_tokens: float = 8192  # slack in queued tokens
-
-    def __post_init__(self) -> None:
-        if self.spill < 2:
-            raise ValueError(f"spill is {self.spill}; below 2 nobody might be left to choose")
-        if self.even_s < 1e-3 or self.crowd_tokens < 1 or self.usual_speeds < 1:
-            raise ValueError("even_s must be 0.001 at least, crowd_tokens and usual_speeds 1")
-        if min(self.cached, self.queued, self.request, self.temperature, self.near) < 0:
-            raise ValueError("weights must not be negative")
-        if min(self.spill_requests, self.spill_tokens) < 0:
-            raise ValueError("slacks must not be negative")
+    spill: float = 2.0  # multiple of the mean, plus the slack below, above which an instance is excluded
+    spill_requests: float = 4
+    spill_tokens: float = 8192
 
 
 class _Given:
-    """Recent tokens given to each instance, with exponential decay.
+    """Tokens that this router gave to each instance, with exponential decay.
 
-    Instead of decaying old values, new ones grow; they are only compared. Source: forward decay, Cormode et al.
-    2009.
+    New values grow instead of old ones decaying: values are only compared. Source: forward decay, Cormode et al. 2009.
     """
 
-    def __init__(self, half_life_s: float) -> None:
-        self._half_life_s = half_life_s
+    def __init__(self) -> None:
         self._since_s: float | None = None
         self._tokens: dict[str, float] = {}
 
     def least(self, members: Sequence[Member], near: Sequence[int], rng: Random) -> int:
-        """Of the indices `near`, the member that was given the least; ties are broken at random."""
+        """One of the indices `near`."""
         given = [self._tokens.get(members[at].instance_id, 0.0) for at in near]
         return near[lowest(given, rng)]
 
     def add(self, instance_id: str, tokens: float, now_s: float) -> None:
         if self._since_s is None:
             self._since_s = now_s
-        age = (now_s - self._since_s) / self._half_life_s
+        age = (now_s - self._since_s) / EVEN_S
         if age > REBASE:
             by = 2.0**-age if age < 1000 else 0.0
             self._tokens = {name: had * by for name, had in self._tokens.items() if had * by >= 1}
@@ -70,59 +63,55 @@ class _Given:
 
 
 class KvAware:
-    """Smallest `(queued / 2 + request * running + c * (prompt - cached)) * usual speed / its speed`, in tokens.
+    """The least work until the prompt is computed: the queue plus the prompt's uncached tokens.
 
-    c = 1 + mean queue / `crowd_tokens` if anything is cached: the longer all queues, the more a cache is worth, or
-    a fleet near its limit would compute the same prompts again and again.
-
-    Routers do not know each other's requests, and reports are late. So speeds within `usual_speeds` and costs
-    within `near` are equal, and each router chooses among equals the one that it has given least. So new
-    conversations spread evenly, and routers do not all choose the same instance.
-
-    An instance above `spill` times the mean of requests or queued tokens, and the slack, is excluded. Fewer than
-    half can exceed twice a mean, so with two means an instance is always left.
+    Reports are late and routers do not see each other's requests. So nearly equal costs are equal, and a router
+    deals its requests evenly among equals. With a spill of at least 2 an instance always remains: fewer than half
+    exceed twice the mean of requests, and fewer than half that of tokens.
     """
 
     def __init__(self, rng: Random, weights: KvWeights = KvWeights()) -> None:
         self._rng = rng
         self._weights = weights
-        self._given = _Given(weights.even_s)
+        self._given = _Given()
 
-    def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
+    def choose(
+        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
+    ) -> PolicyChoice | None:
         if not members:
             return None
         running = [m.running for m in members]
         queued = [m.queued_tokens for m in members]
-        costs = self._costs(ask, members, running, queued, cached)
-        spilled = self._pass_over_crowded(running, queued, costs)
+        costs = self._costs(request, members, running, queued, cached)
+        spilled = self._exclude_crowded(running, queued, costs)
         weights = self._weights
         if weights.temperature:
-            least, scale = min(costs), weights.temperature * max(ask.num_tokens, 1)
+            least, scale = min(costs), weights.temperature * max(request.num_tokens, 1)
             at = self._rng.choices(range(len(costs)), [math.exp((least - cost) / scale) for cost in costs])[0]
         else:
-            limit = min(costs) + weights.near * ask.num_tokens
+            limit = min(costs) + weights.near * request.num_tokens
             near = [at for at, cost in enumerate(costs) if cost <= limit]
             at = near[0] if len(near) == 1 else self._given.least(members, near, self._rng)
         chosen = members[at]
-        if not ask.dry:
-            to_compute = max(ask.num_tokens - cached.get(chosen.instance_id, 0), 0)
+        if not request.dry:
+            to_compute = max(request.num_tokens - cached.get(chosen.instance_id, 0), 0)
             self._given.add(chosen.instance_id, to_compute, now_s)
         why = (
-            f"{cached.get(chosen.instance_id, 0)} of {ask.num_tokens} tokens cached, {chosen.queued_tokens} queued, "
+            f"{cached.get(chosen.instance_id, 0)} of {request.num_tokens} tokens cached, {chosen.queued_tokens} queued, "
             f"cost {costs[at]:.0f}" + (f", {spilled} too full" if spilled else "")
         )
-        return Choice(chosen, why, cost_table(members, costs) if ask.explain else None)
+        return PolicyChoice(chosen, why, cost_table(members, costs) if request.explain else None)
 
     def _costs(
         self,
-        ask: Ask,
+        request: RouteRequest,
         members: Sequence[Member],
         running: Sequence[int],
         queued: Sequence[int],
         cached: Mapping[str, int],
     ) -> list[float]:
-        """In one pass, without a call per member: a fleet may have a thousand."""
-        weights, tokens = self._weights, ask.num_tokens
+        # Without a call per member: a fleet may have a thousand.
+        weights, tokens = self._weights, request.num_tokens
         each, a_request = weights.queued, weights.request
         crowd = 1 + sum(queued) / len(queued) / weights.crowd_tokens if cached else 1.0
         whole = crowd * tokens
@@ -138,7 +127,7 @@ class KvAware:
         if not known:
             return costs
         usual = median_low(known)
-        alike = weights.usual_speeds
+        alike = USUAL_SPEEDS
         fast, slow = usual * alike, usual / alike
         if min(known) >= slow and max(known) <= fast:
             return costs
@@ -149,8 +138,8 @@ class KvAware:
             for cost, speed in zip(costs, speeds, strict=True)
         ]
 
-    def _pass_over_crowded(self, running: Sequence[int], queued: Sequence[int], costs: list[float]) -> int:
-        """Excluded members get an infinite cost. Returns: their number."""
+    def _exclude_crowded(self, running: Sequence[int], queued: Sequence[int], costs: list[float]) -> int:
+        """Give excluded members an infinite cost. Returns: their number."""
         weights, count = self._weights, len(costs)
         most_running = weights.spill * sum(running) / count + weights.spill_requests
         most_queued = weights.spill * sum(queued) / count + weights.spill_tokens
@@ -162,3 +151,34 @@ class KvAware:
                 costs[at] = math.inf
                 crowded += 1
         return crowded
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAwareThresholds:
+    cache_threshold: float = 0.3  # of the prompt; a shorter cached prefix does not count
+    balance_abs_threshold: float = 64  # requests
+    balance_rel_threshold: float = 1.5
+
+
+class CacheAware:
+    """The SGLang router's rule: the longest cached prefix; if requests are unbalanced, the least loaded instance."""
+
+    def __init__(self, rng: Random, thresholds: CacheAwareThresholds = CacheAwareThresholds()) -> None:
+        self._rng = rng
+        self._thresholds = thresholds
+
+    def choose(
+        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
+    ) -> PolicyChoice | None:
+        if not members:
+            return None
+        limits, loads = self._thresholds, [float(m.running) for m in members]
+        costs = cost_table(members, loads) if request.explain else None
+        if is_unbalanced(loads, limits.balance_abs_threshold, limits.balance_rel_threshold):
+            return PolicyChoice(members[lowest(loads, self._rng)], "least load: the fleet is unbalanced", costs)
+        most = max((cached.get(m.instance_id, 0) for m in members), default=0) if cached else 0
+        if most > limits.cache_threshold * request.num_tokens:
+            best = [m for m in members if cached.get(m.instance_id) == most]
+            chosen = best[lowest([float(m.running) for m in best], self._rng)]
+            return PolicyChoice(chosen, f"{most} of {request.num_tokens} tokens cached", costs)
+        return PolicyChoice(members[lowest(loads, self._rng)], "least load: too little is cached anywhere", costs)

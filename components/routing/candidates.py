@@ -16,9 +16,9 @@ from heapq import nlargest
 from random import Random
 from typing import Final, NamedTuple
 
-from components.routing.choice import Ask, Identified, Member
-from components.routing.hashing import Rendezvous
-from components.routing.router import Chosen, Router
+from components.routing.affinity import Rendezvous
+from components.routing.policy import HasInstanceId, Member, RouteRequest
+from components.routing.router import RouteChoice, Router
 
 FIRST_DEPTH_TOKENS: Final = 512
 GROWTH: Final = 1.5  # from one depth to the next
@@ -80,10 +80,10 @@ class CandidateChoice:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._rendezvous = Rendezvous()
-        self._members: Sequence[Identified] = ()  # of the last prompt
+        self._members: Sequence[HasInstanceId] = ()  # of the last prompt
         self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # their ranking by key, highest score first
 
-    def rounds(self, keys: Sequence[bytes], members: Sequence[Identified]) -> Iterator[Sequence[int]]:
+    def rounds(self, keys: Sequence[bytes], members: Sequence[HasInstanceId]) -> Iterator[Sequence[int]]:
         """New candidates of each round, as indices into `members`.
 
         Args:
@@ -118,9 +118,9 @@ class CandidateChoice:
 
 
 class Inquiry:
-    def __init__(self, router: Router, ask: Ask) -> None:
+    def __init__(self, router: Router, request: RouteRequest) -> None:
         self._router = router
-        self._ask = ask
+        self._request = request
         self._answered: dict[str, Member] = {}
         self._unheard: set[str] = set()  # ids
         self._cached: dict[str, int] = {}
@@ -150,21 +150,21 @@ class Inquiry:
 
     @property
     def is_enough(self) -> bool:
-        chosen = self._chosen(replace(self._ask, dry=True, explain=False))
+        chosen = self._chosen(replace(self._request, dry=True, explain=False))
         member = None if chosen is None else self._answered.get(chosen.instance_id)
         if member is None:
             return False
         return self._rounds >= len(ROUNDS) or member.queued_tokens < ROUNDS[self._rounds].queued_tokens
 
-    def choose(self) -> Chosen | None:
+    def choose(self) -> RouteChoice | None:
         """One that answered, by the router's policy; None if there is none."""
-        return self._chosen(self._ask)
+        return self._chosen(self._request)
 
-    def _chosen(self, ask: Ask) -> Chosen | None:
+    def _chosen(self, request: RouteRequest) -> RouteChoice | None:
         book = self._router.book
         ids = self.answered or sorted(self._unheard)
         usable = [member for instance_id in ids if (member := book.find(instance_id)) is not None]
-        return self._router.choose(ask, _no_blocks, usable, self._cached)
+        return self._router.choose(request, _no_blocks, usable, self._cached)
 
 
 def _no_blocks(_page_size: int) -> Sequence[bytes]:

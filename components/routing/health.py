@@ -6,7 +6,7 @@ from random import Random
 from typing import Final
 
 from components.routing.breaker import USUAL, Breaker, BreakerSettings, BreakerState
-from components.routing.choice import Member
+from components.routing.policy import Member
 
 WARM_S: Final = 10.0
 FIRST_SHARE: Final = 0.1  # of an equal share of the requests, for a new instance

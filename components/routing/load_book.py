@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from components.routing.choice import Member
+from components.routing.policy import Member
 from components.wire.heartbeat import Heartbeat
 
 FORGET_AFTER_S: Final = 12.0  # longer than a call, and than the silence of a lost instance
@@ -31,14 +31,14 @@ class Sent:
     tokens: int  # prompt tokens to compute there
     pages: int  # that it will hold there
     sent_s: float
-    where: "_Instance"
+    where: "_InstanceLoad"
     branches: int = 1
     number: int | None = None  # the instance's number for it; None: no answer yet
     computed: bool = False  # whether its prompt is
 
 
 @dataclass(slots=True, eq=False)
-class _Instance:
+class _InstanceLoad:
     epoch: str
     member: Member
     order: tuple[int, int] = (-1, -1)  # (accepted, step) of the last believed heartbeat; neither goes back
@@ -76,7 +76,7 @@ class LoadBook:
 
     def __init__(self, forget_after_s: float = FORGET_AFTER_S) -> None:
         self._forget_after_s = forget_after_s
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[str, _InstanceLoad] = {}
         self._members: list[Member] = []
         self._untold: dict[Sent, None] = {}  # not covered by heartbeats, of all instances, oldest first
         self._ours: dict[Sent, None] = {}  # not over, oldest first
@@ -99,7 +99,7 @@ class LoadBook:
             return known.member
         self.left(instance_id)
         member = Member(instance_id, page_size=page_size)
-        self._instances[instance_id] = _Instance(epoch, member)
+        self._instances[instance_id] = _InstanceLoad(epoch, member)
         insort(self._members, member, key=_id)
         return member
 

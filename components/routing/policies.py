@@ -1,18 +1,14 @@
 """Policies by name: `NAME`, or `NAME@OPTION=NUMBER,…`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from random import Random
 from typing import Final, Literal, get_args
 
-from components.routing.affinity import SessionAffinity
-from components.routing.bucket import Bucket
-from components.routing.cache_aware import CacheAware, CacheAwareThresholds
-from components.routing.choice import Ask, Policy
-from components.routing.hashing import BoundedHashing, prefix_only, session_or_prefix
-from components.routing.kv_aware import KvAware, KvWeights
-from components.routing.load import Load, memory_load, prompt_load
-from components.routing.policy import LeastLoad, PowerOfTwo, RandomChoice, RoundRobin
+from components.routing.affinity import BoundedHashing, SessionAffinity, prefix_only, session_or_prefix
+from components.routing.cache_policies import CacheAware, CacheAwareThresholds, KvAware, KvWeights
+from components.routing.load_policies import Bucket, LeastLoad, PowerOfTwo, RandomChoice, RoundRobin
+from components.routing.policy import Load, Policy, RouteRequest, memory_load, prompt_load
 
 Phase = Literal["prefill", "decode"]
 PolicyName = Literal[
@@ -36,12 +32,12 @@ Options = Mapping[str, float]
 MOST: Final = 1e9  # of any option, to keep products finite
 OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {  # of policies that have any
     "least_load": ("overlap",),
-    "kv_aware": tuple(f.name for f in fields(KvWeights)),
+    "kv_aware": ("cached", "queued", "temperature"),
     "cache_aware": tuple(f.name for f in fields(CacheAwareThresholds)),
     "prefix_hash": ("load_factor", "slack_tokens"),
     "consistent_hashing": ("load_factor", "slack_tokens"),
     "bucket": ("balance_abs_tokens", "balance_rel"),
-    "session_affinity": ("idle_s", "sessions", "spill", "spill_tokens"),
+    "session_affinity": ("idle_s",),
 }
 _MAKERS: Final[dict[PolicyName, Callable[[Phase, Random, Options], Policy]]] = {
     "round_robin": lambda phase, rng, options: RoundRobin(),
@@ -56,13 +52,44 @@ _MAKERS: Final[dict[PolicyName, Callable[[Phase, Random, Options], Policy]]] = {
     ),
     "bucket": lambda phase, rng, options: Bucket(rng, LOADS[phase], **options),
     "session_affinity": lambda phase, rng, options: SessionAffinity(
-        make_policy(DEFAULT[phase], phase, rng), LOADS[phase], **options
+        _default(phase).make(phase, rng), LOADS[phase], **options
     ),
 }
 
 
-def parse_policy(text: str) -> tuple[PolicyName, Options]:
-    """Parse `NAME` or `NAME@OPTION=NUMBER,…`. Raises: ValueError, listing the names and options."""
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    text: str
+    name: PolicyName
+    options: Options
+
+    def make(self, phase: Phase, rng: Random) -> Policy:
+        return _MAKERS[self.name](phase, rng, self.options)
+
+    def uses_caches(self, phase: Phase) -> bool:
+        """Whether KV events are needed."""
+        if self.name == "session_affinity":
+            return _default(phase).uses_caches(phase)
+        return self.name in {"kv_aware", "cache_aware"} or (
+            self.name == "least_load" and _overlap(phase, self.options) > 0
+        )
+
+    def meeting_key(self, phase: Phase, request: RouteRequest) -> bytes | None:
+        """In a fleet too large to follow, the key whose candidates are asked.
+
+        None: the hashes of the prompt's prefixes. Empty: a random key, as any instance will do.
+        """
+        if self.name == "session_affinity" and request.session:
+            return session_or_prefix(request)
+        if self.uses_caches(phase):
+            return None
+        if self.name == "prefix_hash":
+            return prefix_only(request)
+        return session_or_prefix(request) if self.name == "consistent_hashing" else b""
+
+
+def parse_policy(text: str) -> PolicySpec:
+    """Raises: ValueError, for an unknown name or option, or a number out of range."""
     name, _, rest = text.partition("@")
     known = next((policy for policy in POLICIES if policy == name), None)
     if known is None:
@@ -79,45 +106,14 @@ def parse_policy(text: str) -> tuple[PolicyName, Options]:
             raise ValueError(f"{name}@{given}: OPTION=NUMBER is wanted") from None
         if not 0 <= options[option] <= MOST:
             raise ValueError(f"{name}@{given}: a number from 0 to {MOST:g} is wanted")
-    return known, options
+    spec = PolicySpec(text, known, options)
+    spec.make("prefill", Random())  # refuses numbers that would exclude every instance
+    return spec
 
 
-def check_policy(text: str) -> str:
-    """The text, if it names a policy. Raises: ValueError."""
-    make_policy(text, "prefill", Random())
-    return text
-
-
-def make_policy(text: str, phase: Phase, rng: Random) -> Policy:
-    """A policy with the phase's defaults; random numbers come from `rng`.
-
-    Raises: ValueError, also for numbers that would exclude every instance.
-    """
-    name, options = parse_policy(text)
-    return _MAKERS[name](phase, rng, options)
-
-
-def looks_at_caches(text: str, phase: Phase) -> bool:
-    """Whether the policy uses cached prefixes; otherwise events are not followed."""
-    name, options = parse_policy(text)
-    if name == "session_affinity":
-        return looks_at_caches(DEFAULT[phase], phase)
-    return name in {"kv_aware", "cache_aware"} or (name == "least_load" and _overlap(phase, options) > 0)
-
-
-def meeting_key(text: str, phase: Phase, ask: Ask) -> bytes | None:
-    """In a fleet too large to follow, the key whose candidates are asked.
-
-    None: the hashes of the prompt's prefixes. Empty: any instance will do, so the key is random.
-    """
-    name, _ = parse_policy(text)
-    if name == "session_affinity" and ask.session:
-        return session_or_prefix(ask)
-    if looks_at_caches(text, phase):
-        return None
-    if name == "prefix_hash":
-        return prefix_only(ask)
-    return session_or_prefix(ask) if name == "consistent_hashing" else b""
+def _default(phase: Phase) -> PolicySpec:
+    name = DEFAULT[phase]
+    return PolicySpec(name, name, {})
 
 
 def _overlap(phase: Phase, options: Options) -> float:

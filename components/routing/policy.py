@@ -1,51 +1,92 @@
-"""The interface of routing policies. No I/O: the simulator runs the same code."""
+"""The interface of routing policies, and the loads that they compare. No I/O: the simulator runs the same code."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from random import Random
+from typing import Final, NamedTuple, Protocol
+
+REQUEST_TOKENS: Final = 64  # fixed cost of a request: a place in every step, a transfer
+NO_ROOM: Final = 10  # cost factor of a token without a free page
 
 
-class Identified(Protocol):
+class HasInstanceId(Protocol):
     @property
     def instance_id(self) -> str:
         pass
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RouteRequest:
     num_tokens: int  # of the prompt, and after a move of the generated text
     session: str = ""  # key of session affinity
     prefix: bytes = b""  # hash of the prompt's first tokens
-    explain: bool = False  # whether to report the compared costs, which takes time
-    dry: bool = False  # a question without a request: the policy must not remember it
+    explain: bool = False  # also report costs, which takes time
+    dry: bool = False  # only a question: policies must not remember it
 
 
 @dataclass(slots=True)
 class Member:
-    """An instance in the load book. It lives as long as the instance, so a decision allocates nothing."""
+    """An instance of the fleet with its load, updated in place: a decision allocates nothing."""
 
     instance_id: str
-    queued_tokens: int = 0  # prompt tokens sent to it and not known to be computed
-    running: int = 0  # requests there and on their way, each branch counted
+    queued_tokens: int = 0  # prompt tokens not computed
+    running: int = 0  # branches there and on their way
     used_pages: int = 0  # neither free nor merely cached
     total_pages: int = 0
-    prompt_tokens_per_s: float = 0.0  # recent speed; 0: unknown
+    prompt_tokens_per_s: float = 0.0  # recent; 0: unknown
     page_size: int = 16  # tokens
 
 
-class Choice(NamedTuple):
-    """The chosen instance and the reason, for spans and `inspect route`."""
-
+class PolicyChoice(NamedTuple):
     member: Member
-    why: str
-    costs: Mapping[str, float] | None = None  # by instance id, in the policy's unit; None: not requested, or no costs
+    why: str  # for spans and `inspect route`
+    costs: Mapping[str, float] | None = None  # by instance id, in the policy's unit
 
 
 class Policy(Protocol):
-    """It may keep state; the load book reflects what became of its choices."""
+    """A policy may keep state."""
 
-    def choose(self, ask: Ask, members: Sequence[Member], cached: Mapping[str, int], now_s: float) -> Choice | None:
-        """One of `members`, which are sorted by id; None if there are none.
+    def choose(
+        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
+    ) -> PolicyChoice | None:
+        """One of `members`; None if there are none.
 
-        `cached`: by instance id, cached tokens of the prompt, if known and not zero.
+        Args:
+            request: the prompt to route.
+            members: sorted by instance id.
+            cached: tokens of the prompt by instance id, without zeros.
+            now_s: monotonic.
         """
+
+
+Load = Callable[[Member, int], float]  # (instance, prompt tokens) → its load with the prompt, in tokens
+
+
+def prompt_load(member: Member, tokens: int) -> float:
+    return member.queued_tokens + REQUEST_TOKENS * member.running + tokens
+
+
+def memory_load(member: Member, tokens: int) -> float:
+    held = member.used_pages * member.page_size + tokens
+    over = held - member.total_pages * member.page_size if member.total_pages else 0
+    return held + member.queued_tokens + REQUEST_TOKENS * member.running + (NO_ROOM * over if over > 0 else 0)
+
+
+def lowest(costs: Sequence[float], rng: Random) -> int:
+    """Index of the smallest of `costs`. Ties are broken at random, so that routers differ."""
+    least = min(costs)
+    at = costs.index(least)
+    if (equal := costs.count(least)) > 1:
+        for _ in range(int(rng.random() * equal)):
+            at = costs.index(least, at + 1)
+    return at
+
+
+def cost_table(members: Sequence[Member], costs: Sequence[float]) -> Mapping[str, float]:
+    return {m.instance_id: cost for m, cost in zip(members, costs, strict=True)}
+
+
+def is_unbalanced(loads: Sequence[float], absolute: float, relative: float) -> bool:
+    """Source: the SGLang router's `cache_aware`."""
+    most, least = max(loads), min(loads)
+    return most - least > absolute and most > relative * least

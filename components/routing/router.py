@@ -13,12 +13,12 @@ from typing import Final
 
 from components.errors import DeadlineExceeded, MalformedMessage, MeshError, PeerBroken, PeerLost, StaleInstance
 from components.routing.approximate_index import ApproximateIndex
-from components.routing.choice import Ask, Choice, Identified, Member, Policy
 from components.routing.health import Health
 from components.routing.kv_index import KvIndex
 from components.routing.load_book import LoadBook, Sent
+from components.routing.policy import HasInstanceId, Member, Policy, PolicyChoice, RouteRequest
 from components.wire.heartbeat import Heartbeat
-from components.wire.routes import Candidate, RouteExplained
+from components.wire.inspection import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → chained hashes of a prompt's full pages
 SHOWN: Final = 8  # candidates in a span
@@ -27,7 +27,7 @@ AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class RouteChoice:
     """An instance for one request that is not sent yet."""
 
     instance_id: str
@@ -61,7 +61,7 @@ def _short(candidate: Candidate) -> dict[str, str | float]:
     return shown
 
 
-def explained(policy: str, token_ids: bytes, chosen: Chosen | str) -> RouteExplained:
+def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> RouteExplained:
     """The answer of `inspect route`; `token_ids`: int32[T] of the prompt."""
     if isinstance(chosen, str):
         return RouteExplained(policy=policy, token_ids=token_ids, why=chosen)
@@ -141,7 +141,7 @@ class Router:
         self._or_nobody = or_nobody
         self._page_sizes: Counter[int] = Counter()
         self._silent: set[str] = set()  # instances without KV events
-        self._usable: Sequence[Identified] | None = (
+        self._usable: Sequence[HasInstanceId] | None = (
             None  # the sequence of the last request, while instances are the same
         )
         self._members: Sequence[Member] = ()  # of that sequence
@@ -179,11 +179,11 @@ class Router:
 
     def choose(
         self,
-        ask: Ask,
+        request: RouteRequest,
         blocks: BlocksOf,
-        usable: Sequence[Identified],
+        usable: Sequence[HasInstanceId],
         told: Mapping[str, int] | None = None,
-    ) -> Chosen | None:
+    ) -> RouteChoice | None:
         """One of `usable`, which are sorted by id; None if there are none.
 
         The same sequence must mean the same instances: it is scanned once.
@@ -194,22 +194,22 @@ class Router:
         """
         members = self.health.candidates(self._members_of(usable), self.now_s, or_nobody=self._or_nobody)
         cached = told or {}
-        if told is None and self._index is not None and (len(members) > 1 or ask.explain):
+        if told is None and self._index is not None and (len(members) > 1 or request.explain):
             cached = self._cached(blocks)
-        choice = self.policy.choose(ask, members, cached, self.now_s)
+        choice = self.policy.choose(request, members, cached, self.now_s)
         if choice is None:
             return None
         member = choice.member
         hashes = blocks(member.page_size) if self._index is not None and member.instance_id in self._silent else ()
-        hit = min(cached.get(member.instance_id, 0), max(ask.num_tokens - 1, 0))
-        seen = self._seen(members, choice, cached) if ask.explain else ()
-        return Chosen(member.instance_id, hit, choice.why, len(members), hashes, seen)
+        hit = min(cached.get(member.instance_id, 0), max(request.num_tokens - 1, 0))
+        seen = self._seen(members, choice, cached) if request.explain else ()
+        return RouteChoice(member.instance_id, hit, choice.why, len(members), hashes, seen)
 
-    def explain(self, ask: Ask, blocks: BlocksOf, usable: Sequence[Identified]) -> Chosen | None:
+    def explain(self, request: RouteRequest, blocks: BlocksOf, usable: Sequence[HasInstanceId]) -> RouteChoice | None:
         """What `choose` would answer now, without a trace of the question."""
-        return self.choose(replace(ask, explain=True, dry=True), blocks, usable)
+        return self.choose(replace(request, explain=True, dry=True), blocks, usable)
 
-    def send(self, chosen: Chosen, tokens: int, pages: int, branches: int = 1) -> Route:
+    def send(self, chosen: RouteChoice, tokens: int, pages: int, branches: int = 1) -> Route:
         """A request leaves with so many prompt tokens to compute and pages to hold."""
         now_s, instance_id = self.now_s, chosen.instance_id
         self.health.sent(instance_id, now_s)
@@ -221,7 +221,7 @@ class Router:
         member = self.book.find(instance_id)
         return -(-tokens // (self._usual_page_size if member is None else member.page_size))
 
-    def _members_of(self, usable: Sequence[Identified]) -> Sequence[Member]:
+    def _members_of(self, usable: Sequence[HasInstanceId]) -> Sequence[Member]:
         if usable is not self._usable:
             self._usable = usable
             self._members = [m for one in usable if (m := self.book.find(one.instance_id)) is not None]
@@ -238,7 +238,7 @@ class Router:
                     cached[instance_id] = depth * size
         return cached
 
-    def _seen(self, members: Sequence[Member], choice: Choice, cached: Mapping[str, int]) -> Sequence[Candidate]:
+    def _seen(self, members: Sequence[Member], choice: PolicyChoice, cached: Mapping[str, int]) -> Sequence[Candidate]:
         costs = choice.costs or {}
         seen = [
             Candidate(

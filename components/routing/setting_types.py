@@ -4,9 +4,15 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field, PositiveInt
 
-from components.routing.policies import POLICIES, check_policy
+from components.routing.policies import POLICIES, parse_policy
 
-RoutingPolicy = Annotated[str, AfterValidator(check_policy)]
+
+def _checked(policy: str) -> str:
+    parse_policy(policy)
+    return policy
+
+
+RoutingPolicy = Annotated[str, AfterValidator(_checked)]
 ABOUT_POLICIES: Final = f"{', '.join(POLICIES)}; NAME@OPTION=NUMBER,… changes its numbers; docs/routing.md"
 
 KvIndexBlocks = Annotated[

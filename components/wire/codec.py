@@ -93,3 +93,11 @@ def unpack_plain(data: bytes) -> Any:
         )
     except (ValueError, msgpack.exceptions.UnpackException, UnicodeDecodeError) as exc:
         raise MalformedMessage(f"not msgpack: {type(exc).__name__}") from exc
+
+
+class Dated(Struct, kw_only=True):
+    """`components.messaging.clocks` converts the deadline to the receiver's clock."""
+
+    deadline_unix_ms: int  # wall clock: monotonic times differ between processes
+    sender: str = ""  # sender's instance id or subject, the same in all its messages
+    sent_unix_ms: int = 0  # by the sender's clock; 0: unknown, and the deadline is not converted

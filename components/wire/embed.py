@@ -5,8 +5,9 @@
 
 from typing import Final
 
-from components.wire.codec import Struct, message
-from components.wire.dated import Dated
+from msgspec import field
+
+from components.wire.codec import Dated, Struct, message
 
 MAX_TEXTS: Final = 64  # of one message, whose vectors come in one answer
 
@@ -37,3 +38,10 @@ class CancelEmbed(Struct):
 @message("embed-cancelled.v1")
 class EmbedCancelled(Struct):
     count: int
+
+
+class EmbeddingModel(Struct):
+    dimensions: int  # of a vector
+    normalised: bool = False  # whether its vectors have length 1
+    matryoshka: bool = False  # whether leading dimensions make a vector of their own
+    matryoshka_dimensions: list[int] = field(default_factory=list)  # allowed numbers of them; empty: any

@@ -15,8 +15,7 @@ import msgpack
 import msgspec
 
 from components.errors import MalformedMessage, MeshError
-from components.wire.codec import Struct, message, unpack_plain
-from components.wire.dated import Dated
+from components.wire.codec import Dated, Struct, message, unpack_plain
 from components.wire.logprobs import PackedLogprobs, TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused, refusal
 from components.wire.sampling import Sampling

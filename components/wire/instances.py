@@ -1,7 +1,4 @@
-"""Instance records in etcd, as JSON that `etcdctl get --prefix` shows.
-
-Key: `<namespace>/instances/<role>/<instance_id>`, attached to the instance's lease.
-"""
+"""Instance records: JSON in etcd under `<namespace>/instances/<role>/<instance_id>`, attached to a lease."""
 
 from typing import Literal
 
@@ -9,8 +6,8 @@ import msgspec
 from msgspec import field
 
 from components.errors import MalformedMessage
-from components.wire.codec import MALFORMED, Struct
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.codec import MALFORMED, Struct, message
+from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout
 from components.wire.protocol import UNNAMED, understood
 
@@ -66,3 +63,18 @@ def load_record(data: bytes) -> InstanceRecord:
         return msgspec.json.decode(data, type=InstanceRecord)
     except MALFORMED as exc:
         raise MalformedMessage(f"instance record: {exc}") from exc
+
+
+@message("ask-present.v1")
+class AskPresent(Struct):
+    """anyone → `<subject>.present` of an instance whose record left etcd; answered by Present.
+
+    Refused with StaleInstance by another process, with PeerLost by a leaving one.
+    """
+
+    epoch: str  # of the missing record
+
+
+@message("present.v1")
+class Present(Struct):
+    instance_id: str

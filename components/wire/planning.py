@@ -1,4 +1,4 @@
-"""inspect → planner, on `<namespace>.planner.<id>.plan`: its view of the fleet."""
+"""inspect → planner: its plan. planner → services.local: change the number of workers by one."""
 
 from typing import Literal
 
@@ -18,7 +18,7 @@ class RolePlan(Struct):
 
 @message("plan-ask.v1")
 class AskPlan(Struct):
-    pass
+    """On `<namespace>.planner.<id>.plan`; answered by PlanTold."""
 
 
 @message("plan-told.v1")
@@ -30,3 +30,26 @@ class PlanTold(Struct):
     hold: str = ""  # why nothing changes although something might
     unknown: list[str] = field(default_factory=list)  # registered instances without reports
     changes: list[str] = field(default_factory=list)  # the latest last
+
+
+@message("local-count.v1")
+class AskCounts(Struct):
+    """On `<namespace>.local.<id>.count`; answered by Counts."""
+
+
+@message("local-scale.v1")
+class ScaleRole(Struct):
+    """On `<namespace>.local.<id>.scale`; answered by the new Counts, or Refused.
+
+    Refused if `before` is stale, so that two planners with the same reports change one worker, not two.
+    """
+
+    role: Literal["prefill", "decode"]
+    before: int
+    after: int  # one more or less
+
+
+@message("local-counts.v1")
+class Counts(Struct):
+    prefill: int
+    decode: int

@@ -1,7 +1,6 @@
 """decode ↔ prefill: a prompt to compute, and the end of its transfer."""
 
-from components.wire.codec import Struct, message
-from components.wire.dated import Dated
+from components.wire.codec import Dated, Struct, message
 from components.wire.layout import KvLayout
 from components.wire.sampling import Sampling
 

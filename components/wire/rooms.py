@@ -3,8 +3,7 @@
 Decode names the room in its PrefillRequest, and opens it at one replica. The room exists in that process's memory alone.
 """
 
-from components.wire.codec import Struct, message
-from components.wire.dated import Dated
+from components.wire.codec import Dated, Struct, message
 from components.wire.layout import KvLayout
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 from zlib import crc32
 
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from components.wire.tokens import pack_tokens
 from engine.scheduler.scheduler import Chunk

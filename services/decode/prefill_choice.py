@@ -10,13 +10,13 @@ from components.errors import MeshError, UnknownModel
 from components.messaging.fleet import Fleet
 from components.messaging.service import Endpoint
 from components.routing.candidates import Inquiry
-from components.routing.choice import Ask
 from components.routing.local_prefill import PromptLoad, sooner_here
-from components.routing.router import Chosen, explained
+from components.routing.policy import RouteRequest
+from components.routing.router import RouteChoice, explained
 from components.wire.block_hash import PromptBlocks
+from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
 from components.wire.layout import check_compatible, check_same_adapter
-from components.wire.routes import ExplainRoute, RouteExplained
 from engine.ports import Engine
 from services.decode.prefill_client import PrefillClient
 
@@ -64,7 +64,9 @@ class PrefillChoice:
     def endpoint(self) -> Endpoint:
         return Endpoint("explain_route", ExplainRoute, self.explain_route)
 
-    async def choose(self, wanted: Wanted, remaining: int, *, explain: bool = False, dry: bool = False) -> Chosen | str:
+    async def choose(
+        self, wanted: Wanted, remaining: int, *, explain: bool = False, dry: bool = False
+    ) -> RouteChoice | str:
         """Choose an instance for a prompt with `remaining` tokens to compute. Returns the reason if none is used."""
         if remaining <= self._max_local_prefill:
             return f"only {remaining} tokens remain"
@@ -72,7 +74,7 @@ class PrefillChoice:
             return "there are as many transfers as aux slots"
         usable = self._usable(wanted.adapter)
         blocks = wanted.blocks
-        ask = Ask(blocks.num_tokens, session=wanted.session, prefix=blocks.prefix(), explain=explain, dry=dry)
+        ask = RouteRequest(blocks.num_tokens, session=wanted.session, prefix=blocks.prefix(), explain=explain, dry=dry)
         inquiries = self._fleet.inquiries
         if inquiries is not None and inquiries.are_needed:
             return self._chosen_by(await inquiries.about(ask, blocks, usable), remaining, usable, wanted.adapter)
@@ -82,7 +84,7 @@ class PrefillChoice:
 
     def _chosen_by(
         self, inquiry: Inquiry, remaining: int, usable: Sequence[InstanceRecord], adapter: str
-    ) -> Chosen | str:
+    ) -> RouteChoice | str:
         trace.get_current_span().set_attribute("kvmesh.route.asked", inquiry.num_asked)
         if self._is_sooner_here(remaining, inquiry.answered):
             return QUEUES
@@ -104,7 +106,7 @@ class PrefillChoice:
             return f"every {which} hangs, or is incompatible"
         return f"no {which} is alive"
 
-    def record_of(self, chosen: Chosen) -> InstanceRecord:
+    def record_of(self, chosen: RouteChoice) -> InstanceRecord:
         record = self._alive.find(chosen.instance_id)
         assert record is not None, "usable instances are known"
         return record
@@ -116,7 +118,7 @@ class PrefillChoice:
         blocks = self._engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
         wanted = Wanted(blocks, request.adapter, request.session)
         chosen = await self.choose(wanted, blocks.num_tokens - self._engine.peek_prefix(blocks), explain=True, dry=True)
-        return explained(self._fleet.policy, request.token_ids, chosen)
+        return explained(self._fleet.policy.text, request.token_ids, chosen)
 
     def _usable(self, adapter: str) -> Sequence[InstanceRecord]:
         """Return the prefill instances that compute the same KV with `adapter` as this instance."""

@@ -26,7 +26,7 @@ from components.messaging.heartbeats import heartbeat_of
 from components.messaging.outbox import OutStream
 from components.messaging.service import Endpoint
 from components.routing.local_prefill import PromptLoad, PromptRate
-from components.routing.router import Chosen, Route
+from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
 from components.telemetry.spans import tracer, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -230,7 +230,7 @@ class DecodeService:
         with tracer.start_as_current_span("decode.compile"):
             return await self._masks.mask_of(active.request.sampling, active.token_ids)
 
-    async def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, Chosen] | None:
+    async def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, RouteChoice] | None:
         """Choose a prefill instance. Returns None if the prompt should be computed here."""
         request = active.request
         with tracer.start_as_current_span("decode.lookup") as span:
@@ -265,7 +265,7 @@ class DecodeService:
             queued = sum(len(active.token_ids) - active.num_cached for active in waiting)
         return PromptLoad(queued, self._rate.tokens_per_s)
 
-    async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord, chosen: Chosen) -> None:
+    async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord, chosen: RouteChoice) -> None:
         """Let `prefill` compute the prompt. If that fails, compute it here: the client sees only latency.
 
         Raises: KvUnavailable instead, if `on_transfer_failure` is "fail" and the request has no token yet.

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import Final, Protocol
 
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
-from components.routing.load import REQUEST_TOKENS
+from components.routing.policy import REQUEST_TOKENS
 from services.frontend.fair_queue import FairQueue, Waiting
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom, Mesh

@@ -25,13 +25,13 @@ from components.errors import (
 from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.service import Endpoint
-from components.routing.choice import Ask
+from components.routing.policy import RouteRequest
 from components.routing.router import Route, explained
 from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
 from components.wire.block_hash import PromptBlocks, seed_hash
+from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
-from components.wire.routes import ExplainRoute, RouteExplained
 from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens
 from services.frontend.ports import Prompt
@@ -66,7 +66,7 @@ class DecodeChoice:
         self._seen_s = -math.inf  # monotonic: when an instance was last usable
         self._decodes.on_lost(lambda *_: self._seen())
         self._router = decodes.router
-        self._policy = decodes.policy
+        self._policy = decodes.policy.text
         self._rng = decodes.rng
         self._model = model
 
@@ -137,7 +137,7 @@ class DecodeChoice:
     def explain(self, prompt: Prompt) -> RouteExplained:
         usable = self._decodes.usable(self._model, self.adapter(prompt))
         blocks = self._blocks(prompt, usable)
-        ask = Ask(len(prompt.token_ids), session=prompt.session, prefix=blocks.prefix())
+        ask = RouteRequest(len(prompt.token_ids), session=prompt.session, prefix=blocks.prefix())
         chosen = (
             self._router.explain(ask, blocks, usable) or f"no decode instance serves {prompt.model!r} at the moment"
         )
@@ -153,7 +153,7 @@ class DecodeChoice:
         """Choose one of `usable`, and count the request there in the load book."""
         blocks = self._blocks(prompt, usable)
         num_tokens = len(prompt.token_ids)
-        ask = Ask(num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=span.is_recording())
+        ask = RouteRequest(num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=span.is_recording())
         chosen = self._router.choose(ask, blocks, usable)
         record = None if chosen is None else self._decodes.find(chosen.instance_id)
         if chosen is None or record is None:

@@ -10,7 +10,7 @@ from components.openai.embeddings import EmbeddingRequest, embedding_list
 from components.openai.parts import Parts
 from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from services.frontend.gate import caller_of
 from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model

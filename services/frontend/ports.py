@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from components.wire.generate import StreamItem
 from components.wire.sampling import Sampling
 

@@ -20,7 +20,7 @@ from components.local_mesh import beside_local_mesh
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME, TraceStore
 from components.urls import without_password
-from components.wire.routes import ExplainRoute
+from components.wire.inspection import ExplainRoute
 from services.inspect.profile import profile_worker
 from services.inspect.route import show_route
 from services.inspect.trace_view import trace_list, trace_table

@@ -18,8 +18,8 @@ from components.errors import DeadlineExceeded, MeshError, PeerLost
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
 from components.urls import without_password
+from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 from components.wire.instances import InstanceRecord, Role
-from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 from services.inspect.connection import one_line_errors
 
 CONNECT_S: Final = 8.0

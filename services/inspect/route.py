@@ -11,8 +11,8 @@ from components.discovery.registry import join_registry
 from components.errors import DeadlineExceeded, PeerLost
 from components.messaging.bus import Bus, connect_bus
 from components.settings import MeshSettings
+from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
-from components.wire.routes import ExplainRoute, RouteExplained
 from components.wire.tokens import num_tokens
 from services.inspect.connection import one_line_errors
 

@@ -22,8 +22,8 @@ from bench.simulate.routers import MakePolicy, News
 from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
 from bench.simulate.worker import Engine
-from components.routing.kv_aware import KvAware, KvWeights
-from components.routing.policies import Phase, PolicyName, make_policy
+from components.routing.cache_policies import KvAware, KvWeights
+from components.routing.policies import Phase, PolicyName, parse_policy
 from engine.config import MockConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ LENGTHS = Lengths(prefix=1024, question=128, answer=32, block=64)
 
 
 def policy(name: PolicyName, phase: Phase = "decode") -> MakePolicy:
-    return lambda rng: make_policy(name, phase, rng)
+    return lambda rng: parse_policy(name).make(phase, rng)
 
 
 def simulated(

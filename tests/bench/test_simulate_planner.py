@@ -20,7 +20,7 @@ from bench.simulate.traffic import Request, swinging
 from bench.simulate.worker import Engine
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
-from components.routing.policies import Phase, make_policy
+from components.routing.policies import Phase, parse_policy
 from engine.config import MockConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ ENGINE = Engine(MockConfig(), num_pages=2048, page_tokens=64)
 
 
 def least_load(phase: Phase) -> MakePolicy:
-    return lambda rng: make_policy("least_load", phase, rng)
+    return lambda rng: parse_policy("least_load").make(phase, rng)
 
 
 def day(seed: int, count: int) -> Iterator[Request]:

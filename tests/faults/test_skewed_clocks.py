@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from components.messaging.clocks import PeerClocks
-from components.wire.dated import Dated
+from components.wire.codec import Dated
 from tests.faults.mesh_run import check, run_faults
 
 HOUR_S = 3600.0

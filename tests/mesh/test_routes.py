@@ -11,7 +11,7 @@ from rich.console import Console
 
 from components.settings import MeshSettings
 from components.telemetry.trace_store import TraceStore
-from components.wire.routes import ExplainRoute
+from components.wire.inspection import ExplainRoute
 from services.inspect.route import show_route
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MODEL

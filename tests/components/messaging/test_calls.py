@@ -29,7 +29,7 @@ from components.messaging.service import Endpoint, serve_calls
 from components.urls import without_password
 from components.wire.codec import unpack
 from components.wire.generate import CancelStreams, GenerateRequest, StreamsCancelled
-from components.wire.presence import AskPresent, Present
+from components.wire.instances import AskPresent, Present
 from components.wire.refused import Refused, raised
 from components.wire.rooms import KvComing, RoomOk
 from components.wire.sampling import Sampling

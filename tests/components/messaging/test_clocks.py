@@ -7,7 +7,7 @@ import pytest
 
 from components.messaging import clocks, deadline
 from components.messaging.clocks import FORGET_S, MIN_MESSAGES, WINDOW_S, PeerClocks
-from components.wire.dated import Dated
+from components.wire.codec import Dated
 
 LIFE_MS = 60_000
 HOUR_MS = 3_600_000

@@ -15,7 +15,7 @@ from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.service import serve_calls
 from components.routing.candidates import Inquiry, depths
-from components.routing.choice import Ask
+from components.routing.policy import RouteRequest
 from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.heartbeat import Heartbeat
 from components.wire.tokens import pack_tokens
@@ -75,7 +75,7 @@ class Scene:
         assert inquiries is not None
         assert inquiries.are_needed
         blocks = prompt_blocks(tokens)
-        return await inquiries.about(Ask(len(tokens), **ask), blocks, self.fleet.alive.usable("m"))
+        return await inquiries.about(RouteRequest(len(tokens), **ask), blocks, self.fleet.alive.usable("m"))
 
     async def stop(self, name: str) -> None:
         """It answers nothing more, and stays in etcd."""
@@ -254,7 +254,7 @@ async def test_every_policy_chooses_among_those_that_answer(scene: Scene, namesp
         found = set()
         for first in range(8):
             blocks = prompt_blocks(range(first, first + 900))
-            ask = Ask(900, session="s", prefix=blocks.prefix())
+            ask = RouteRequest(900, session="s", prefix=blocks.prefix())
             chosen = (await inquiries.about(ask, blocks, fleet.alive.usable("m"))).choose()
             assert chosen is not None
             found.add(chosen.instance_id)

@@ -11,7 +11,7 @@ from components.discovery.registry import Registration
 from components.errors import BackendUnavailable
 from components.messaging import presence
 from components.messaging.presence import keep_present, present_endpoint
-from components.wire.presence import AskPresent
+from components.wire.instances import AskPresent
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 

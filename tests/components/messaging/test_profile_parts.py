@@ -14,7 +14,7 @@ from components.messaging import profiles
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.profiles import Profiles, keep_profiles
 from components.messaging.service import serve_calls
-from components.wire.profile import FetchProfile, ProfilePart, ProfileStarted, StartProfile
+from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 

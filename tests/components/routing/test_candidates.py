@@ -14,8 +14,8 @@ from components.routing.candidates import (
     Inquiry,
     depths,
 )
-from components.routing.choice import Ask, Member
-from components.routing.policies import make_policy
+from components.routing.policies import parse_policy
+from components.routing.policy import Member, RouteRequest
 from components.routing.router import Router
 from components.wire.heartbeat import Heartbeat
 
@@ -133,11 +133,11 @@ def test_a_small_rate_still_allows_a_first_prompt() -> None:
 class Scene:
     def __init__(self) -> None:
         self.router = Router(
-            make_policy("kv_aware", "prefill", Random(0)), Random(0), lambda: 0.0, None, or_nobody=True
+            parse_policy("kv_aware").make("prefill", Random(0)), Random(0), lambda: 0.0, None, or_nobody=True
         )
         for member in FLEET[:20]:
             self.router.joined(member.instance_id, "e1")
-        self.inquiry = Inquiry(self.router, Ask(2000))
+        self.inquiry = Inquiry(self.router, RouteRequest(2000))
 
     def queue(self, name: str, tokens: int) -> None:
         self.router.heard(Heartbeat(instance_id=name, epoch="e1", step=1, busy=True, queued_tokens=tokens))

@@ -10,10 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from components.errors import IllegalTransition
 from components.lifecycle import Lifecycle
 from components.routing.breaker import NEXT, USUAL, Breaker, BreakerSettings, BreakerState
-from components.routing.choice import Ask, Member
 from components.routing.health import FIRST_SHARE, MOST_CREDIT, WARM_S, Health
-from components.routing.load import prompt_load
-from components.routing.policy import LeastLoad
+from components.routing.load_policies import LeastLoad
+from components.routing.policy import Member, RouteRequest, prompt_load
 
 B = BreakerState
 
@@ -204,7 +203,7 @@ def test_one_that_comes_or_comes_back_idle_gets_a_share_that_grows(failed_before
     per_s, got = 200, [0] * int(WARM_S)
     for at in range(per_s * int(WARM_S)):
         now_s = at / per_s
-        choice = policy.choose(Ask(1), health.candidates(members, now_s), {}, now_s)
+        choice = policy.choose(RouteRequest(1), health.candidates(members, now_s), {}, now_s)
         assert choice is not None
         health.sent(choice.member.instance_id, now_s)
         got[int(now_s)] += choice.member is new
@@ -216,7 +215,7 @@ def test_one_that_comes_or_comes_back_idle_gets_a_share_that_grows(failed_before
     assert sum(got) < 0.62 * fair * WARM_S
     for at in range(100):
         now_s = WARM_S + at / per_s
-        choice = policy.choose(Ask(1), health.candidates(members, now_s), {}, now_s)
+        choice = policy.choose(RouteRequest(1), health.candidates(members, now_s), {}, now_s)
         assert choice is not None
         assert choice.member is new  # warm: the policy alone decides
 

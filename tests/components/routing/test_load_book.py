@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from components.routing.choice import Ask
-from components.routing.kv_aware import KvWeights
+from components.routing.cache_policies import KvWeights
 from components.routing.load_book import FORGET_AFTER_S, OURS_FOR_S, LoadBook, Sent
-from components.routing.policies import DEFAULT, Phase, make_policy
+from components.routing.policies import DEFAULT, Phase, parse_policy
+from components.routing.policy import RouteRequest
 from components.wire.heartbeat import Heartbeat
 
 IDS = st.sampled_from("ab")
@@ -249,12 +249,12 @@ def test_a_burst_is_seen_before_any_heartbeat() -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_burst_between_two_heartbeats_does_not_land_on_the_one_that_looked_idle(phase: Phase) -> None:
-    book, policy = LoadBook(), make_policy(DEFAULT[phase], phase, Random(0))
+    book, policy = LoadBook(), parse_policy(DEFAULT[phase]).make(phase, Random(0))
     for instance_id, running in {"a": 20, "b": 20, "c": 20, "idle": 0}.items():
         book.joined(instance_id, "1")
         book.heard(beat(instance_id, num_requests=running, queued_tokens=320 * running, held_pages=20 * running), 0.0)
     for _ in range(100):
-        choice = policy.choose(Ask(320), book.members, {}, 0.0)
+        choice = policy.choose(RouteRequest(320), book.members, {}, 0.0)
         assert choice is not None
         book.send(choice.member.instance_id, 320, 20, 0.0)
     assert sorted(m.running for m in book.members) == [40, 40, 40, 40]
@@ -272,12 +272,12 @@ def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound(
     name: str, phase: Phase, bound: Callable[[float], float]
 ) -> None:
     """Nothing ends, and after each request everybody tells what they have; one says zero each time."""
-    book, policy = LoadBook(), make_policy(name, phase, Random(0))
+    book, policy = LoadBook(), parse_policy(name).make(phase, Random(0))
     had = {"a": 0, "b": 0, "c": 0, "liar": 0}
     for instance_id in had:
         book.joined(instance_id, "1")
     for step in range(400):
-        choice = policy.choose(Ask(320), book.members, {}, 0.0)
+        choice = policy.choose(RouteRequest(320), book.members, {}, 0.0)
         assert choice is not None
         chosen = choice.member.instance_id
         sent = book.send(chosen, 320 if phase == "prefill" else 0, 20, 0.0)

@@ -10,32 +10,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.routing.affinity import SPILL_TOKENS, SessionAffinity
-from components.routing.bucket import LEARN_EVERY, Bucket
-from components.routing.cache_aware import CacheAware
-from components.routing.choice import Ask, Choice, Member, Policy
-from components.routing.hashing import (
+from components.routing.affinity import (
     LOAD_FACTOR,
     SLACK_TOKENS,
+    SPILL_TOKENS,
     BoundedHashing,
     Rendezvous,
+    SessionAffinity,
     prefix_only,
     session_or_prefix,
 )
-from components.routing.kv_aware import SPEED_RANGE, KvAware, KvWeights
-from components.routing.load import REQUEST_TOKENS, memory_load, prompt_load
+from components.routing.cache_policies import SPEED_RANGE, CacheAware, KvAware, KvWeights
+from components.routing.load_policies import LEARN_EVERY, Bucket, LeastLoad, PowerOfTwo, RandomChoice
 from components.routing.policies import (
     DEFAULT,
     LOADS,
     POLICIES,
     Phase,
     PolicyName,
-    check_policy,
-    looks_at_caches,
-    make_policy,
     parse_policy,
 )
-from components.routing.policy import LeastLoad, PowerOfTwo, RandomChoice
+from components.routing.policy import (
+    REQUEST_TOKENS,
+    Member,
+    Policy,
+    PolicyChoice,
+    RouteRequest,
+    memory_load,
+    prompt_load,
+)
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
@@ -48,7 +51,9 @@ def requests_of(member: Member, tokens: int) -> float:
     return member.running
 
 
-def choose(policy: Policy, ask: Ask, members: Sequence[Member], cached: Mapping[str, int] | None = None) -> Choice:
+def choose(
+    policy: Policy, ask: RouteRequest, members: Sequence[Member], cached: Mapping[str, int] | None = None
+) -> PolicyChoice:
     chosen = policy.choose(ask, members, cached or {}, 0.0)
     assert chosen is not None
     assert any(chosen.member is m for m in members)
@@ -84,7 +89,7 @@ members_lists = st.lists(
     max_size=12,
 ).map(named)
 asks = st.builds(
-    Ask,
+    RouteRequest,
     num_tokens=st.integers(0, 20_000),
     session=st.sampled_from(["", "s", "t"]),
     prefix=st.sampled_from([b"", b"p", b"q"]),
@@ -105,10 +110,14 @@ cached_maps = st.dictionaries(st.sampled_from([f"i{at:02}" for at in range(14)])
 )
 @settings(max_examples=150, deadline=None)
 def test_a_policy_chooses_a_member_leaves_all_as_they_are_and_repeats_itself_with_its_seed(
-    name: PolicyName, phase: Phase, members: list[Member], sequence: list[tuple[Ask, dict[str, int]]], seed: int
+    name: PolicyName,
+    phase: Phase,
+    members: list[Member],
+    sequence: list[tuple[RouteRequest, dict[str, int]]],
+    seed: int,
 ) -> None:
     before = repr(members)
-    one, other = (make_policy(name, phase, Random(seed)) for _ in range(2))
+    one, other = (parse_policy(name).make(phase, Random(seed)) for _ in range(2))
     for ask, cached in sequence:
         choice = choose(one, ask, members, cached)
         again = choose(other, ask, members, cached)
@@ -125,15 +134,17 @@ def test_a_policy_chooses_a_member_leaves_all_as_they_are_and_repeats_itself_wit
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("phase", PHASES)
 def test_from_nobody_nobody_is_chosen(name: PolicyName, phase: Phase) -> None:
-    assert make_policy(name, phase, Random(0)).choose(Ask(5, session="s", prefix=b"p"), [], {}, 0.0) is None
+    assert (
+        parse_policy(name).make(phase, Random(0)).choose(RouteRequest(5, session="s", prefix=b"p"), [], {}, 0.0) is None
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_equal_requests_of_many_sessions_spread_evenly(name: PolicyName) -> None:
     """Also those that know no load: for 4,000 requests on ten instances, 300 to 500 each."""
-    policy, members = make_policy(name, "prefill", Random(1)), fleet(10)
+    policy, members = parse_policy(name).make("prefill", Random(1)), fleet(10)
     for at in range(4000):
-        ask = Ask(200, session=str(at), prefix=str(at).encode())
+        ask = RouteRequest(200, session=str(at), prefix=str(at).encode())
         give(choose(policy, ask, members).member, 200)
     assert min(m.running for m in members) >= 300
     assert max(m.running for m in members) <= 500
@@ -144,7 +155,7 @@ def test_equal_requests_of_many_sessions_spread_evenly(name: PolicyName) -> None
 
 @given(members_lists, asks, cached_maps, st.sampled_from(PHASES), st.sampled_from([0.0, 0.5, 1.0]))
 def test_least_load_is_a_minimum(
-    members: list[Member], ask: Ask, cached: dict[str, int], phase: Phase, overlap: float
+    members: list[Member], ask: RouteRequest, cached: dict[str, int], phase: Phase, overlap: float
 ) -> None:
     def cost(member: Member) -> float:
         hit = min(cached.get(member.instance_id, 0), ask.num_tokens)
@@ -156,7 +167,7 @@ def test_least_load_is_a_minimum(
 
 def test_equals_are_drawn_so_that_routers_do_not_agree_on_the_first() -> None:
     members, policy = fleet(8), LeastLoad(Random(2), prompt_load)
-    found = Counter(choose(policy, Ask(9), members).member.instance_id for _ in range(800))
+    found = Counter(choose(policy, RouteRequest(9), members).member.instance_id for _ in range(800))
     assert len(found) == 8
     assert min(found.values()) > 60
 
@@ -164,7 +175,7 @@ def test_equals_are_drawn_so_that_routers_do_not_agree_on_the_first() -> None:
 def test_least_load_keeps_requests_within_one_of_each_other() -> None:
     members, policy = fleet(7), LeastLoad(Random(2), prompt_load)
     for _ in range(500):
-        give(choose(policy, Ask(100), members).member, 100)
+        give(choose(policy, RouteRequest(100), members).member, 100)
         assert max(m.running for m in members) - min(m.running for m in members) <= 1
 
 
@@ -172,18 +183,18 @@ def test_decode_by_default_prefers_the_cached_prefix_until_memory_says_otherwise
     members = fleet(3)
     for member in members:
         member.total_pages = 1000
-    policy = make_policy(DEFAULT["decode"], "decode", Random(0))
+    policy = parse_policy(DEFAULT["decode"]).make("decode", Random(0))
     cached = {"i0001": 800}
-    assert choose(policy, Ask(1000), members, cached).member.instance_id == "i0001"
+    assert choose(policy, RouteRequest(1000), members, cached).member.instance_id == "i0001"
     members[1].used_pages = 60  # 960 tokens are more than 800 saved
-    assert choose(policy, Ask(1000), members, cached).member.instance_id != "i0001"
+    assert choose(policy, RouteRequest(1000), members, cached).member.instance_id != "i0001"
 
 
 def test_what_finds_no_room_in_memory_weighs_tenfold() -> None:
     roomy, full = Member("a", used_pages=950, total_pages=2000), Member("b", used_pages=900, total_pages=910)
     assert memory_load(full, 160) == memory_load(Member("b", used_pages=900), 160)
     assert memory_load(full, 176) == 900 * 16 + 176 + 10 * 16
-    assert choose(LeastLoad(Random(0), memory_load), Ask(320), [roomy, full]).member is roomy
+    assert choose(LeastLoad(Random(0), memory_load), RouteRequest(320), [roomy, full]).member is roomy
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -192,8 +203,8 @@ def test_the_fullest_under_two_choices_is_near_the_mean_however_long_it_goes_on(
     two, one = fleet(256), fleet(256)
     by_two, by_one = PowerOfTwo(Random(seed), requests_of), RandomChoice(Random(seed))
     for _ in range(256 * 60):
-        give(choose(by_two, Ask(1), two).member, 1)
-        give(choose(by_one, Ask(1), one).member, 1)
+        give(choose(by_two, RouteRequest(1), two).member, 1)
+        give(choose(by_one, RouteRequest(1), one).member, 1)
     assert max(m.running for m in two) - 60 <= math.log2(math.log2(256)) + 2
     assert max(m.running for m in one) - 60 > 12
 
@@ -201,11 +212,11 @@ def test_the_fullest_under_two_choices_is_near_the_mean_however_long_it_goes_on(
 def test_two_choices_are_two_instances_and_all_pairs_come() -> None:
     members, policy = fleet(3), PowerOfTwo(Random(0), requests_of)
     members[0].running = 9
-    pairs = Counter(frozenset(choose(policy, Ask(1, explain=True), members).costs or ()) for _ in range(600))
+    pairs = Counter(frozenset(choose(policy, RouteRequest(1, explain=True), members).costs or ()) for _ in range(600))
     assert {len(pair) for pair in pairs} == {2}
     assert len(pairs) == 3
     assert min(pairs.values()) > 140
-    assert all(choose(policy, Ask(1), members).member is not members[0] for _ in range(50))
+    assert all(choose(policy, RouteRequest(1), members).member is not members[0] for _ in range(50))
 
 
 # kv_aware
@@ -214,7 +225,7 @@ def test_two_choices_are_two_instances_and_all_pairs_come() -> None:
 @given(members_lists, asks, cached_maps, st.sampled_from([0.0, 0.3, 5.0]))
 @settings(max_examples=150)
 def test_kv_aware_chooses_nobody_above_its_bound(
-    members: list[Member], ask: Ask, cached: dict[str, int], temperature: float
+    members: list[Member], ask: RouteRequest, cached: dict[str, int], temperature: float
 ) -> None:
     weights = KvWeights(temperature=temperature)
     chosen = choose(KvAware(Random(0), weights), ask, members, cached).member
@@ -225,7 +236,7 @@ def test_kv_aware_chooses_nobody_above_its_bound(
 
 @given(members_lists, asks, cached_maps)
 def test_kv_aware_at_temperature_zero_is_the_least_expected_work_of_those_not_too_full(
-    members: list[Member], ask: Ask, cached: dict[str, int]
+    members: list[Member], ask: RouteRequest, cached: dict[str, int]
 ) -> None:
     for member in members:
         member.prompt_tokens_per_s = 0.0
@@ -251,7 +262,7 @@ def test_kv_aware_without_an_index_spreads_evenly(temperature: float) -> None:
     members, policy, rng = fleet(8), KvAware(Random(3), KvWeights(temperature=temperature)), Random(4)
     for _ in range(4000):
         tokens = rng.randrange(100, 3000)
-        give(choose(policy, Ask(tokens), members).member, tokens)
+        give(choose(policy, RouteRequest(tokens), members).member, tokens)
     total = sum(m.queued_tokens for m in members)
     assert max(m.queued_tokens for m in members) <= 1.05 * total / 8
     assert min(m.queued_tokens for m in members) >= 0.95 * total / 8
@@ -263,7 +274,7 @@ def test_a_hot_prefix_never_makes_one_instance_carry_more_than_twice_the_mean_an
     weights = KvWeights(temperature=temperature)
     members, policy = fleet(10), KvAware(Random(5), weights)
     for _ in range(3000):
-        chosen = choose(policy, Ask(10_000), members, {"i0004": 9_990}).member
+        chosen = choose(policy, RouteRequest(10_000), members, {"i0004": 9_990}).member
         give(chosen, 10 if chosen.instance_id == "i0004" else 10_000)
         mean = sum(m.running for m in members) / 10
         mean_queued = sum(m.queued_tokens for m in members) / 10
@@ -275,7 +286,7 @@ def test_a_hot_prefix_never_makes_one_instance_carry_more_than_twice_the_mean_an
 
 def test_kv_aware_goes_to_the_cache_while_that_is_less_work_than_elsewhere() -> None:
     members, policy = fleet(4), KvAware(Random(0), KvWeights(near=0, crowd_tokens=math.inf))
-    ask, cached = Ask(4000), {"i0002": 3000}
+    ask, cached = RouteRequest(4000), {"i0002": 3000}
     assert choose(policy, ask, members, cached).member is members[2]
     members[2].queued_tokens = 5990  # half of which goes first
     assert choose(policy, ask, members, cached).member is members[2]
@@ -295,7 +306,7 @@ def test_the_more_wait_everywhere_the_longer_a_queue_may_be_at_the_cache() -> No
             member.queued_tokens = usual
         for queued, is_there in ((more - 200, True), (more + 200, False)):
             members[2].queued_tokens = usual + queued
-            chosen = choose(policy, Ask(4000), members, {"i0002": 3000}).member
+            chosen = choose(policy, RouteRequest(4000), members, {"i0002": 3000}).member
             assert (chosen is members[2]) == is_there
 
 
@@ -304,7 +315,7 @@ def test_a_slow_instance_gets_less_and_one_that_boasts_or_moans_is_believed_so_f
     for member, speed in zip(members, [1000.0, 1300.0, 800.0, 320.0, 1e12, 1e-3], strict=True):
         member.prompt_tokens_per_s = speed
     for _ in range(4000):
-        give(choose(policy, Ask(1000), members).member, 1000)
+        give(choose(policy, RouteRequest(1000), members).member, 1000)
     usual, usual_too, usual_as_well, slow, boasts, moans = (member.running for member in members)
     assert usual_too == pytest.approx(usual, rel=0.05)
     assert usual_as_well == pytest.approx(usual, rel=0.05)
@@ -316,7 +327,7 @@ def test_a_slow_instance_gets_less_and_one_that_boasts_or_moans_is_believed_so_f
 def test_temperature_makes_the_worse_choice_e_times_less_likely_for_a_prompt_of_cost() -> None:
     members, policy = fleet(2), KvAware(Random(6), KvWeights(temperature=0.5))
     members[1].queued_tokens = 1000  # half of which counts: of a prompt of 1000 half a prompt, one temperature
-    found = Counter(choose(policy, Ask(1000), members).member.instance_id for _ in range(5000))
+    found = Counter(choose(policy, RouteRequest(1000), members).member.instance_id for _ in range(5000))
     assert found["i0000"] / found["i0001"] == pytest.approx(math.e, rel=0.1)
 
 
@@ -330,7 +341,7 @@ def test_those_whose_costs_hardly_differ_get_equal_shares_of_an_idle_fleet() -> 
     draw = Random(3)
     for at in range(40):
         tokens = draw.randrange(100, 300)
-        choice = policy.choose(Ask(tokens), members, {}, at * 0.1)
+        choice = policy.choose(RouteRequest(tokens), members, {}, at * 0.1)
         assert choice is not None
         given[choice.member.instance_id] += tokens
     assert max(given.values()) <= 1.15 * min(given.values())
@@ -340,7 +351,7 @@ def test_what_was_given_long_ago_counts_no_more_and_a_question_counts_nothing() 
     members, policy = fleet(2), KvAware(Random(2))
 
     def take(cached: dict[str, int], now_s: float, *, dry: bool = False) -> str:
-        choice = policy.choose(Ask(1000, dry=dry), members, cached, now_s)
+        choice = policy.choose(RouteRequest(1000, dry=dry), members, cached, now_s)
         assert choice is not None
         return choice.member.instance_id
 
@@ -351,22 +362,6 @@ def test_what_was_given_long_ago_counts_no_more_and_a_question_counts_nothing() 
     assert take({}, 1.0) == "i0000", "one that has computed 1,000 is behind one with 1,200"
     assert take({}, 1.0) == "i0001"
     assert [take({}, 1e6), take({}, 1e6)].count("i0000") == 1, "all of that is forgotten, in numbers too"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"spill": 1.9},
-        {"temperature": -1.0},
-        {"cached": -0.1},
-        {"even_s": 0.0},
-        {"usual_speeds": 0.5},
-        {"crowd_tokens": 0.0},
-    ],
-)
-def test_weights_that_would_leave_nobody_or_turn_costs_around_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        KvWeights(**wrong)
 
 
 # cache_aware
@@ -386,7 +381,7 @@ def test_weights_that_would_leave_nobody_or_turn_costs_around_are_refused(wrong:
 def test_cache_aware_switches_at_its_thresholds(busy: int, idle: int, cached: int, to_the_cache: bool) -> None:
     members = fleet(3)
     members[0].running, members[1].running, members[2].running = busy, idle, idle + 1
-    chosen = choose(CacheAware(Random(0)), Ask(1000), members, {"i0000": cached}).member
+    chosen = choose(CacheAware(Random(0)), RouteRequest(1000), members, {"i0000": cached}).member
     assert chosen is members[0 if to_the_cache else 1]
 
 
@@ -394,8 +389,8 @@ def test_cache_aware_takes_the_longest_prefix_and_of_equal_ones_the_less_loaded(
     members = fleet(4)
     members[1].running, members[2].running = 5, 3
     cached = {"i0000": 400, "i0001": 800, "i0002": 800}
-    assert choose(CacheAware(Random(0)), Ask(1000), members, cached).member is members[2]
-    assert choose(CacheAware(Random(0)), Ask(1000), members[:2], cached).member is members[1]
+    assert choose(CacheAware(Random(0)), RouteRequest(1000), members, cached).member is members[2]
+    assert choose(CacheAware(Random(0)), RouteRequest(1000), members[:2], cached).member is members[1]
 
 
 # hashing
@@ -403,7 +398,7 @@ def test_cache_aware_takes_the_longest_prefix_and_of_equal_ones_the_less_loaded(
 
 def owners(members: Sequence[Member], keys: int) -> list[str]:
     policy = BoundedHashing(Random(0), requests_of, session_or_prefix, "next")
-    return [choose(policy, Ask(1, session=f"user {at}"), members).member.instance_id for at in range(keys)]
+    return [choose(policy, RouteRequest(1, session=f"user {at}"), members).member.instance_id for at in range(keys)]
 
 
 def test_a_key_moves_only_when_its_instance_goes_and_only_to_one_that_comes() -> None:
@@ -432,7 +427,7 @@ def test_one_hot_key_fills_nobody_above_the_bound(instead: str) -> None:
     policy = BoundedHashing(Random(0), prompt_load, session_or_prefix, instead)
     members = fleet(10)
     for at in range(2000):
-        give(choose(policy, Ask(500, session="hot"), members).member, 500)
+        give(choose(policy, RouteRequest(500, session="hot"), members).member, 500)
         loads = [prompt_load(m, 0) for m in members]
         assert max(loads) <= LOAD_FACTOR * sum(loads) / 10 + SLACK_TOKENS + 500 + REQUEST_TOKENS, at
     assert min(m.running for m in members) < 200 < max(m.running for m in members)
@@ -441,14 +436,16 @@ def test_one_hot_key_fills_nobody_above_the_bound(instead: str) -> None:
 def test_a_key_stays_while_its_instance_has_room_and_goes_where_it_would_go_without_it_when_not() -> None:
     members = fleet(6)
     policy = BoundedHashing(Random(0), prompt_load, prefix_only, "next")
-    home = choose(policy, Ask(10, prefix=b"p"), members).member
+    home = choose(policy, RouteRequest(10, prefix=b"p"), members).member
     home.queued_tokens = SLACK_TOKENS  # all the others have nothing to do
-    assert all(choose(policy, Ask(10, prefix=b"p", session=str(at)), members).member is home for at in range(20))
+    assert all(
+        choose(policy, RouteRequest(10, prefix=b"p", session=str(at)), members).member is home for at in range(20)
+    )
     home.queued_tokens = 2 * SLACK_TOKENS
     others = [m for m in members if m is not home]
     substitutes = set()
     for at in range(400):
-        ask = Ask(10, prefix=b"%d" % at)
+        ask = RouteRequest(10, prefix=b"%d" % at)
         substitute = choose(policy, ask, members).member
         assert substitute is choose(policy, ask, others).member
         substitutes.add(substitute.instance_id)
@@ -458,11 +455,11 @@ def test_a_key_stays_while_its_instance_has_room_and_goes_where_it_would_go_with
 def test_a_prefix_whose_instance_is_too_full_or_a_request_without_one_goes_to_the_least_loaded() -> None:
     members = fleet(6)
     policy = BoundedHashing(Random(0), prompt_load, prefix_only, "least_load")
-    home = choose(policy, Ask(10, prefix=b"p"), members).member
+    home = choose(policy, RouteRequest(10, prefix=b"p"), members).member
     home.queued_tokens = 2 * SLACK_TOKENS
-    drawn = {choose(policy, Ask(10, prefix=b"p"), members).member.instance_id for _ in range(100)}
+    drawn = {choose(policy, RouteRequest(10, prefix=b"p"), members).member.instance_id for _ in range(100)}
     assert len(drawn) == 5
-    assert choose(policy, Ask(10, session="no prefix"), members).why == "least load: no key"
+    assert choose(policy, RouteRequest(10, session="no prefix"), members).why == "least load: no key"
 
 
 def test_names_of_instances_that_are_gone_are_forgotten() -> None:
@@ -479,11 +476,11 @@ def test_buckets_have_as_many_tokens_each_and_the_short_do_not_meet_the_long() -
     rng, policy, members = Random(7), Bucket(Random(8), prompt_load), fleet(6)
     lengths = [int(rng.lognormvariate(6, 1.2)) + 1 for _ in range(LEARN_EVERY * 40)]
     for length in lengths[: LEARN_EVERY * 16]:
-        choose(policy, Ask(length), members)
+        choose(policy, RouteRequest(length), members)
     tokens: Counter[str] = Counter()
     seen: dict[str, list[int]] = {m.instance_id: [] for m in members}
     for length in lengths[LEARN_EVERY * 16 :]:
-        chosen = choose(policy, Ask(length), members).member.instance_id
+        chosen = choose(policy, RouteRequest(length), members).member.instance_id
         tokens[chosen] += length
         seen[chosen].append(length)
     mean = sum(tokens.values()) / 6
@@ -494,19 +491,19 @@ def test_buckets_have_as_many_tokens_each_and_the_short_do_not_meet_the_long() -
 
 def test_prompts_of_one_length_use_all_buckets() -> None:
     policy, members = Bucket(Random(8), prompt_load), fleet(5)
-    found = Counter(choose(policy, Ask(100), members).member.instance_id for _ in range(2000))
+    found = Counter(choose(policy, RouteRequest(100), members).member.instance_id for _ in range(2000))
     assert all(320 < count < 480 for count in found.values())
 
 
 def test_buckets_give_way_to_the_least_load_when_the_fleet_is_unbalanced() -> None:
     policy, members = Bucket(Random(8), prompt_load), fleet(3)
     for at in range(LEARN_EVERY):
-        choose(policy, Ask(1 + at), members)
-    assert choose(policy, Ask(1), members).member is members[0]
+        choose(policy, RouteRequest(1 + at), members)
+    assert choose(policy, RouteRequest(1), members).member is members[0]
     members[0].queued_tokens, members[1].queued_tokens = 16385, 10
-    assert choose(policy, Ask(1), members).member is members[2]
+    assert choose(policy, RouteRequest(1), members).member is members[2]
     members[0].queued_tokens = 16384
-    assert choose(policy, Ask(1), members).member is members[0]
+    assert choose(policy, RouteRequest(1), members).member is members[0]
 
 
 # session affinity
@@ -515,7 +512,7 @@ def test_buckets_give_way_to_the_least_load_when_the_fleet_is_unbalanced() -> No
 def test_a_session_stays_until_its_instance_is_gone_or_too_full() -> None:
     members = fleet(5)
     policy = SessionAffinity(LeastLoad(Random(1), prompt_load), prompt_load)
-    ask = Ask(100, session="s")
+    ask = RouteRequest(100, session="s")
     home = choose(policy, ask, members).member
     home.queued_tokens = SPILL_TOKENS
     assert all(choose(policy, ask, [*members, Member(f"new{at}")]).member is home for at in range(9))
@@ -531,14 +528,14 @@ def test_sessions_are_forgotten_when_idle_and_never_more_than_so_many() -> None:
     policy = SessionAffinity(RandomChoice(Random(1)), prompt_load, idle_s=10, sessions=50)
     used = []
     for at in range(500):
-        policy.choose(Ask(1, session=str(at)), members, {}, 0.0)
+        policy.choose(RouteRequest(1, session=str(at)), members, {}, 0.0)
         assert len(policy) <= 51
         if at % 10 == 0:
-            used.append(choose(policy, Ask(1, session="in use"), members).member)
+            used.append(choose(policy, RouteRequest(1, session="in use"), members).member)
     assert all(member is used[0] for member in used)
-    policy.choose(Ask(1, session="last"), members, {}, 30.0)
+    policy.choose(RouteRequest(1, session="last"), members, {}, 30.0)
     assert len(policy) == 1
-    policy.choose(Ask(1), members, {}, 30.0)
+    policy.choose(RouteRequest(1), members, {}, 30.0)
     assert len(policy) == 1
 
 
@@ -551,15 +548,16 @@ def test_sessions_are_forgotten_when_idle_and_never_more_than_so_many() -> None:
         ("cache_aware@balance_rel_threshold=2", "prefill", {"balance_rel_threshold": 2.0}),
         ("consistent_hashing@load_factor=1.5,slack_tokens=0", "decode", {"load_factor": 1.5, "slack_tokens": 0.0}),
         ("bucket@balance_rel=3", "prefill", {"balance_rel": 3.0}),
-        ("session_affinity@idle_s=60,sessions=10", "decode", {"idle_s": 60.0, "sessions": 10.0}),
+        ("session_affinity@idle_s=60", "decode", {"idle_s": 60.0}),
     ],
 )
 def test_a_policy_is_named_with_the_numbers_that_are_to_differ(
     text: str, phase: Phase, options: dict[str, float]
 ) -> None:
-    assert parse_policy(text) == (text.partition("@")[0], options)
-    policy = make_policy(text, phase, Random(0))
-    assert policy.choose(Ask(10, session="s", prefix=b"p"), fleet(3), {}, 0.0) is not None
+    spec = parse_policy(text)
+    assert (spec.name, spec.options) == (text.partition("@")[0], options)
+    policy = spec.make(phase, Random(0))
+    assert policy.choose(RouteRequest(10, session="s", prefix=b"p"), fleet(3), {}, 0.0) is not None
     if "temperature" in options:
         assert policy._weights == KvWeights(temperature=0.5, queued=1.0)  # type: ignore[attr-defined]
 
@@ -569,27 +567,24 @@ def test_a_policy_is_named_with_the_numbers_that_are_to_differ(
     [
         ("fastest", "is none of round_robin"),
         ("round_robin@turns=2", "round_robin has no option 'turns': it has none"),
-        ("kv_aware@heat=1", "it has cached, queued,"),
+        ("kv_aware@heat=1", "it has cached, queued, temperature"),
         ("kv_aware@temperature", "OPTION=NUMBER"),
         ("kv_aware@temperature=hot", "OPTION=NUMBER"),
         ("kv_aware@temperature=nan", "from 0 to"),
         ("kv_aware@temperature=-1", "from 0 to"),
         ("kv_aware@temperature=inf", "from 0 to"),
         ("kv_aware@queued=1e10", "from 0 to"),
-        ("kv_aware@crowd_tokens=1e-308", "crowd_tokens"),
-        ("kv_aware@even_s=1e-308", "even_s"),
-        ("kv_aware@spill=1", "below 2"),
         ("prefix_hash@load_factor=0.5", "below 1"),
     ],
 )
 def test_a_policy_that_cannot_be_made_is_refused_with_what_there_is(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        check_policy(text)
+        parse_policy(text)
 
 
 def test_caches_are_followed_where_the_numbers_say_that_they_matter() -> None:
-    assert looks_at_caches("least_load", "decode")
-    assert not looks_at_caches("least_load@overlap=0", "decode")
-    assert looks_at_caches("least_load@overlap=1", "prefill")
-    assert looks_at_caches("session_affinity@spill=3", "decode")
-    assert not looks_at_caches("power_of_two", "prefill")
+    assert parse_policy("least_load").uses_caches("decode")
+    assert not parse_policy("least_load@overlap=0").uses_caches("decode")
+    assert parse_policy("least_load@overlap=1").uses_caches("prefill")
+    assert parse_policy("session_affinity@idle_s=60").uses_caches("decode")
+    assert not parse_policy("power_of_two").uses_caches("prefill")

@@ -4,18 +4,18 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.routing.choice import Ask, Member
-from components.routing.policy import RoundRobin
+from components.routing.load_policies import RoundRobin
+from components.routing.policy import Member, RouteRequest
 
 
 def chosen(policy: RoundRobin, ids: Iterable[str]) -> str:
-    found = policy.choose(Ask(1), [Member(i) for i in sorted(ids)], {}, 0.0)
+    found = policy.choose(RouteRequest(1), [Member(i) for i in sorted(ids)], {}, 0.0)
     assert found is not None
     return found.member.instance_id
 
 
 def test_nobody_usable_means_nobody_chosen() -> None:
-    assert RoundRobin().choose(Ask(1), [], {}, 0.0) is None
+    assert RoundRobin().choose(RouteRequest(1), [], {}, 0.0) is None
 
 
 def test_each_gets_its_turn() -> None:
@@ -44,7 +44,7 @@ def test_a_question_without_a_request_takes_nobodys_turn() -> None:
     policy = RoundRobin()
     members = [Member(i) for i in "abc"]
     for _ in range(3):
-        asked = policy.choose(Ask(1, dry=True), members, {}, 0.0)
+        asked = policy.choose(RouteRequest(1, dry=True), members, {}, 0.0)
         assert asked is not None
         assert asked.member.instance_id == "a"
     assert chosen(policy, "abc") == "a"

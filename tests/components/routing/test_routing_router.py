@@ -15,12 +15,12 @@ from components.errors import (
     StaleInstance,
 )
 from components.routing.breaker import USUAL, BreakerState
-from components.routing.choice import Ask, Member
+from components.routing.cache_policies import KvWeights
 from components.routing.health import WARM_S
-from components.routing.kv_aware import KvWeights
 from components.routing.kv_index import KvIndex
-from components.routing.policies import PolicyName, make_policy
-from components.routing.router import Chosen, Route, Router
+from components.routing.policies import PolicyName, parse_policy
+from components.routing.policy import Member, RouteRequest
+from components.routing.router import Route, RouteChoice, Router
 from components.wire.block_hash import PromptBlocks, block_hashes, seed_hash
 from components.wire.heartbeat import Heartbeat
 from components.wire.tokens import pack_tokens
@@ -39,19 +39,19 @@ class Fleet:
     def __init__(self, policy: PolicyName = "kv_aware", sizes: dict[str, int] | None = None, tell: str = "abc") -> None:
         self.now = 0.0
         self.index = KvIndex()
-        self.router = Router(make_policy(policy, "prefill", Random(1)), Random(1), lambda: self.now, self.index)
+        self.router = Router(parse_policy(policy).make("prefill", Random(1)), Random(1), lambda: self.now, self.index)
         for name, size in (sizes or dict.fromkeys("abc", 16)).items():
             self.router.joined(name, "e", size, tells_cache=name in tell)
         self.now = WARM_S
 
-    def choose(self, usable: str = "abc", *, explain: bool = False, tokens: list[int] = PROMPT) -> Chosen:
+    def choose(self, usable: str = "abc", *, explain: bool = False, tokens: list[int] = PROMPT) -> RouteChoice:
         chosen = self.router.choose(
-            Ask(len(tokens), explain=explain), blocks(tokens), [Member(name) for name in usable]
+            RouteRequest(len(tokens), explain=explain), blocks(tokens), [Member(name) for name in usable]
         )
         assert chosen is not None
         return chosen
 
-    def send(self, chosen: Chosen, tokens: int = 64) -> Route:
+    def send(self, chosen: RouteChoice, tokens: int = 64) -> Route:
         return self.router.send(chosen, tokens, pages=4)
 
     def beat(self, name: str, **said: int) -> None:
@@ -169,7 +169,7 @@ def test_an_explanation_names_who_was_compared_and_is_remembered_by_nobody() -> 
     fleet = Fleet("kv_aware")
     fleet.index.add("b", block_hashes(PROMPT, 16, SEED)[:2])
     fleet.beat("c", queued_tokens=1000)
-    explained = fleet.router.explain(Ask(64), blocks(), [Member(name) for name in "abc"])
+    explained = fleet.router.explain(RouteRequest(64), blocks(), [Member(name) for name in "abc"])
     assert explained is not None
     twice = 1 + 1000 / 3 / KvWeights().crowd_tokens  # what counts of a token that is not cached
     assert [(c.instance_id, c.cached_tokens, c.queued_tokens, c.cost) for c in explained.candidates] == [
@@ -198,8 +198,8 @@ def test_a_policy_with_a_memory_forgets_what_was_only_a_question(policy: PolicyN
     fleet = Fleet(policy)
     members = [Member(name) for name in "abc"]
     for _ in range(200):
-        fleet.router.explain(Ask(64, session="s"), blocks(), members)
-    chosen = fleet.router.choose(Ask(64, session="s"), blocks(), members)
+        fleet.router.explain(RouteRequest(64, session="s"), blocks(), members)
+    chosen = fleet.router.choose(RouteRequest(64, session="s"), blocks(), members)
     assert chosen is not None
     assert why in chosen.why
     assert policy != "round_robin" or chosen.instance_id == "a"
@@ -210,7 +210,7 @@ def test_whoever_left_is_not_chosen_though_the_same_list_is_asked_again() -> Non
     usable = [Member(name) for name in "abc"]
 
     def one() -> str:
-        chosen = fleet.router.choose(Ask(1), blocks(), usable)
+        chosen = fleet.router.choose(RouteRequest(1), blocks(), usable)
         assert chosen is not None
         return chosen.instance_id
 
@@ -222,4 +222,4 @@ def test_whoever_left_is_not_chosen_though_the_same_list_is_asked_again() -> Non
 
 
 def test_nobody_usable_means_nobody_chosen() -> None:
-    assert Fleet().router.choose(Ask(1), blocks(), []) is None
+    assert Fleet().router.choose(RouteRequest(1), blocks(), []) is None

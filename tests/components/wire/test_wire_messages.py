@@ -15,13 +15,13 @@ import components.wire
 from components.errors import MalformedMessage
 from components.wire import codec
 from components.wire.codec import MAX_MESSAGE_BYTES, Struct, message, pack, unpack
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from components.wire.heartbeat import Heartbeat
+from components.wire.inspection import Candidate
 from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, load_record
 from components.wire.layout import KvLayout
-from components.wire.plan import RolePlan
+from components.wire.planning import RolePlan
 from components.wire.rooms import PagesOffered, RoomOk
-from components.wire.routes import Candidate
 from components.wire.sampling import Constraint, Sampling
 
 for module in pkgutil.iter_modules(components.wire.__path__):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
-from components.routing.load import REQUEST_TOKENS
+from components.routing.policy import REQUEST_TOKENS
 from services.frontend.admission import ANONYMOUS, LOOK_EVERY_S, Admission, Place, key_of
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom

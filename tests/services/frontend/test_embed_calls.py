@@ -13,8 +13,7 @@ from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import Liveness
 from components.messaging.inbox import StreamInbox
 from components.messaging.service import Endpoint
-from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbeddingModel, EmbedRequest, Vectors
 from components.wire.tokens import unpack_tokens
 from services.frontend.embed_calls import TOKENS_A_CALL
 from services.frontend.mesh_client import MeshClient

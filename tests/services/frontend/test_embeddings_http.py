@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from components.errors import DecodeLost, InvariantBroken
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh, vector_of
 from tests.services.frontend.raw_http import post

@@ -17,7 +17,7 @@ from components.openai.embeddings import EmbeddingList
 from components.openai.parts import AT_ONCE_BYTES, PART, filled, items_of, text_filled
 from components.openai.tokens import Detokenized, Tokenized
 from components.text.tokenizer import INLINE_CHARS, TextModel
-from components.wire.embedding_model import EmbeddingModel
+from components.wire.embed import EmbeddingModel
 from services.frontend import embeddings
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings

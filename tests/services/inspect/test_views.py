@@ -10,7 +10,7 @@ from rich.console import Console
 
 from components.telemetry.trace_store import Span
 from components.wire.heartbeat import Heartbeat
-from components.wire.profile import ProfilePart
+from components.wire.inspection import ProfilePart
 from services.inspect.profile import join_segments, outcome
 from services.inspect.trace_view import BAR_WIDTH, trace_list, trace_table
 from services.inspect.workers import address_table, load_table, summary
