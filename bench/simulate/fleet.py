@@ -235,7 +235,7 @@ class Fleet:
             setup.news,
             engine.page_tokens,
             self.clock,
-            or_nobody=is_prefill,  # decode computes prompts itself
+            or_none=is_prefill,  # decode computes prompts itself
             asks=setup.asks and is_prefill,
         )
         return Group(role, engine, made)

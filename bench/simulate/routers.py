@@ -41,7 +41,7 @@ class Routers:
         page_tokens: int,
         clock: Clock,
         *,
-        or_nobody: bool = False,
+        or_none: bool = False,
         asks: bool = False,
     ) -> None:
         self._index = KvIndex()
@@ -52,7 +52,7 @@ class Routers:
                 lambda: clock.now_s,
                 self._index,
                 page_size=page_tokens,
-                or_nobody=or_nobody,
+                or_none=or_none,
             )
             for i in range(count)
         ]
@@ -149,5 +149,5 @@ def _ask(request: Request, tokens: int) -> RouteRequest:
 
 
 def _join(router: Router, worker: Worker) -> None:
-    member = router.joined(worker.name, worker.name, worker.engine.page_tokens, tells_cache=True)
+    member = router.joined(worker.name, worker.name, worker.engine.page_tokens, kv_events=True)
     member.total_pages = worker.engine.num_pages  # from the registration's heartbeat

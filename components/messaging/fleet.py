@@ -41,8 +41,8 @@ class Fleet:
         self.alive = alive
         self.policy = parse_policy(policy)
         self.index = KvIndex(kv_index_blocks) if self.policy.uses_caches(phase) else None
-        or_nobody = phase == "prefill"  # decode can compute prompts itself
-        self.router = Router(self.policy.make(phase, rng), rng, time.monotonic, self.index, or_nobody=or_nobody)
+        or_none = phase == "prefill"  # decode can compute prompts itself
+        self.router = Router(self.policy.make(phase, rng), rng, time.monotonic, self.index, or_none=or_none)
         self.inquiries: Inquiries | None = None  # for a fleet that may be too large to follow
         self._phase = phase
         for record in book.of_role(phase):
@@ -57,7 +57,7 @@ class Fleet:
             self.router.left(was.instance_id)
         if now is not None and now.role == self._phase:
             page_size = None if now.kv is None else now.kv.layout.page_size
-            self.router.joined(now.instance_id, now.epoch, page_size, tells_cache=now.kv_events)
+            self.router.joined(now.instance_id, now.epoch, page_size, kv_events=now.kv_events)
 
 
 class Inquiries:

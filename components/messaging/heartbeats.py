@@ -88,20 +88,18 @@ class Liveness:
         """Call `callback(heartbeat)` for each heartbeat of an instance's current epoch."""
         self._on_heard.append(callback)
 
-    def usable(
-        self, model: str | None = None, adapter: str = "", *, or_nobody: bool = False
-    ) -> Sequence[InstanceRecord]:
+    def usable(self, model: str | None = None, adapter: str = "", *, or_none: bool = False) -> Sequence[InstanceRecord]:
         """Live instances (with the model and adapter) that accept work and speak our protocol, by instance id.
 
-        Momentarily silent or stalled ones are included only if all are so, and never with `or_nobody`, for callers
+        Momentarily silent or stalled ones are included only if all are so, and never with `or_none`, for callers
         that have an alternative.
         """
-        known = self._usable.get((model, adapter, or_nobody))
+        known = self._usable.get((model, adapter, or_none))
         if known is None:
-            known = self._usable[model, adapter, or_nobody] = self._find_usable(model, adapter, or_nobody=or_nobody)
+            known = self._usable[model, adapter, or_none] = self._find_usable(model, adapter, or_none=or_none)
         return known
 
-    def _find_usable(self, model: str | None, adapter: str, *, or_nobody: bool) -> Sequence[InstanceRecord]:
+    def _find_usable(self, model: str | None, adapter: str, *, or_none: bool) -> Sequence[InstanceRecord]:
         found = [
             p
             for p in self._pulses.values()
@@ -112,7 +110,7 @@ class Liveness:
             and (not adapter or adapter in p.record.adapters)
         ]
         moving = [p for p in found if not p.is_still]
-        return sorted((p.record for p in (moving if moving or or_nobody else found)), key=lambda r: r.instance_id)
+        return sorted((p.record for p in (moving if moving or or_none else found)), key=lambda r: r.instance_id)
 
     @property
     def asks(self) -> bool:

@@ -1,4 +1,4 @@
-"""Probable holders of blocks, from where requests were sent: for workers without KV events."""
+"""Guess which instances hold blocks, from where requests were sent: for workers without KV events."""
 
 import time
 from collections import OrderedDict
@@ -9,15 +9,11 @@ from components.routing.kv_index import KvIndex
 
 TTL_S: Final = 120.0
 MAX_BLOCKS: Final = 500_000
-EXPIRED_PER_CALL: Final = 4096  # later calls handle the rest
+EXPIRED_PER_CALL: Final = 4096
 
 
 class ApproximateIndex:
-    """Blocks are where requests with them were sent, for `ttl_s` after the last such request.
-
-    At most `max_blocks` pairs of block and instance; beyond that the oldest requests' are dropped. The caller
-    removes instances that have gone or registered anew.
-    """
+    """Blocks are kept for `ttl_s`; the oldest go when there are more than `max_blocks` pairs of block and instance."""
 
     def __init__(
         self, ttl_s: float = TTL_S, max_blocks: int = MAX_BLOCKS, clock: Callable[[], float] = time.monotonic
@@ -29,20 +25,19 @@ class ApproximateIndex:
         self._expires: OrderedDict[tuple[str, bytes], float] = OrderedDict()  # soonest first
 
     def __len__(self) -> int:
-        """Pairs of block and instance, including removed instances' until they expire."""
+        """Pairs of block and instance, with those of removed instances until they expire."""
         return len(self._expires)
 
     def find(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Leading blocks of a prompt that each instance probably holds."""
+        """Number of the prompt's leading blocks that each instance probably holds."""
         self._expire()
         return self._index.find(block_hashes)
 
     def routed(self, instance_id: str, block_hashes: Sequence[bytes]) -> None:
-        """A request with these blocks was sent to the instance. Of a long one only the beginning is kept."""
         self._expire()
         blocks = block_hashes[: self._max_blocks]
         expires_s = self._clock() + self._ttl_s
-        for block in reversed(blocks):  # a prefix without its end is useful, an end without its prefix is not
+        for block in reversed(blocks):  # the end of a prefix expires first: without its beginning it is useless
             pair = (instance_id, block)
             self._expires[pair] = expires_s
             self._expires.move_to_end(pair)

@@ -1,4 +1,4 @@
-"""A circuit breaker: after consecutive failures an instance gets no requests for a while, then one on trial."""
+"""A circuit breaker: after some failures in a row an instance gets no requests for a while, then one on trial."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from components.lifecycle import Lifecycle
 
 
 class BreakerState(StrEnum):
-    CLOSED = auto()  # requests pass
+    CLOSED = auto()
     OPEN = auto()  # no requests until the back-off ends
     HALF_OPEN = auto()  # one request is on trial
 
@@ -25,29 +25,27 @@ NEXT: Final[dict[BreakerState, Set[BreakerState]]] = {
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    failures: int = 3  # consecutive
-    first_s: float = 1.0  # first back-off; each failed trial doubles it
+    failures: int = 3  # in a row
+    first_s: float = 1.0  # first back-off, doubled by each failed trial
     most_s: float = 30.0
-    try_s: float = 10.0  # a trial without a result for this long is abandoned
+    try_s: float = 10.0  # limit of a trial
 
 
 USUAL: Final = BreakerSettings()
 
 
 class Breaker:
-    """For one instance and epoch. Losses and defects are failures; refusals are not."""
-
     def __init__(self, name: str, rng: Random, settings: BreakerSettings) -> None:
         self._rng = rng
         self._settings = settings
         self._lifecycle = Lifecycle(f"breaker {name}", NEXT, B.CLOSED)
-        self._failures = 0  # consecutive
-        self._tries = 0  # consecutive failed trials
-        self._until_s = 0.0  # open: end of the back-off; half open: end of the trial
+        self._failures = 0  # in a row
+        self._tries = 0  # failed trials in a row
+        self._until_s = 0.0  # end of the back-off or of the trial
 
     @property
     def state(self) -> BreakerState:
-        """As of the last event: the end of a back-off shows in `ready_s`."""
+        """As of the last event; the end of a back-off shows in `ready_s` only."""
         return self._lifecycle.state
 
     @property
@@ -56,7 +54,6 @@ class Breaker:
         return 0.0 if self.state is B.CLOSED else self._until_s
 
     def sent(self, now_s: float) -> None:
-        """A request is sent; unless the breaker is closed, it is the trial."""
         if self.state is B.CLOSED or now_s < self._until_s:
             return
         if self.state is B.OPEN:
@@ -74,7 +71,7 @@ class Breaker:
         return True
 
     def undecided(self, now_s: float) -> None:
-        """A request ended without evidence; if it was the trial, another may follow."""
+        """A request ended as neither success nor failure, so another may be the trial."""
         if self.state is B.HALF_OPEN:
             self._until_s = min(self._until_s, now_s)
 
@@ -87,6 +84,5 @@ class Breaker:
         self._tries += self.state is B.HALF_OPEN
         self._lifecycle.advance(B.OPEN)
         back_off_s = min(self._settings.most_s, self._settings.first_s * 2.0 ** min(self._tries, 30))
-        self._until_s = now_s + back_off_s * (
-            0.5 + 0.5 * self._rng.random()
-        )  # jitter, or all routers would try at once
+        jitter = 0.5 + 0.5 * self._rng.random()  # or all routers would try at once
+        self._until_s = now_s + back_off_s * jitter

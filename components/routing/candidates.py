@@ -1,11 +1,8 @@
 """The instances that a router asks about a prompt, in a fleet too large to follow. No I/O.
 
-Prompts with a common prefix must meet at the same instances, whichever router handles them. So at each of some
-depths of the prompt, the candidates are the instances with the highest rendezvous scores for the block hash there.
-Depths grow by half, so two prompts share the candidates of a depth of at least two thirds of their common prefix.
-
-A router asks in rounds: first one instance per depth, then lower ranks while the best answer has a queue. So a
-popular prefix gets many instances, and a rare one costs few questions.
+Prompts with a common prefix must ask the same instances, from every router: those with the highest rendezvous
+scores for the block hashes at some depths. A popular prefix gets more instances, in rounds; a rare one costs few
+questions.
 """
 
 import math
@@ -21,19 +18,19 @@ from components.routing.policy import HasInstanceId, Member, RouteRequest
 from components.routing.router import RouteChoice, Router
 
 FIRST_DEPTH_TOKENS: Final = 512
-GROWTH: Final = 1.5  # from one depth to the next
-MOST_DEPTHS: Final = 12  # 512 * 1.5^11 tokens are 44,000
+GROWTH: Final = 1.5  # of depths: two prompts share one of two thirds of their common prefix, at least
+MOST_DEPTHS: Final = 12  # up to 44,000 tokens
 SAMPLED: Final = 6  # instances of a later round, drawn from all depths
-REMEMBERED: Final = 4096  # keys whose ranking is kept
-LEAST_BURST: Final = 32.0  # minimum of saved questions
-FEWEST: Final = 2  # minimum of a round, if available
-MOST_OF_IT: Final = 0.1  # share of the rest that a round may use
-BURST_S: Final = 20.0  # of the rate, saved for bursts
+REMEMBERED: Final = 4096  # rankings
+LEAST_BURST: Final = 32.0  # questions
+BURST_S: Final = 20.0  # of the rate
+FEWEST: Final = 2  # questions of a round, if any are left
+MOST_OF_IT: Final = 0.1  # share of what is left that a round may take
 
 
 class Round(NamedTuple):
-    ranks: int  # instances up to this rank for a depth's hash
-    queued_tokens: int  # asked if the best answer has at least this queue
+    ranks: int  # lowest rank at each depth
+    queued_tokens: int  # queue of the best answer from which the round is needed
 
 
 # Each candidate of a popular prefix computes it once, so more are added only for longer queues.
@@ -41,7 +38,7 @@ ROUNDS: Final = (Round(1, 0), Round(3, 512), Round(8, 512), Round(24, 8192), Rou
 
 
 def depths(num_blocks: int, page_size: int) -> list[int]:
-    """Prefix lengths in blocks whose hashes give candidates, ascending. A short prompt has one: all its blocks."""
+    """Prefix lengths in blocks whose hashes give candidates, ascending; of a short prompt all its blocks."""
     found: list[int] = []
     tokens = float(FIRST_DEPTH_TOKENS)
     while len(found) < MOST_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
@@ -52,22 +49,14 @@ def depths(num_blocks: int, page_size: int) -> list[int]:
 
 
 class Allowance:
-    """A token bucket of questions for one router, so that all routers stay within a budget."""
+    """A token bucket of questions."""
 
     def __init__(self) -> None:
         self._left = LEAST_BURST
         self._at_s = -math.inf
 
     def take(self, wanted: int, per_s: float, now_s: float) -> int:
-        """Reserve some of the `wanted` questions.
-
-        The less is left, the fewer are granted: a busy router asks little about each prompt, rather than nothing
-        about some.
-
-        Args:
-            per_s: the rate.
-            now_s: monotonic.
-        """
+        """Fewer the less is left: a busy router asks little about each prompt, rather than nothing about some."""
         most = max(LEAST_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
         self._at_s = now_s
@@ -81,14 +70,12 @@ class CandidateChoice:
         self._rng = rng
         self._rendezvous = Rendezvous()
         self._members: Sequence[HasInstanceId] = ()  # of the last prompt
-        self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # their ranking by key, highest score first
+        self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # ranked indices by key
 
     def rounds(self, keys: Sequence[bytes], members: Sequence[HasInstanceId]) -> Iterator[Sequence[int]]:
-        """New candidates of each round, as indices into `members`.
+        """New candidates of each round, as indices into `members`, which must be another sequence if it changed.
 
-        Args:
-            keys: hashes of the prompt's prefixes at its `depths`, the longest last; its candidates come first.
-            members: all usable instances; another sequence if they have changed.
+        `keys`: the prompt's hashes at its `depths`.
         """
         if members is not self._members:
             self._members = members
@@ -122,7 +109,7 @@ class Inquiry:
         self._router = router
         self._request = request
         self._answered: dict[str, Member] = {}
-        self._unheard: set[str] = set()  # ids
+        self._unanswered: set[str] = set()  # ids
         self._cached: dict[str, int] = {}
         self.num_asked = 0
         self._rounds = 0
@@ -132,11 +119,7 @@ class Inquiry:
         return sorted(self._answered)
 
     def take(self, asked: int, cached: Mapping[str, int]) -> None:
-        """A round is over: `asked` instances were asked, and `cached` has the prompt tokens of those that
-        answered.
-
-        Their heartbeats have been recorded.
-        """
+        """A round has ended. `cached`: prompt tokens at the instances that answered, whose heartbeats are recorded."""
         self.num_asked += asked
         self._rounds += 1
         self._cached.update(cached)
@@ -145,8 +128,8 @@ class Inquiry:
                 self._answered[instance_id] = member
 
     def skip(self, instance_ids: Iterable[str]) -> None:
-        """Instances without a timely answer: used, by their known load, if no other answers."""
-        self._unheard.update(instance_ids)
+        """Add instances without an answer, to be chosen if none answers."""
+        self._unanswered.update(instance_ids)
 
     @property
     def is_enough(self) -> bool:
@@ -157,12 +140,11 @@ class Inquiry:
         return self._rounds >= len(ROUNDS) or member.queued_tokens < ROUNDS[self._rounds].queued_tokens
 
     def choose(self) -> RouteChoice | None:
-        """One that answered, by the router's policy; None if there is none."""
         return self._chosen(self._request)
 
     def _chosen(self, request: RouteRequest) -> RouteChoice | None:
         book = self._router.book
-        ids = self.answered or sorted(self._unheard)
+        ids = self.answered or sorted(self._unanswered)
         usable = [member for instance_id in ids if (member := book.find(instance_id)) is not None]
         return self._router.choose(request, _no_blocks, usable, self._cached)
 

@@ -1,4 +1,4 @@
-"""Which instances may be chosen: none that has just failed, and new ones with a small share at first."""
+"""Which instances may be chosen, by circuit breakers and warm-up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,22 +9,20 @@ from components.routing.breaker import USUAL, Breaker, BreakerSettings, BreakerS
 from components.routing.policy import Member
 
 WARM_S: Final = 10.0
-FIRST_SHARE: Final = 0.1  # of an equal share of the requests, for a new instance
-MOST_CREDIT: Final = 2.0  # requests that an instance may have missed and get at once
+FIRST_SHARE: Final = 0.1  # of an equal share
+MOST_CREDIT: Final = 2.0  # requests
 
 
 @dataclass(slots=True)
 class _Warming:
     since_s: float
-    credit: float = 1.0  # requests that it may be chosen for; the first at once
+    credit: float = 1.0  # requests
 
 
 class Health:
-    """Circuit breakers and warm-up of one role's instances.
+    """A new or returning instance is a candidate only while it has credit, unless all are new.
 
-    A new or returning instance is a candidate only while it has credit. Each request of the role gives it a part of
-    an equal share, 1/n, which grows from a tenth to the whole in `warm_s`. If all instances are new, credit does
-    not count.
+    Each request of the role gives it a part of an equal share, 1/n: first a tenth, the whole after `warm_s`.
     """
 
     def __init__(self, rng: Random, settings: BreakerSettings = USUAL, warm_s: float = WARM_S) -> None:
@@ -32,11 +30,10 @@ class Health:
         self._settings = settings
         self._warm_s = warm_s
         self._known: set[str] = set()
-        self._breakers: dict[str, Breaker] = {}  # of the instances that failed last
+        self._breakers: dict[str, Breaker] = {}
         self._warming: dict[str, _Warming] = {}
 
     def joined(self, instance_id: str, now_s: float) -> None:
-        """An instance registered: its past does not count."""
         self.left(instance_id)
         self._known.add(instance_id)
         self._warming[instance_id] = _Warming(now_s)
@@ -46,14 +43,11 @@ class Health:
         self._warming.pop(instance_id, None)
         self._breakers.pop(instance_id, None)
 
-    def candidates(self, members: Sequence[Member], now_s: float, *, or_nobody: bool = False) -> Sequence[Member]:
-        """Those of `members` that may get a request now.
-
-        If every breaker is open, all of them, unless the caller has an alternative (`or_nobody`).
-        """
+    def candidates(self, members: Sequence[Member], now_s: float, *, or_none: bool = False) -> Sequence[Member]:
+        """Those of `members` that may get a request now; if every breaker is open, all of them or none."""
         if self._breakers:
             ready = [m for m in members if self._ready_s(m.instance_id) <= now_s]
-            members = ready if ready or or_nobody else members
+            members = ready if ready or or_none else members
         if not self._warming:
             return members
         self._end_of_warming(now_s)
@@ -84,12 +78,11 @@ class Health:
             del self._breakers[instance_id]
 
     def undecided(self, instance_id: str, now_s: float) -> None:
-        """The request ended without evidence: it was refused, or its client left."""
+        """The request was refused, or its client left."""
         if (breaker := self._breakers.get(instance_id)) is not None:
             breaker.undecided(now_s)
 
     def failed(self, instance_id: str, now_s: float) -> None:
-        """The request failed by the instance's fault; refusals do not count."""
         if instance_id not in self._known:
             return
         if instance_id not in self._breakers:

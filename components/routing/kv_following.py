@@ -1,17 +1,15 @@
-"""Keep the blocks of one instance exact from its numbered batches and dumps. No I/O."""
+"""Keep an index exact from an instance's numbered batches of KV events, and dumps. No I/O."""
 
 from collections.abc import Iterable
 from typing import Final, Protocol
 
 from components.wire.kv_events import KvEventBatch
 
-MAX_HELD: Final = 1024  # batches held during a dump: at 20 a second, most of a minute
-MAX_HELD_BLOCKS: Final = 1 << 18  # in these, 4 MB of hashes
+MAX_HELD: Final = 1024  # batches, of most of a minute
+MAX_HELD_BLOCKS: Final = 1 << 18  # 4 MB of hashes
 
 
 class BlockIndex(Protocol):
-    """A `KvIndex`."""
-
     @property
     def has_room(self) -> bool:
         pass
@@ -27,23 +25,24 @@ class BlockIndex(Protocol):
 
 
 class Follower:
-    """One instance in one epoch. Its batches may come out of order, twice, or not at all.
+    """Of one instance in one epoch, whose batches may come out of order, twice, or not at all.
 
-    While a dump is needed, batches are held, and the index keeps its state until the dump begins. After a dump with
-    its number, held batches continue from the next number.
+    While a dump is needed, batches are held. They are applied after it, from its number on.
     """
 
     def __init__(self, instance_id: str, epoch: str, index: BlockIndex) -> None:
         self.instance_id = instance_id
         self.epoch = epoch
         self.needs_dump = True
-        self.number: int | None = None  # of the batch up to which the index is right; None: it is not
-        self.gaps = 0  # since start
-        self.missing = 0  # upper bound of blocks without room; a dump brings those that are still cached
+        self.number: int | None = (
+            None  # of the latest batch in the index; None: a dump is in progress, or there was none
+        )
+        self.gaps = 0
+        self.missing = 0  # upper bound of the blocks without room, which a dump brings
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
-        self._held_blocks = 0  # in arrived batches, repeated ones counted twice
-        self._doubted = False  # since the dump was requested
+        self._held_blocks = 0  # repeated batches counted twice
+        self._doubted = False  # since the request for the dump
 
     def received(self, batch: KvEventBatch) -> None:
         if self.needs_dump or self.number is None:
@@ -61,7 +60,7 @@ class Follower:
         self.needs_dump = self._doubted = True
 
     def dump_asked(self) -> int | None:
-        """The number for the request: no dump is needed if it is the worker's."""
+        """The number that the request names: if the worker has no later batch, it sends no dump."""
         self._doubted = False
         return None if self.missing else self.number
 
@@ -73,7 +72,6 @@ class Follower:
         self.missing += self._index.add(self.instance_id, blocks)
 
     def dump_ends(self, number: int) -> None:
-        """The index is right up to batch `number`; apply held batches. A dump may be needed again then."""
         self.number = number
         self.needs_dump = self._doubted
         held, self._held, self._held_blocks = self._held, {}, 0
@@ -81,7 +79,6 @@ class Follower:
             self.received(held[at])
 
     def forget(self) -> None:
-        """The instance has gone or does not answer: the index drops it."""
         self.needs_dump = True
         self.dump_begins()
 

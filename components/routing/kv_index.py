@@ -1,8 +1,7 @@
-"""Holders of blocks by chained hash: one walk along a prompt tells how much of it each instance has.
+"""Which instances hold which blocks.
 
-Holders are a bit mask, a Python integer with a bit per instance. Equal masks share one object where possible, so a
-block costs about 110 bytes. A removed instance disappears from lookups at once. Its bits are swept out of masks in
-small steps while blocks are added, and only then is its slot reused.
+Each block has a bit mask of instances. Equal masks share one object where possible: 110 bytes a block. The bits of a
+removed instance are ignored at once, and swept out of masks in small steps; only then is its slot reused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,36 +9,31 @@ from itertools import compress, count
 from typing import Final
 
 MAX_BLOCKS: Final = 4_000_000
-ROOMY: Final = 1 / 16  # of its capacity
-SHARDS: Final = 256  # by a hash's first byte: one dictionary of millions would block for its whole growth
+ROOMY: Final = 1 / 16  # of `max_blocks`
+SHARDS: Final = 256  # by a hash's first byte: when a dictionary of millions grows, the process stops
 INTERNED: Final = 1 << 16  # masks
-# with more set bits than one in so many, a scan as text is faster than arithmetic
-MANY: Final = 24
+MANY: Final = 24  # with more set bits than one in so many, a scan as text is faster than arithmetic
 AS_NUMBERS: Final = bytes.maketrans(b"01", b"\0\1")
-SWEPT_PER_ADD: Final = 4  # blocks swept for each block added
+SWEPT_PER_ADD: Final = 4  # blocks
 
 
 class KvIndex:
-    """Blocks and their holders, at most `max_blocks`; further ones are refused and counted.
-
-    The index mirrors caches that evict by themselves, so room returns, and refused blocks are then requested again
-    (`Follower.missing`). The end of a prefix is refused rather than its beginning, which came first.
-    """
+    """More than `max_blocks` are refused. As caches evict, room returns: see `Follower.missing`."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self.num_blocks = 0  # including blocks of removed instances until they are swept
-        self.refused = 0  # blocks, since start
+        self.num_blocks = 0  # with those of removed instances until they are swept
+        self.refused = 0  # blocks
         self.max_blocks = max_blocks
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        self._masks: dict[int, int] = {}  # interned masks
+        self._masks: dict[int, int] = {}
         self._slots: dict[str, int] = {}
         self._ids: list[str] = []  # by slot
-        self._live = 0  # slots of present instances
+        self._live = 0  # slots
         self._written = 0  # slots that may be set in masks
         self._free: list[int] = []  # slots that are set in no mask
-        self._left = 0  # slots of removed instances, not swept yet
-        self._sweeping = 0  # those that the current pass sweeps
-        self._next_shard = 0  # of that pass
+        self._left = 0  # slots of removed instances, not swept
+        self._sweeping = 0  # slots of the current pass
+        self._next_shard = 0
         self._credit = 0  # blocks that may be swept
 
     @property
@@ -51,10 +45,10 @@ class KvIndex:
         return instance_id in self._slots
 
     def find(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Leading blocks of a prompt that each instance holds; instances without any are left out."""
+        """Number of the prompt's leading blocks that each instance holds, without zeros."""
         shards, alive, mask, depth = self._shards, self._live, -1, 0
         ended: list[tuple[int, int]] = []  # (number of blocks, slots that hold exactly these)
-        for block in block_hashes:  # stops at the first block without a holder, so the rest is not hashed
+        for block in block_hashes:  # hashed on demand, up to the first one that no instance holds
             at = shards[block[0]].get(block, 0)
             if at is not mask:
                 mask, before = at, alive
@@ -69,7 +63,7 @@ class KvIndex:
         return {self._ids[slot]: depth for depth, slots in ended for slot in _bits(slots)}
 
     def add(self, instance_id: str, blocks: Iterable[bytes]) -> int:
-        """The instance may be new. Returns: refused blocks."""
+        """Returns: number of refused blocks."""
         bit = self._bit_of(instance_id)
         self._written |= bit
         shards, live, looked, refused = self._shards, self._live, 0, 0
@@ -91,7 +85,6 @@ class KvIndex:
         return refused
 
     def discard(self, instance_id: str, blocks: Iterable[bytes]) -> None:
-        """Unknown blocks are ignored."""
         slot = self._slots.get(instance_id)
         if slot is None:
             return
@@ -109,7 +102,6 @@ class KvIndex:
                 self.num_blocks -= 1
 
     def remove(self, instance_id: str) -> None:
-        """The instance is gone or empty, at once, however many blocks it had."""
         slot = self._slots.pop(instance_id, None)
         if slot is None:
             return
@@ -140,7 +132,6 @@ class KvIndex:
         return self._masks.setdefault(mask, mask)
 
     def _sweep(self, added: int) -> None:
-        """Sweep whole shards of removed instances' bits, as far as `added` blocks pay for it."""
         self._credit += SWEPT_PER_ADD * (added + 1)
         while self._left and self._credit >= len(self._shards[self._next_shard]):
             if not self._next_shard:

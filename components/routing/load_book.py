@@ -1,9 +1,7 @@
-"""Load of every instance: its last report plus what was sent to it since, so that a burst does not hit one
-instance.
+"""Load of every instance: its last heartbeat plus the requests sent since, so that a burst does not hit one instance.
 
-Exact without clocks: a worker numbers the requests that it accepts, and a heartbeat has the latest number. Our
-requests are added until a heartbeat covers their number. Time limits only bound the damage of lying workers and
-forgetful callers.
+No clocks are compared: a worker numbers the requests that it accepts, and a heartbeat has the latest number. Time
+limits only bound the damage of wrong reports and of callers that never report an end.
 """
 
 from bisect import bisect_left, insort
@@ -17,54 +15,51 @@ from components.wire.heartbeat import Heartbeat
 
 FORGET_AFTER_S: Final = 12.0  # longer than a call, and than the silence of a lost instance
 OURS_FOR_S: Final = 600.0  # a request whose end was never reported
-OVERTAKEN_FOR_S: Final = (
-    2.0  # an older heartbeat may arrive late by this much; after that a lower number means that the worker lied before
-)
+OVERTAKEN_FOR_S: Final = 2.0  # so long an older heartbeat is ignored; later it corrects a wrong report
 
 _id = attrgetter("instance_id")
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request of ours. Pass it to `accepted` when its instance answers, and always to `over`."""
+    """A request of this router. Its sender always passes it to `over`."""
 
-    tokens: int  # prompt tokens to compute there
-    pages: int  # that it will hold there
+    tokens: int  # to compute there
+    pages: int  # to hold there
     sent_s: float
     where: "_InstanceLoad"
     branches: int = 1
-    number: int | None = None  # the instance's number for it; None: no answer yet
-    computed: bool = False  # whether its prompt is
+    number: int | None = None  # from the instance's answer
+    computed: bool = False  # its prompt
 
 
 @dataclass(slots=True, eq=False)
 class _InstanceLoad:
     epoch: str
     member: Member
-    order: tuple[int, int] = (-1, -1)  # (accepted, step) of the last believed heartbeat; neither goes back
+    order: tuple[int, int] = (-1, -1)  # (accepted, step) of the last heartbeat
     heard_s: float = 0.0
-    queued_tokens: int = 0  # from that heartbeat
+    queued_tokens: int = 0  # as reported
     running: int = 0
     used_pages: int = 0
-    # our requests there
-    ours: int = 0  # branches: a lower bound of what it runs
-    ours_tokens: int = 0  # prompt tokens not computed
+    ours: int = 0  # branches of this router there
+    ours_tokens: int = 0  # not computed
     ours_pages: int = 0
-    untold: dict[Sent, None] = field(default_factory=dict)
-    untold_tokens: int = 0
-    untold_pages: int = 0
-    untold_branches: int = 0
+    uncovered: dict[Sent, None] = field(default_factory=dict)
+    uncovered_tokens: int = 0
+    uncovered_pages: int = 0
+    uncovered_branches: int = 0
 
     def show(self) -> None:
-        """Update the member, which policies read.
+        """Update the member.
 
-        If a worker reports fewer requests than we sent it, our own count is the lower bound. Otherwise its report
-        is right: requests may share pages, and be partly computed.
+        If a worker reports fewer requests than we sent it, our own counts are lower bounds. Otherwise its report is
+        right: requests may share pages, or be partly computed.
         """
         member = self.member
-        member.queued_tokens = self.queued_tokens + self.untold_tokens
-        member.running = self.running + self.untold_branches
-        member.used_pages = self.used_pages + self.untold_pages
+        member.queued_tokens = self.queued_tokens + self.uncovered_tokens
+        member.running = self.running + self.uncovered_branches
+        member.used_pages = self.used_pages + self.uncovered_pages
         if member.running < self.ours:
             member.running = self.ours
             member.queued_tokens = max(member.queued_tokens, self.ours_tokens)
@@ -72,22 +67,20 @@ class _InstanceLoad:
 
 
 class LoadBook:
-    """The members of one role. One thread, one monotonic clock."""
-
     def __init__(self, forget_after_s: float = FORGET_AFTER_S) -> None:
         self._forget_after_s = forget_after_s
         self._instances: dict[str, _InstanceLoad] = {}
         self._members: list[Member] = []
-        self._untold: dict[Sent, None] = {}  # not covered by heartbeats, of all instances, oldest first
-        self._ours: dict[Sent, None] = {}  # not over, oldest first
+        self._uncovered: dict[Sent, None] = {}  # oldest first
+        self._ours: dict[Sent, None] = {}  # oldest first
 
     @property
     def members(self) -> Sequence[Member]:
         return self._members
 
     @property
-    def num_untold(self) -> int:
-        return len(self._untold)
+    def num_uncovered(self) -> int:
+        return len(self._uncovered)
 
     def find(self, instance_id: str) -> Member | None:
         instance = self._instances.get(instance_id)
@@ -109,9 +102,9 @@ class LoadBook:
         if instance is None:
             return
         del self._members[bisect_left(self._members, instance_id, key=_id)]
-        for sent in instance.untold:
-            del self._untold[sent]
-        instance.untold.clear()
+        for sent in instance.uncovered:
+            del self._uncovered[sent]
+        instance.uncovered.clear()
         for sent in [s for s in self._ours if s.where is instance]:
             del self._ours[sent]
 
@@ -125,13 +118,13 @@ class LoadBook:
         if instance is None:
             return None
         sent = Sent(tokens, pages, now_s, instance, branches)
-        instance.untold[sent] = self._untold[sent] = self._ours[sent] = None
+        instance.uncovered[sent] = self._uncovered[sent] = self._ours[sent] = None
         instance.ours += branches
         instance.ours_tokens += tokens
         instance.ours_pages += pages
-        instance.untold_tokens += tokens
-        instance.untold_pages += pages
-        instance.untold_branches += branches
+        instance.uncovered_tokens += tokens
+        instance.uncovered_pages += pages
+        instance.uncovered_branches += branches
         instance.show()
         return sent
 
@@ -139,7 +132,7 @@ class LoadBook:
         """Number 0 does not count: the next heartbeat is taken to cover it."""
         sent.number = number
         if 0 < number <= sent.where.order[0]:
-            self._told(sent)
+            self._cover(sent)
 
     def computed(self, sent: Sent) -> None:
         if sent in self._ours and not sent.computed:
@@ -154,16 +147,16 @@ class LoadBook:
             sent.where.ours -= sent.branches
             sent.where.ours_pages -= sent.pages
             sent.where.show()
-        self._told(sent)
+        self._cover(sent)
 
-    def _told(self, sent: Sent) -> None:
+    def _cover(self, sent: Sent) -> None:
         instance = sent.where
-        if sent not in instance.untold:
+        if sent not in instance.uncovered:
             return
-        del instance.untold[sent], self._untold[sent]
-        instance.untold_tokens -= sent.tokens
-        instance.untold_pages -= sent.pages
-        instance.untold_branches -= sent.branches
+        del instance.uncovered[sent], self._uncovered[sent]
+        instance.uncovered_tokens -= sent.tokens
+        instance.uncovered_pages -= sent.pages
+        instance.uncovered_branches -= sent.branches
         instance.show()
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> None:
@@ -182,16 +175,16 @@ class LoadBook:
         instance.used_pages = max(heartbeat.held_pages, 0)
         instance.member.total_pages = max(heartbeat.total_pages, 0)
         instance.member.prompt_tokens_per_s = max(heartbeat.prompt_tokens_per_s, 0.0)
-        for sent in [s for s in instance.untold if s.number is not None and s.number <= heartbeat.accepted]:
-            self._told(sent)
+        for sent in [s for s in instance.uncovered if s.number is not None and s.number <= heartbeat.accepted]:
+            self._cover(sent)
         instance.show()
 
     def expire(self, now_s: float) -> None:
-        while self._untold:
-            oldest = next(iter(self._untold))
+        while self._uncovered:
+            oldest = next(iter(self._uncovered))
             if now_s - oldest.sent_s < self._forget_after_s:
                 break
-            self._told(oldest)
+            self._cover(oldest)
         while self._ours:
             oldest = next(iter(self._ours))
             if now_s - oldest.sent_s < OURS_FOR_S:

@@ -1,21 +1,21 @@
-"""Whether decode would compute a prompt sooner than any prefill instance, because all have queues."""
+"""Local prefill: whether decode computes a prompt sooner than any prefill instance, because all have queues."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 SMOOTHING: Final = 0.2  # weight of the latest step
-MARGIN_S: Final = 0.5  # possible error of a reported queue: the interval between heartbeats during a step
+MARGIN_S: Final = 0.5  # interval between heartbeats during a step: the error of a reported queue
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLoad:
-    queued_tokens: int  # prompt tokens accepted and not computed
+    queued_tokens: int  # of prompts
     tokens_per_s: float  # of prompts; 0: unknown
-    age_s: float = 0.0  # of the report; it has computed since
+    age_s: float = 0.0  # of the report
 
     def seconds_for(self, tokens: int, usual: float) -> float:
-        """Until the queue and `tokens` more are computed; `usual`: speed for an unknown worker."""
+        """Until the queue and `tokens` more are computed; `usual`: the speed if none is known."""
         return max(0.0, (self.queued_tokens + tokens) / (self.tokens_per_s or usual) - self.age_s)
 
 
@@ -24,7 +24,6 @@ class PromptRate:
         self.tokens_per_s = 0.0
 
     def stepped(self, prompt_tokens: int, step_s: float) -> None:
-        """Decodes in the step count as time, which a prompt must expect."""
         if not prompt_tokens or step_s <= 0:
             return
         now = prompt_tokens / step_s
@@ -32,10 +31,7 @@ class PromptRate:
 
 
 def sooner_here(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]) -> bool:
-    """Whether `tokens` would be computed here, by a margin, before any worker `there` began with them.
-
-    False while no speed is known.
-    """
+    """Whether `tokens` would be computed here before any worker `there` begins; False while no speed is known."""
     others = list(there)
     speeds = [load.tokens_per_s for load in (here, *others) if load.tokens_per_s]
     if not others or not speeds:

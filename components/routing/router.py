@@ -1,7 +1,4 @@
-"""One phase's choices in one process: health, load, caches, and the outcome of earlier requests.
-
-No I/O: services feed it from etcd, NATS and their requests, the simulator from its own. One thread, one clock.
-"""
+"""The choices of one phase in one process, from health, load and caches. No I/O: the simulator runs the same code."""
 
 import json
 import math
@@ -20,22 +17,20 @@ from components.routing.policy import HasInstanceId, Member, Policy, PolicyChoic
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate, RouteExplained
 
-BlocksOf = Callable[[int], Sequence[bytes]]  # page size → chained hashes of a prompt's full pages
+BlocksOf = Callable[[int], Sequence[bytes]]  # page size → a prompt's block hashes
 SHOWN: Final = 8  # candidates in a span
-# counted as failures of an instance: loss, silence, delay, defects, unintelligible answers
+# failures of an instance
 AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
 @dataclass(frozen=True, slots=True)
 class RouteChoice:
-    """An instance for one request that is not sent yet."""
-
     instance_id: str
-    cached_tokens: int  # expected cached tokens of the prompt; 0 if there was no choice
+    cached_tokens: int  # of the prompt, as expected
     why: str
     num_candidates: int
-    blocks: Sequence[bytes]  # the prompt's hashes by the instance's page size; empty if not needed
-    candidates: Sequence[Candidate] = ()  # if the request was to be explained: the chosen one, then by cost
+    blocks: Sequence[bytes]  # for the approximate index
+    candidates: Sequence[Candidate] = ()  # if explained: the chosen one, then by cost
 
     def facts(self) -> dict[str, str | int]:
         facts: dict[str, str | int] = {
@@ -62,7 +57,6 @@ def _short(candidate: Candidate) -> dict[str, str | float]:
 
 
 def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> RouteExplained:
-    """The answer of `inspect route`; `token_ids`: int32[T] of the prompt."""
     if isinstance(chosen, str):
         return RouteExplained(policy=policy, token_ids=token_ids, why=chosen)
     return RouteExplained(
@@ -75,7 +69,7 @@ def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> Route
 
 
 class Route:
-    """One request on its way to an instance. Its sender reports each outcome, and always `over`."""
+    """A request sent to an instance. Its sender reports each outcome, and `over` for every branch."""
 
     __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "instance_id")
 
@@ -87,7 +81,7 @@ class Route:
         self.instance_id = instance_id
 
     def accepted(self, number: int) -> None:
-        """The instance's number for it; 0: it does not count."""
+        """`number`: from the instance's answer."""
         if self._sent is not None:
             self._router.book.accepted(self._sent, number)
 
@@ -98,7 +92,7 @@ class Route:
         self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
-        """Count a failure for the breaker, once for all branches, if it is one of `AGAINST`."""
+        """Counts once for all branches."""
         counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance)
         if counts and not self._failed:
             self._failed = True
@@ -115,8 +109,6 @@ class Route:
 
 
 class Router:
-    """`index` has what instances publish of their caches; its owner updates it."""
-
     def __init__(
         self,
         policy: Policy,
@@ -125,11 +117,11 @@ class Router:
         index: KvIndex | None,
         *,
         page_size: int = 16,
-        or_nobody: bool = False,
+        or_none: bool = False,
     ) -> None:
-        """Without an `index` caches are ignored. `page_size`: default for instances that report none, in tokens.
+        """Without an `index`, which its owner updates, caches are ignored.
 
-        `or_nobody`: choose none rather than an instance that has just failed.
+        `page_size`: tokens, if an instance reports none. `or_none`: choose none if every breaker is open.
         """
         self.book = LoadBook()
         self.health = Health(rng)
@@ -138,26 +130,22 @@ class Router:
         self._index = index
         self._guess = ApproximateIndex(clock=clock)  # for instances without KV events
         self._usual_page_size = page_size
-        self._or_nobody = or_nobody
+        self._or_none = or_none
         self._page_sizes: Counter[int] = Counter()
         self._silent: set[str] = set()  # instances without KV events
-        self._usable: Sequence[HasInstanceId] | None = (
-            None  # the sequence of the last request, while instances are the same
-        )
-        self._members: Sequence[Member] = ()  # of that sequence
+        self._usable: Sequence[HasInstanceId] | None = None  # of the last request; None: instances have changed
+        self._members: Sequence[Member] = ()  # of `_usable`
 
     @property
     def now_s(self) -> float:
         return self._clock()
 
-    def joined(
-        self, instance_id: str, epoch: str, page_size: int | None = None, *, tells_cache: bool = False
-    ) -> Member:
+    def joined(self, instance_id: str, epoch: str, page_size: int | None = None, *, kv_events: bool = False) -> Member:
         self.left(instance_id)
         self._usable = None
         size = page_size or self._usual_page_size
         self._page_sizes[size] += 1
-        if not tells_cache:
+        if not kv_events:
             self._silent.add(instance_id)
         self.health.joined(instance_id, self.now_s)
         return self.book.joined(instance_id, epoch, size)
@@ -182,19 +170,19 @@ class Router:
         request: RouteRequest,
         blocks: BlocksOf,
         usable: Sequence[HasInstanceId],
-        told: Mapping[str, int] | None = None,
+        reported: Mapping[str, int] | None = None,
     ) -> RouteChoice | None:
-        """One of `usable`, which are sorted by id; None if there are none.
-
-        The same sequence must mean the same instances: it is scanned once.
+        """One of `usable`, or None.
 
         Args:
+            request: the prompt to route.
             blocks: the prompt's hashes.
-            told: cached tokens that each instance reported; None: use the index.
+            usable: sorted by id. A sequence that changes must be another object: it is scanned once.
+            reported: cached tokens that instances reported; None: use the index.
         """
-        members = self.health.candidates(self._members_of(usable), self.now_s, or_nobody=self._or_nobody)
-        cached = told or {}
-        if told is None and self._index is not None and (len(members) > 1 or request.explain):
+        members = self.health.candidates(self._members_of(usable), self.now_s, or_none=self._or_none)
+        cached = reported or {}
+        if reported is None and self._index is not None and (len(members) > 1 or request.explain):
             cached = self._cached(blocks)
         choice = self.policy.choose(request, members, cached, self.now_s)
         if choice is None:
@@ -206,11 +194,10 @@ class Router:
         return RouteChoice(member.instance_id, hit, choice.why, len(members), hashes, seen)
 
     def explain(self, request: RouteRequest, blocks: BlocksOf, usable: Sequence[HasInstanceId]) -> RouteChoice | None:
-        """What `choose` would answer now, without a trace of the question."""
         return self.choose(replace(request, explain=True, dry=True), blocks, usable)
 
     def send(self, chosen: RouteChoice, tokens: int, pages: int, branches: int = 1) -> Route:
-        """A request leaves with so many prompt tokens to compute and pages to hold."""
+        """`tokens`: of the prompt, to compute there; `pages`: to hold there."""
         now_s, instance_id = self.now_s, chosen.instance_id
         self.health.sent(instance_id, now_s)
         if chosen.blocks:
@@ -228,7 +215,6 @@ class Router:
         return self._members
 
     def _cached(self, blocks: BlocksOf) -> Mapping[str, int]:
-        """Cached tokens of the prompt at each instance. Hashes of another page size match nothing."""
         assert self._index is not None
         cached: dict[str, int] = {}
         for size in self._page_sizes:

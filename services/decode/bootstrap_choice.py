@@ -18,10 +18,10 @@ Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
 
 
 class BootstrapChoice:
-    def __init__(self, rng: Random, *, or_nobody: bool = True) -> None:
-        """`or_nobody`: ask no replica if all breakers are open, because the prompt can be computed here instead."""
+    def __init__(self, rng: Random, *, or_none: bool = True) -> None:
+        """`or_none`: ask no replica if all breakers are open, because the prompt can be computed here instead."""
         self._rng = rng
-        self._or_nobody = or_nobody
+        self._or_nobody = or_none
         self._turn = count()
         self._breakers: dict[str, Breaker] = {}  # by replica
         self._asked_s: dict[str, list[float]] = {}  # start times of pending calls, by replica

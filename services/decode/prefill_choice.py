@@ -122,7 +122,7 @@ class PrefillChoice:
 
     def _usable(self, adapter: str) -> Sequence[InstanceRecord]:
         """Return the prefill instances that compute the same KV with `adapter` as this instance."""
-        alive = self._alive.usable(self._model, adapter, or_nobody=True)
+        alive = self._alive.usable(self._model, adapter, or_none=True)
         known = self._compatible.get(adapter)
         if known is None or known.of is not alive:
             known = _Compatible(alive, [record for record in alive if self._is_compatible(record, adapter)])

@@ -79,7 +79,7 @@ class PrefillClient:
         self._checksums = checksums
         self._transfers: dict[str, InboundTransfer] = {}  # by engine id
         registry.book.subscribe(_bootstrap_changed)
-        self._bootstraps = BootstrapChoice(Random(registration.instance_id), or_nobody=recomputes)
+        self._bootstraps = BootstrapChoice(Random(registration.instance_id), or_none=recomputes)
 
     def __len__(self) -> int:
         return len(self._transfers)

@@ -374,7 +374,7 @@ def test_an_instance_of_a_large_fleet_is_silent_when_two_announced_heartbeats_ar
     assert watched.usable == ["a", "b"], "one that has sent none yet is taken to send as often as the others"
     watched.after(0.2)
     assert not watched.lost
-    assert watched.liveness.usable(or_nobody=True) == []
+    assert watched.liveness.usable(or_none=True) == []
     watched.after(1.8)
     assert not watched.lost
     watched.after(0.2)
@@ -397,7 +397,7 @@ def test_where_all_stand_still_all_are_usable() -> None:
     watched.beat("b")
     watched.after(1.6)
     assert watched.usable == ["a", "b"]
-    assert watched.liveness.usable(or_nobody=True) == []
+    assert watched.liveness.usable(or_none=True) == []
 
 
 def test_who_hangs_again_and_again_is_passed_over_each_time() -> None:

@@ -133,7 +133,7 @@ def test_a_small_rate_still_allows_a_first_prompt() -> None:
 class Scene:
     def __init__(self) -> None:
         self.router = Router(
-            parse_policy("kv_aware").make("prefill", Random(0)), Random(0), lambda: 0.0, None, or_nobody=True
+            parse_policy("kv_aware").make("prefill", Random(0)), Random(0), lambda: 0.0, None, or_none=True
         )
         for member in FLEET[:20]:
             self.router.joined(member.instance_id, "e1")

@@ -153,13 +153,13 @@ def test_a_try_that_says_nothing_makes_place_for_another_one() -> None:
     members = old_fleet(1, health)
     health.failed("i000", 0.0)
     health.undecided("i000", 0.1)
-    assert names(health.candidates(members, 0.2, or_nobody=True)) == "", "it was one from before"
+    assert names(health.candidates(members, 0.2, or_none=True)) == "", "it was one from before"
     health.sent("i000", 1.1)
-    assert names(health.candidates(members, 1.2, or_nobody=True)) == ""
+    assert names(health.candidates(members, 1.2, or_none=True)) == ""
     health.undecided("i000", 1.3)
-    assert names(health.candidates(members, 1.3, or_nobody=True)) == "i000"
+    assert names(health.candidates(members, 1.3, or_none=True)) == "i000"
     health.sent("i000", 1.3)
-    assert names(health.candidates(members, 1.4, or_nobody=True)) == "", "one at a time"
+    assert names(health.candidates(members, 1.4, or_none=True)) == "", "one at a time"
     assert health.state("i000") is B.HALF_OPEN
 
 
@@ -171,8 +171,8 @@ def test_when_every_breaker_is_open_everybody_may_be_asked() -> None:
     assert names(health.candidates(members, 0.1)) == "i000"
     health.failed("i000", 0.1)
     assert names(health.candidates(members, 0.2)) == "i000 i001 i002"
-    assert names(health.candidates(members, 0.2, or_nobody=True)) == ""
-    assert names(health.candidates(members, 1.1, or_nobody=True)) == "i000 i001 i002", "each is tried again in time"
+    assert names(health.candidates(members, 0.2, or_none=True)) == ""
+    assert names(health.candidates(members, 1.1, or_none=True)) == "i000 i001 i002", "each is tried again in time"
 
 
 def test_an_instance_that_is_gone_is_gone_with_its_failures() -> None:

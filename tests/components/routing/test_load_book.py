@@ -210,7 +210,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
             assert member.used_pages == pages
             assert self.book.find(member.instance_id) is member
             kept += len(untold)
-        assert self.book.num_untold == kept
+        assert self.book.num_uncovered == kept
 
     def teardown(self) -> None:
         """When everything has been answered and told, the book is the truth."""
@@ -232,7 +232,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
                 sum(r.tokens for r in worker.active),
                 sum(r.pages for r in worker.active),
             )
-        assert self.book.num_untold == 0
+        assert self.book.num_uncovered == 0
 
 
 BookAgainstWorld.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
@@ -298,7 +298,7 @@ def test_a_heartbeat_that_is_faster_than_the_answer_counts_the_request_too() -> 
     assert sent is not None
     book.heard(beat(accepted=1, num_requests=1), 0.0)
     book.accepted(sent, 1)
-    assert (member.running, book.num_untold) == (1, 0)
+    assert (member.running, book.num_uncovered) == (1, 0)
 
 
 def test_a_heartbeat_of_another_epoch_says_nothing() -> None:
@@ -319,7 +319,7 @@ def test_a_worker_that_says_nothing_of_its_requests_leaves_none_behind() -> None
         book.heard(beat(step=tenth), tenth / 10)
         assert member.running == 1
     book.heard(beat(step=10_000), FORGET_AFTER_S)
-    assert book.num_untold == 0
+    assert book.num_uncovered == 0
     # For all we know it is there.
     assert (member.running, member.queued_tokens, member.used_pages) == (1, 100, 7)
     book.computed(sent)
@@ -334,7 +334,7 @@ def test_a_lost_instance_takes_its_requests_along_and_their_late_ends_change_not
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
     member = book.joined("a", "2")
-    assert (member.running, book.num_untold) == (0, 0)
+    assert (member.running, book.num_uncovered) == (0, 0)
     book.accepted(sent, 1)
     book.over(sent)
     assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)

@@ -41,7 +41,7 @@ class Fleet:
         self.index = KvIndex()
         self.router = Router(parse_policy(policy).make("prefill", Random(1)), Random(1), lambda: self.now, self.index)
         for name, size in (sizes or dict.fromkeys("abc", 16)).items():
-            self.router.joined(name, "e", size, tells_cache=name in tell)
+            self.router.joined(name, "e", size, kv_events=name in tell)
         self.now = WARM_S
 
     def choose(self, usable: str = "abc", *, explain: bool = False, tokens: list[int] = PROMPT) -> RouteChoice:

@@ -26,8 +26,8 @@ NEVER = float("inf")
 class Replicas:
     """How long each takes to answer, and with what; and who was asked."""
 
-    def __init__(self, *, or_nobody: bool = True, **answer_s: float) -> None:
-        self.choice = BootstrapChoice(Random(0), or_nobody=or_nobody)
+    def __init__(self, *, or_none: bool = True, **answer_s: float) -> None:
+        self.choice = BootstrapChoice(Random(0), or_none=or_none)
         self.answer_s = answer_s
         self.errors: dict[str, MeshError] = {}
         self.asked: list[str] = []
@@ -124,7 +124,7 @@ async def test_the_only_replica_is_waited_for_once_and_then_left_alone_for_a_whi
 @virtually
 async def test_where_a_prompt_cannot_be_computed_here_a_silent_replica_is_asked_again_at_once() -> None:
     """One lost message would make requests fail for seconds, though the replica is well."""
-    replicas = Replicas(or_nobody=False, a=NEVER)
+    replicas = Replicas(or_none=False, a=NEVER)
     with pytest.raises(NoBootstrapInstance):
         await replicas.open()
     replicas.answer_s["a"] = 0.01
