@@ -1,4 +1,4 @@
-"""The block hash of the engine's cache, KV events and routers."""
+"""Block hashes, as in the prefix cache, KV events and routers."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -7,21 +7,20 @@ from typing import Final, overload
 from components.wire.tokens import num_tokens, pack_tokens
 
 HASH_BYTES: Final = 16
-PREFIX_TOKENS: Final = 256  # prefix of a prompt for policies that hash only its beginning
+PREFIX_TOKENS: Final = 256  # for policies that hash only the beginning of a prompt
 
 
 def seed_hash(model: str, lora: str = "", cache_salt: str = "") -> bytes:
-    """The parent of first blocks, so that models, adapters and tenants share no hashes."""
+    """The parent of first blocks: models, adapters and tenants share no hashes."""
     return blake2b(f"{model}\0{lora}\0{cache_salt}".encode(), digest_size=HASH_BYTES).digest()
 
 
 def block_hashes(token_ids: Sequence[int], page_size: int, seed: bytes) -> list[bytes]:
-    """Chained 128-bit hashes of the full pages of `token_ids`; none for a partial last page."""
+    """Of full pages only."""
     return list(_chain(pack_tokens(token_ids), page_size, seed))
 
 
 def _chain(tokens: bytes, page_size: int, parent: bytes) -> Iterator[bytes]:
-    """Of int32[T] bytes."""
     packed, stride = memoryview(tokens), 4 * page_size
     for start in range(0, len(packed) - stride + 1, stride):
         parent = blake2b(packed[start : start + stride], digest_size=HASH_BYTES, key=parent).digest()
@@ -29,7 +28,7 @@ def _chain(tokens: bytes, page_size: int, parent: bytes) -> Iterator[bytes]:
 
 
 class BlockHashes(Sequence[bytes]):
-    """The hashes of one prompt's full pages, computed on demand, once."""
+    """Computed on demand, once."""
 
     __slots__ = ("_len", "_made", "_rest")
 
@@ -43,7 +42,6 @@ class BlockHashes(Sequence[bytes]):
         return self._len
 
     def __iter__(self) -> Iterator[bytes]:
-        """In order: a search for a prefix stops at the first unknown hash and has computed no more."""
         made, at = self._made, 0
         while at < self._len:
             if at == len(made):
@@ -63,10 +61,10 @@ class BlockHashes(Sequence[bytes]):
 
 
 class PromptBlocks:
-    """The hashes of one prompt's full pages, for each requested page size."""
+    """One prompt's hashes, by page size."""
 
     def __init__(self, tokens: bytes, seed: bytes) -> None:
-        """`tokens`: int32[T], as on the wire."""
+        """`tokens`: int32[T] bytes."""
         self.num_tokens = num_tokens(tokens)
         self._tokens = tokens
         self._seed = seed

@@ -12,9 +12,9 @@ from msgspec.msgpack import Decoder, Encoder
 
 from components.errors import MalformedMessage
 
-MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024  # NATS's max_payload in every deployment that we ship
+MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024  # max_payload of NATS in our deployments
 MAX_ITEMS: Final = 1 << 20
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised for arbitrary bytes
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class UnknownMessage(MalformedMessage):
@@ -23,7 +23,7 @@ class UnknownMessage(MalformedMessage):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Struct(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The base of messages and their parts: frozen, checked when read. Fields with default values are not sent."""
+    """Fields with default values are not sent."""
 
 
 S = TypeVar("S", bound=Struct)
@@ -32,12 +32,12 @@ _encoder: Final = Encoder()
 _pair: Final = Decoder(tuple[str, msgspec.Raw])
 _by_tag: dict[str, type[Struct]] = {}
 _tags: dict[type[Struct], str] = {}
-_heads: dict[type[Struct], bytes] = {}  # each message's bytes before its fields
+_heads: dict[type[Struct], bytes] = {}  # the bytes before the fields
 _decoders: dict[type[Struct], Decoder[Any]] = {}
 
 
 def message(tag: str) -> Callable[[type[S]], type[S]]:
-    """Make a struct a message with `tag` ("<conversation>.v<version>")."""
+    """`tag`: "<conversation>.v<version>"."""
 
     def register(cls: type[S]) -> type[S]:
         if tag in _by_tag:
@@ -56,7 +56,7 @@ def pack(value: Struct) -> bytes:
 
 
 def unpack(data: bytes, *expected: type[S]) -> S:
-    """The message in `data`, one of the `expected` classes. Raises: MalformedMessage."""
+    """Raises: MalformedMessage."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(f"{len(data)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     try:
@@ -77,7 +77,7 @@ def unpack(data: bytes, *expected: type[S]) -> S:
 
 
 def unpack_plain(data: bytes) -> Any:
-    """The msgpack value in `data`. Raises: MalformedMessage."""
+    """Raises: MalformedMessage."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(f"{len(data)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     try:
@@ -96,8 +96,8 @@ def unpack_plain(data: bytes) -> Any:
 
 
 class Dated(Struct, kw_only=True):
-    """`components.messaging.clocks` converts the deadline to the receiver's clock."""
+    """A message with a deadline, which `components.messaging.clocks` converts to the receiver's clock."""
 
-    deadline_unix_ms: int  # wall clock: monotonic times differ between processes
-    sender: str = ""  # sender's instance id or subject, the same in all its messages
-    sent_unix_ms: int = 0  # by the sender's clock; 0: unknown, and the deadline is not converted
+    deadline_unix_ms: int  # by the sender's wall clock
+    sender: str = ""  # instance id or subject
+    sent_unix_ms: int = 0  # 0: unknown, and the deadline is not converted

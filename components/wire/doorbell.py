@@ -1,6 +1,6 @@
-"""prefill → decode, by TCP: notifications of KV transfer backends that have none of their own.
+"""prefill → decode, by TCP: notifications for KV transfer backends that have none.
 
-Frames: four bytes of length, big-endian, then the message. Each is answered before the next one is read.
+A frame is the message and, before it, its length in four bytes, big-endian. Frames are answered in order.
 """
 
 from components.wire.codec import Struct, message
@@ -8,13 +8,13 @@ from components.wire.codec import Struct, message
 
 @message("doorbell-ring.v1")
 class Ring(Struct):
-    """Empty `notification`: only asks which agent answers. Answered by Heard."""
+    """Answered by Heard. An empty `notification` only asks which agent answers."""
 
     notification: str = ""
     aux_slot: int = 0
-    aux: bytes = b""  # the slot's new contents, if the backend does not write it; else empty
+    aux: bytes = b""  # of the slot, if the backend does not write it
 
 
 @message("doorbell-heard.v1")
 class Heard(Struct):
-    agent: str  # the answering agent: the address may have another owner by now
+    agent: str  # the address may belong to another agent by now

@@ -9,12 +9,12 @@ from msgspec import field
 
 from components.wire.codec import Dated, Struct, message
 
-MAX_TEXTS: Final = 64  # of one message, whose vectors come in one answer
+MAX_TEXTS: Final = 64  # of one message
 
 
 @message("embed.v1")
 class EmbedRequest(Dated):
-    request_id: str  # ours and random, one for each message
+    request_id: str  # ours and random
     epoch: str  # of the addressed instance
     model: str
     texts: list[bytes]  # int32[T] each
@@ -30,8 +30,6 @@ class Vectors(Struct):
 
 @message("cancel-embed.v1")
 class CancelEmbed(Struct):
-    """frontend → decode: the vectors are not needed any more."""
-
     request_id: str
 
 
@@ -41,7 +39,7 @@ class EmbedCancelled(Struct):
 
 
 class EmbeddingModel(Struct):
-    dimensions: int  # of a vector
-    normalised: bool = False  # whether its vectors have length 1
-    matryoshka: bool = False  # whether leading dimensions make a vector of their own
-    matryoshka_dimensions: list[int] = field(default_factory=list)  # allowed numbers of them; empty: any
+    dimensions: int
+    normalised: bool = False  # vectors have length 1
+    matryoshka: bool = False  # leading dimensions are a vector, too
+    matryoshka_dimensions: list[int] = field(default_factory=list)  # allowed numbers; empty: any

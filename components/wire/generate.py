@@ -1,8 +1,6 @@
-"""frontend ↔ decode: a request, and its tokens in frames.
+"""frontend ↔ decode: a request on `<decode subject>.generate`, and frames with its tokens on `reply_to`.
 
-`GenerateRequest` goes to `<decode subject>.generate` and is answered at once. Tokens arrive on the subject in
-`reply_to`, in frames with the new tokens of all streams of one frontend. A request with n branches is n streams
-with their own numbers, ends and cancellations.
+A request with n branches is n streams with their own numbers, ends and cancellations.
 """
 
 import sys
@@ -23,38 +21,36 @@ from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
 FIELDS: Final = 9  # of an item
-MAX_STREAM_ID: Final = 2**63 - 1  # as a frame's column holds it
-PLAIN: Final = (None, None, 0, 0, None, None)  # the fields after a plain item's tokens
+MAX_STREAM_ID: Final = 2**63 - 1
+PLAIN: Final = (None, None, 0, 0, None, None)  # fields after the tokens of a plain item
 
 
-@message("generate.v4")  # new with each FRAME_VERSION: its sender reads the frames that answer it
+@message("generate.v4")  # new with each FRAME_VERSION: the sender reads such frames
 class GenerateRequest(Dated):
-    """frontend → decode. A stream that moves is sent again with its tokens so far."""
+    """Answered at once. A stream that moves is sent again with its tokens so far."""
 
-    request_id: str  # ours and random; the client's own id is a label, never a key
+    request_id: str  # ours and random
     epoch: str  # of the addressed instance
-    model: str  # of the base model, also with an adapter
-    stream_id: int  # unique within the frontend; the first branch's, followed by the others'
-    reply_to: str  # NATS subject of the frontend's frames
-    token_ids: bytes  # int32[T]: the prompt, and after a move the generated tokens
+    model: str  # the base model
+    stream_id: int  # of the first branch, unique in the frontend; those of other branches follow
+    reply_to: str  # NATS subject
+    token_ids: bytes  # int32[T]: the prompt, and after a move the tokens so far
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0  # lower goes first
-    adapter: str = ""  # as in the instance's record; "": none
+    adapter: str = ""  # "": none
     session: str = ""  # key of session affinity
 
 
 @message("generate-accepted.v1")
 class GenerateAccepted(Struct):
-    """decode → frontend: tokens will follow on `reply_to`."""
-
     request_id: str
-    number: int = 0  # heartbeats with at least this `accepted` cover the request; 0: they do not
+    number: int = 0  # heartbeats with this `accepted` or more cover the request; 0: none does
 
 
 @message("cancel.v1")
 class CancelStreams(Struct):
-    """frontend → decode, on `<decode subject>.cancel`."""
+    """On `<decode subject>.cancel`."""
 
     reply_to: str
     stream_ids: list[int]
@@ -67,53 +63,48 @@ class StreamsCancelled(Struct):
 
 @message("resend.v1")
 class ResendFrames(Struct):
-    """frontend → decode, on `<decode subject>.resend`: frames to `reply_to` are missing; answered by FramesResent."""
+    """On `<decode subject>.resend`: frames are missing. Answered by FramesResent."""
 
     reply_to: str
-    first: int  # number of the first missing frame
+    first: int  # frame number
 
 
 @message("resent.v1")
 class FramesResent(Struct):
-    """decode → frontend: the frames were sent again on `reply_to`."""
-
-    oldest: int  # number of the oldest kept frame: earlier ones are lost
-    next: int  # end of the resent frames, exclusive
-    made: int  # frames so far; more than `next` if not all fit into one answer
+    oldest: int  # frame number: earlier ones are lost
+    next: int  # end of the resent frames
+    made: int  # end of all frames so far
 
 
 class StreamItem(NamedTuple):
     stream_id: int
-    seq: int  # its first number; see `num_numbers`. A gap is a lost frame
+    seq: int  # of its first token in the stream; a gap is a lost frame
     token_ids: list[int]
     finish: str | None = None  # "stop" or "length", with the last tokens
-    error: Refused | None = None  # the stream ended with this error
-    num_cached_tokens: int = 0  # set with the first token
-    sent_unix_ns: int = 0  # set with the first token, for the trace
+    error: Refused | None = None  # ends the stream
+    num_cached_tokens: int = 0  # with the first token
+    sent_unix_ns: int = 0  # with the first token, for the trace
     logprobs: list[TokenLogprobs] | None = None  # one per token, if requested
-    prompt_logprobs: Sequence[TokenLogprobs] | None = (
-        None  # from the prompt's second token on; with branch 0's first token
-    )
+    # from the prompt's second token on; with the first token of branch 0
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFrame:
-    """The news of all streams of one frontend, of one or more steps."""
-
     instance_id: str
     epoch: str
-    step: int  # the engine's step counter
+    step: int  # counter of the engine
     items: list[StreamItem]
-    number: int = 0  # of the frames from this instance to this frontend, from 0
+    number: int = 0  # of the frames to this frontend, from 0
 
 
 def num_numbers(token_ids: Sequence[int]) -> int:
-    """Stream numbers that an item takes, from 0: one per token, one without tokens."""
+    """Stream numbers that an item takes."""
     return len(token_ids) or 1
 
 
 class OtherFrameVersion(MalformedMessage):
-    """A token frame of an unknown version; `instance_id` has the same place in every version."""
+    """The instance id has the same place in every version."""
 
     def __init__(self, version: int, instance_id: str) -> None:
         super().__init__(
@@ -125,15 +116,15 @@ class OtherFrameVersion(MalformedMessage):
 class FrameDraft:
     """The items of a frame in progress, in wire form.
 
-    Plain tokens, nearly all, go into columns, one item per stream: handling them one by one would be most of a
-    token's cost. Other items have the number of plain items before them.
+    Plain items go into columns: one by one they would be most of a token's cost. Each other item has the number of
+    plain items before it.
     """
 
     __slots__ = ("_others", "_seqs", "_streams", "_tokens")
 
     def __init__(self) -> None:
         self._streams, self._seqs = array("q"), array("q")
-        self._tokens: list[Sequence[int]] = []  # of each item in columns
+        self._tokens: list[Sequence[int]] = []  # of plain items
         self._others: list[tuple[int, tuple[Any, ...]]] = []
 
     def __len__(self) -> int:
@@ -151,13 +142,13 @@ class FrameDraft:
             self._others.append((len(self._seqs), _other(item)))
 
     def failed(self, error: MeshError) -> "FrameDraft":
-        """A frame instead of this one that ends its streams with `error`."""
-        failed, told = FrameDraft(), refusal(error)
+        """A frame that ends the streams of this one with `error`."""
+        failed, refused = FrameDraft(), refusal(error)
         firsts: dict[int, int] = {}
         for stream_id, seq in [*zip(self._streams, self._seqs, strict=True), *(item[:2] for _, item in self._others)]:
             firsts[stream_id] = min(seq, firsts.get(stream_id, seq))
         for stream_id, seq in firsts.items():
-            failed.add(StreamItem(stream_id, seq, [], None, told))
+            failed.add(StreamItem(stream_id, seq, [], None, refused))
         return failed
 
     def pack(self, instance_id: str, epoch: str, step: int, number: int) -> bytes:
@@ -181,7 +172,7 @@ def _other(item: StreamItem) -> tuple[Any, ...]:
         item.num_cached_tokens,
         item.sent_unix_ns,
         None if item.logprobs is None else pack_logprobs(item.logprobs),
-        None if prompt is None else (len(prompt), pack_logprobs(prompt)),  # with the number of prompt tokens
+        None if prompt is None else (len(prompt), pack_logprobs(prompt)),
     )
 
 
@@ -247,14 +238,14 @@ def _merged(items: list[StreamItem], others: Any) -> list[StreamItem]:
 def _item(value: Any) -> StreamItem:
     if not (isinstance(value, list) and len(value) == FIELDS):
         raise MalformedMessage(f"token frame: an item is an array of {FIELDS}")
-    stream_id, seq, tokens, finish, error, cached, sent, told, prompt = value
+    stream_id, seq, tokens, finish, error, cached, sent, packed, prompt = value
     numbers = isinstance(stream_id, int) and isinstance(seq, int) and isinstance(cached, int) and isinstance(sent, int)
     if not (numbers and isinstance(tokens, bytes) and (finish is None or isinstance(finish, str))):
         raise MalformedMessage("token frame: bad item")
-    if told is not None and not isinstance(told, bytes):
+    if packed is not None and not isinstance(packed, bytes):
         raise MalformedMessage("token frame: bad log-probabilities")
     token_ids = unpack_tokens(tokens)
-    logprobs = None if told is None else unpack_logprobs(told, len(token_ids))
+    logprobs = None if packed is None else unpack_logprobs(packed, len(token_ids))
     return StreamItem(
         stream_id, seq, token_ids, finish, _error(error), cached, sent, logprobs, _prompt_logprobs(prompt)
     )

@@ -7,7 +7,7 @@ from components.wire.codec import Struct, message
 
 @message("profile-start.v1")
 class StartProfile(Struct):
-    """inspect → worker `<subject>.profile`; answered by ProfileStarted at once, or refused."""
+    """On `<worker subject>.profile`; answered at once by ProfileStarted."""
 
     seconds: float
 
@@ -19,28 +19,25 @@ class ProfileStarted(Struct):
 
 @message("profile-fetch.v1")
 class FetchProfile(Struct):
-    """inspect → worker `<subject>.profile_part`; answered by ProfilePart or an error."""
+    """On `<worker subject>.profile_part`; answered by ProfilePart."""
 
     profile_id: str
-    offset: int  # of the first byte
+    offset: int
 
 
 @message("profile-part.v1")
 class ProfilePart(Struct):
-    data: bytes  # concatenated gzip members, each a Chrome trace of a piece of the time
-    size_bytes: int | None = None  # of the whole file; None: still recording or writing
+    data: bytes  # gzip members, each a Chrome trace of some of the time
+    size_bytes: int | None = None  # of the file; None: not complete
     seconds: float = 0.0  # recorded
-    steps: int = 0  # of the engine that computed something
+    steps: int = 0  # engine steps with work
 
 
 @message("route-explain.v1")
 class ExplainRoute(Struct):
-    """`<frontend subject>.explain_route` with a text, or `<decode subject>.explain_route` with token ids.
+    """On `<subject>.explain_route` of a frontend, with a text, or of decode, with token ids."""
 
-    Answered by RouteExplained or Refused.
-    """
-
-    text: str = ""  # a user's message if `chat`, else a prompt
+    text: str = ""  # a user's message, or a prompt without `chat`
     chat: bool = True
     token_ids: bytes = b""  # int32[T]
     adapter: str = ""
@@ -56,13 +53,13 @@ class Candidate(Struct):
     used_pages: int
     total_pages: int
     breaker: str
-    cost: float | None = None  # in the policy's unit; infinite: too full; None: no costs
+    cost: float | None = None  # in the policy's unit; infinite: excluded
 
 
 @message("route-explained.v1")
 class RouteExplained(Struct):
     policy: str
-    token_ids: bytes  # int32[T]: the prompt
-    why: str  # also why no instance was chosen
-    chosen: str = ""  # instance id; "": none, or the decode that answers
+    token_ids: bytes  # int32[T]
+    why: str  # or why no instance was chosen
+    chosen: str = ""  # instance id; "": none
     candidates: list[Candidate] = field(default_factory=list)  # the chosen one first

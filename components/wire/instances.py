@@ -15,11 +15,9 @@ Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
 
 class KvEndpoint(Struct):
-    """Where an instance's KV pages are and how its backend reaches them."""
-
-    backend: str  # as in --kv-transfer: "nixl/UCX", "mooncake", "fake"; only equal ones work together
-    agent: str  # unique per process; NIXL's agent name
-    agent_metadata: str  # the backend's own: base64 of NIXL's blob, or addresses
+    backend: str  # as in --kv-transfer; both sides need the same
+    agent: str  # unique name
+    agent_metadata: str  # base64 of NIXL's metadata, or addresses
     base_address: int
     num_pages: int
     device: str  # "cpu" or "cuda:0"
@@ -30,23 +28,23 @@ class KvEndpoint(Struct):
 
 
 class InstanceRecord(Struct):
-    instance_id: str  # fixed while the process lives
-    epoch: str  # random, new with every registration
+    instance_id: str  # random, of the process
+    epoch: str  # random, of the registration
     role: Role
     host: str
     pid: int
     started_unix_ms: int
-    subject: str  # NATS subject prefix: `<namespace>.<role>.<instance_id>`
-    model: str | None = None  # name in the API
-    adapters: dict[str, str] = field(default_factory=dict)  # of that model: identity by name
-    max_context: int | None = None  # tokens, prompt and output together
+    subject: str  # `<namespace>.<role>.<instance_id>`
+    model: str | None = None  # as in the API
+    adapters: dict[str, str] = field(default_factory=dict)  # hash of the weights by name
+    max_context: int | None = None  # tokens of prompt and output
     kv: KvEndpoint | None = None
-    http: str | None = None  # URL of a frontend or of a metrics page
-    metrics: str | None = None  # URL of a frontend's own metrics page: several frontends may share the other one
-    kv_events: bool = False  # whether it publishes KV events
-    embedding: EmbeddingModel | None = None  # None: the model generates
-    protocol: int = UNNAMED  # see `components/wire/protocol.py`
-    oldest_protocol: int = UNNAMED  # oldest protocol that it works with
+    http: str | None = None  # URL: a frontend, or a metrics page
+    metrics: str | None = None  # URL of a frontend's own page: several frontends may share `http`
+    kv_events: bool = False
+    embedding: EmbeddingModel | None = None
+    protocol: int = UNNAMED
+    oldest_protocol: int = UNNAMED
 
     @property
     def is_understood(self) -> bool:

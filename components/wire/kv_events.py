@@ -1,8 +1,6 @@
-"""worker → routers: changes of its prefix cache in numbered batches, and dumps of all of it.
+"""worker → routers: changes of its prefix cache on `<subject>.kv_events`, and dumps of all of it.
 
-Batches go to `<subject>.kv_events`. Numbers count up by one within an epoch, so a router that misses one asks for a
-dump on `<subject>.kv_dump` and continues from the answer's number. A block hash names its whole prefix, so 16 bytes
-a block are enough.
+Batches are numbered. A router that misses one requests a dump and continues from its number.
 """
 
 from collections.abc import Iterable
@@ -16,13 +14,13 @@ from components.wire.block_hash import HASH_BYTES
 from components.wire.codec import Struct, message, unpack_plain
 
 BATCH_VERSION: Final = 1
-MAX_BATCH_BLOCKS: Final = 8192  # 128 KiB, and a few milliseconds of a router's time
-DUMP_PART_BLOCKS: Final = 16_384  # 256 KiB; NATS's default limit is 1 MB
+MAX_BATCH_BLOCKS: Final = 8192  # 128 KiB
+DUMP_PART_BLOCKS: Final = 16_384  # 256 KiB
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """The net change since the last batch: each block at most once. Both empty: shows that nothing was lost."""
+    """The net change since the last batch. An empty one shows that none was lost."""
 
     instance_id: str
     epoch: str
@@ -32,7 +30,7 @@ class KvEventBatch:
 
 
 def pack_batch(batch: KvEventBatch) -> bytes:
-    """A plain msgpack array, checked by hand: there may be thousands a second."""
+    # A plain msgpack array, checked by hand: there may be thousands a second.
     fields = (
         BATCH_VERSION,
         batch.instance_id,
@@ -69,20 +67,20 @@ def unpack_hashes(data: object) -> list[bytes]:
 
 @message("kv-dump-fetch.v1")
 class FetchKvDump(Struct):
-    """router → worker `<subject>.kv_dump`; answered by KvDumpPart or Refused (another epoch, too many dumps)."""
+    """On `<worker subject>.kv_dump`; answered by KvDumpPart, or refused: another epoch, or too many dumps."""
 
     epoch: str
-    dump_id: str = ""  # of the first answer; "": begin
-    first: int = 0  # index of the first block
-    have: int | None = None  # the router's number: no blocks are sent if it is the worker's
+    dump_id: str = ""  # from the first answer; "": begin
+    first: int = 0  # block
+    have: int | None = None  # the router's number; no blocks are sent if it is current
 
 
 @message("kv-dump-part.v1")
 class KvDumpPart(Struct):
-    """worker → router: the cache right after batch `number`, the same in all parts of a dump."""
+    """The cache after batch `number`, the same in all parts of a dump."""
 
     number: int
-    blocks: bytes = b""  # hashes, from `first` on
-    num_blocks: int = 0  # of the whole dump
+    blocks: bytes = b""  # hashes
+    num_blocks: int = 0  # in the dump
     dump_id: str = ""
-    unchanged: bool = False  # `number` is the router's
+    unchanged: bool = False  # `have` is current

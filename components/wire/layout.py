@@ -1,4 +1,4 @@
-"""The shape of a KV page, shared by both sides of a transfer and the engine. No I/O."""
+"""The shape of a KV page."""
 
 from typing import Final, Literal
 
@@ -10,13 +10,13 @@ DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class KvLayout(Struct):
-    """A page holds `page_size` tokens of every layer, head-major: [kv_heads, layers, 2, page_size, head_dim].
+    """A page is [kv_heads, layers, 2, page_size, head_dim].
 
-    Head-major makes a tensor-parallel rank's share contiguous. With all layers in one page, a page is one
-    descriptor, whose cost to NIXL does not depend on its size.
+    Heads come first, so that a tensor-parallel rank's share is contiguous. A page holds all layers, so that it is one
+    descriptor: NIXL's cost does not depend on its size.
     """
 
-    model: str  # identity of the weights: another model's page may have the same size
+    model: str  # identity of the weights
     dtype: Literal["bfloat16", "float16", "float32"]
     page_size: int  # tokens
     layers: int
@@ -30,7 +30,7 @@ class KvLayout(Struct):
 
     @property
     def num_stripes(self) -> int:
-        """Contiguous parts of a page: the keys or values of all its tokens in one head of one layer."""
+        """Each holds the keys or values of all tokens in one head of one layer."""
         return self.kv_heads * self.layers * 2
 
     @property
@@ -42,11 +42,8 @@ class KvLayout(Struct):
 
 
 def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
-    """Equal in everything except the page sizes, one of which must divide the other.
-
-    Raises: IncompatibleLayout, naming each field that differs, with both values.
-    """
-    if ours == theirs:  # the common case
+    """One page size must divide the other, and all else must be equal. Raises: IncompatibleLayout."""
+    if ours == theirs:
         return
     different = [n for n in KvLayout.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)]
     small, large = sorted((ours.page_size, theirs.page_size))
@@ -58,7 +55,7 @@ def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
 
 
 def check_same_adapter(name: str, ours: str, theirs: str) -> None:
-    """Raises: IncompatibleLayout: one name may mean other weights elsewhere."""
+    """Raises: IncompatibleLayout."""
     if ours != theirs:
         raise IncompatibleLayout(
             f"prefill and decode must load the same weights as adapter {name!r} ({ours} here, {theirs} there)"

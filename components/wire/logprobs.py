@@ -1,4 +1,4 @@
-"""Log-probabilities on the wire, as arrays."""
+"""Log-probabilities, packed as arrays."""
 
 import sys
 from array import array
@@ -11,40 +11,35 @@ from components.errors import MalformedMessage
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log-probability and alternatives, natural logarithms, as in OpenAI's API.
-
-    The log-softmax of the model's own logits, before penalties, bias, mask, temperature and cuts.
-    """
+    """Natural logarithms, of the logits before penalties, bias, mask, temperature and cuts."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most probable tokens, in order
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), the most probable first
 
 
 def packed_bytes(num_tokens: int, alternatives: int) -> int:
     return 4 + num_tokens * (4 + 8 * alternatives)
 
 
-def pack_logprobs(told: Sequence[TokenLogprobs]) -> bytes:
-    """int32 K, float32[T] of the tokens, int32[T, K] ids and float32[T, K] of their K alternatives; little-
-    endian.
-    """
-    count = len(told[0].top) if told else 0
-    ids = array("i", [token_id for token in told for token_id, _ in token.top])
-    if len(ids) != len(told) * count:
+def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
+    """Little-endian: int32 K, float32[T], and of K alternatives int32[T, K] ids and float32[T, K]."""
+    count = len(logprobs[0].top) if logprobs else 0
+    ids = array("i", [token_id for token in logprobs for token_id, _ in token.top])
+    if len(ids) != len(logprobs) * count:
         raise ValueError("tokens of one request have equally many alternatives")
-    values = array("f", [logprob for token in told for _, logprob in token.top])
-    chosen = array("f", [token.logprob for token in told])
+    values = array("f", [logprob for token in logprobs for _, logprob in token.top])
+    chosen = array("f", [token.logprob for token in logprobs])
     return b"".join([_bytes(array("i", [count])), _bytes(chosen), _bytes(ids), _bytes(values)])
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """Log-probabilities converted one by one: a long prompt has half a million."""
+    """Converted on demand: a long prompt has half a million."""
 
     __slots__ = ("_chosen", "_count", "_ids", "_values")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, data: bytes, num_tokens: int) -> None:
-        """`data` is from `pack_logprobs`. Raises: MalformedMessage, for another number of tokens."""
+        """Raises: MalformedMessage."""
         self._count, self._chosen, self._ids, self._values = _columns(data, num_tokens)
 
     def __len__(self) -> int:
@@ -66,7 +61,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
 
 
 def unpack_logprobs(data: bytes, num_tokens: int) -> list[TokenLogprobs]:
-    """Raises: MalformedMessage, for another number of tokens."""
+    """Raises: MalformedMessage."""
     count, chosen, ids, values = _columns(data, num_tokens)
     if not count:
         return [TokenLogprobs(logprob) for logprob in chosen]
@@ -75,7 +70,6 @@ def unpack_logprobs(data: bytes, num_tokens: int) -> list[TokenLogprobs]:
 
 
 def _columns(data: bytes, num_tokens: int) -> "tuple[int, array[float], array[int], array[float]]":
-    """The number of alternatives, and the arrays of `pack_logprobs`."""
     count = int.from_bytes(data[:4], "little", signed=True)
     if count < 0 or len(data) != packed_bytes(num_tokens, count):
         raise MalformedMessage(f"{len(data)} bytes are not log-probabilities of {num_tokens} tokens")

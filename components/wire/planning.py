@@ -10,9 +10,9 @@ from components.wire.codec import Struct, message
 class RolePlan(Struct):
     least: int
     most: int
-    serving: int  # reporting, and accepting requests
-    wanted: int | None = None  # what the connector keeps; None: unknown
-    needed: int | None = None  # within the bounds; None: too little was seen
+    serving: int  # report and accept requests
+    wanted: int | None = None  # by the connector; None: unknown
+    needed: int | None = None  # by load; None: unknown
     why: str = ""
 
 
@@ -23,12 +23,12 @@ class AskPlan(Struct):
 
 @message("plan-told.v1")
 class PlanTold(Struct):
-    leading: bool  # one planner of a namespace acts; the others wait
+    leading: bool  # only one planner of a namespace acts
     connector: Literal["none", "local", "compose", "kubernetes"]
     prefill: RolePlan
     decode: RolePlan
-    hold: str = ""  # why nothing changes although something might
-    unknown: list[str] = field(default_factory=list)  # registered instances without reports
+    hold: str = ""  # reason for waiting with a change
+    unknown: list[str] = field(default_factory=list)  # instances without reports
     changes: list[str] = field(default_factory=list)  # the latest last
 
 

@@ -1,4 +1,4 @@
-"""Errors as answers: any call may be answered by one."""
+"""Errors: any call may be answered by one."""
 
 import math
 
@@ -40,5 +40,5 @@ def _plain(value: object) -> str | int | float | None:
 
 
 def _seconds(value: str | int | float | None) -> float:
-    """A peer's waiting time; one second if it is no number."""
+    """One second if the peer sent no valid number."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 1.0

@@ -1,7 +1,4 @@
-"""decode, prefill ↔ bootstrap: a bootstrap room pairs one prefill and one decode for one KV transfer.
-
-Decode names the room in its PrefillRequest, and opens it at one replica. The room exists in that process's memory alone.
-"""
+"""decode, prefill ↔ bootstrap: bootstrap rooms, each in the memory of one replica."""
 
 from components.wire.codec import Dated, Struct, message
 from components.wire.layout import KvLayout
@@ -9,7 +6,7 @@ from components.wire.layout import KvLayout
 
 @message("room-open.v2")
 class OpenRoom(Dated):
-    """decode → bootstrap `.open`; answered by RoomOk. The deadline is for the last byte."""
+    """decode → bootstrap `.open`; answered by RoomOk. The deadline is for the whole transfer."""
 
     room: str
     request_id: str
@@ -17,10 +14,10 @@ class OpenRoom(Dated):
     prefill_epoch: str
     decode_id: str
     decode_epoch: str
-    pages: list[int]  # decode's, of the whole prompt, in order
-    num_cached_pages: int  # leading pages that decode already holds: they are not sent
+    pages: list[int]  # of the whole prompt, in order
+    num_cached_pages: int  # leading pages, which are not sent
     aux_slot: int
-    layout: KvLayout | None = None  # of decode's pages; older bootstraps check it
+    layout: KvLayout | None = None  # of decode's pages; only older versions check it
 
 
 @message("room-pages.v2")
@@ -39,7 +36,7 @@ class PagesOffered(Dated):
 
 @message("kv-coming.v1")
 class KvComing(Struct):
-    """prefill → decode `.kv_coming`: the last pages follow at once. A hint without an answer."""
+    """prefill → decode `.kv_coming`: the last pages follow at once. No answer."""
 
     room: str
 

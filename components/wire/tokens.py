@@ -1,4 +1,4 @@
-"""Token ids on the wire: little-endian int32 bytes; a list would cost 5 bytes and an object a token."""
+"""Token ids as little-endian int32 bytes; in a list each would be an object."""
 
 import sys
 from array import array
@@ -16,7 +16,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """Raises: MalformedMessage, if the length is not a multiple of four."""
+    """Raises: MalformedMessage."""
     num_tokens(data)
     unpacked = array("i")
     unpacked.frombytes(data)
@@ -26,7 +26,7 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def num_tokens(data: bytes) -> int:
-    """The number of token ids, without unpacking. Raises: MalformedMessage."""
+    """Raises: MalformedMessage."""
     if len(data) % 4:
         raise MalformedMessage(f"{len(data)} bytes are not whole int32 token ids")
     return len(data) // 4
