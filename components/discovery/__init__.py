@@ -1,5 +1,4 @@
 import os
 
-# Before grpc is imported, which reads it once. Our child processes exec at once, and grpc's fork handlers would
-# write warnings.
+# Before grpc is imported. Child processes exec at once, and grpc's fork handlers would only write warnings.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")

@@ -13,14 +13,13 @@ Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (be
 class InstanceBook:
     """Records by key.
 
-    A record that left etcd may belong to a living instance: its process lost etcd for longer than a lease, or etcd
-    lost its data. If `doubt` is set, such a record stays, `doubted`, until etcd has it again or the caller, having
-    asked the instance, drops it.
+    A record that left etcd may belong to a living instance: its process lost etcd, or etcd its data. If `doubt` is
+    set, the record stays until etcd has it again, or until the caller has asked the instance and drops it.
     """
 
     def __init__(self) -> None:
-        self.doubt: Callable[[str], None] | None = None  # called with the key of each record that leaves etcd
-        self.doubted: set[str] = set()  # keys of records that are here and not in etcd
+        self.doubt: Callable[[str], None] | None = None  # called with the key
+        self.doubted: set[str] = set()  # keys of records that have left etcd
         self._records: dict[str, InstanceRecord] = {}
         self._listeners: list[Listener] = []
 
@@ -28,7 +27,7 @@ class InstanceBook:
         return len(self._records)
 
     def of_role(self, role: Role, model: str | None = None) -> list[InstanceRecord]:
-        """By instance id, so that the order is the same in every process."""
+        """Sorted by instance id."""
         found = [r for r in self._records.values() if r.role == role and model in (None, r.model)]
         return sorted(found, key=lambda r: r.instance_id)
 
@@ -43,7 +42,7 @@ class InstanceBook:
         return self._records.get(key)
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener(before, after)` for every change: None, record is a join; record, None a leave."""
+        """`before` is None for a join, `after` for a leave."""
         self._listeners.append(listener)
 
     def put(self, key: str, record: InstanceRecord) -> None:

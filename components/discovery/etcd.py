@@ -1,4 +1,4 @@
-"""A blocking etcd client for threads. It uses any member of the cluster and raises BackendUnavailable."""
+"""A blocking etcd client, which uses any member of the cluster and raises BackendUnavailable."""
 
 import random
 import threading
@@ -16,10 +16,10 @@ from components.startup import WrongSettings
 from components.urls import without_password
 
 CALL_TIMEOUT_S: Final = 3.0
-PROBE_TIMEOUT_S: Final = 1.0  # for a member to prove that it has a quorum; then the next one is tried
+PROBE_TIMEOUT_S: Final = 1.0  # for a member to prove that it has a quorum
 HAS_LEADER: Final = (("hasleader", "true"),)  # a member that loses its leader ends the call
 _CHANNEL: Final = (
-    # Detects a dead host in 13 s. By default gRPC waits 60 s for a ping and does not ping idle connections.
+    # Detects a dead host in 13 s. By default gRPC does not ping idle connections.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -31,8 +31,6 @@ _CHANNEL: Final = (
 
 
 class Endpoint(NamedTuple):
-    """One member of an etcd cluster."""
-
     host: str
     port: int
     user: str | None
@@ -40,7 +38,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(url: str) -> list[Endpoint]:
-    """From a comma-separated list. Raises: WrongSettings, without the password."""
+    """From a comma-separated list. Raises: WrongSettings."""
     return [_endpoint(one.strip()) for one in url.split(",")]
 
 
@@ -65,7 +63,7 @@ def _endpoint(url: str) -> Endpoint:
 
 @contextmanager
 def etcd_client(url: str) -> Iterator[Any]:
-    """A client of a member with a quorum. Errors within the body become BackendUnavailable, too."""
+    """A client of a member with a quorum. Errors in the body become BackendUnavailable, too."""
     with etcd_errors(url):
         client = _open_any(url)
         try:
@@ -98,15 +96,13 @@ def keep_lease(
 ) -> None:
     """Refresh a lease until `stop` is set or etcd has dropped it.
 
-    While etcd has no leader, leases do not expire, and its next leader extends them. So the same lease is retried
-    until any member answers.
+    While etcd has no leader, leases do not expire, and the next leader extends them. So the same lease is retried.
 
     Args:
-        ttl_s: refreshed after a third of it.
-        renewed: called after each refresh, with the monotonic time at which the lease expires.
+        renewed: called with the monotonic time at which the lease expires.
         failed: called after each failure.
     """
-    backoff = Backoff(last_s=ttl_s / 3)  # after an outage every lease must be refreshed within its time to live
+    backoff = Backoff(last_s=ttl_s / 3)  # every lease must be refreshed within its time to live after an outage
     while not stop.is_set():
         try:
             with etcd_client(url) as client:
@@ -130,20 +126,21 @@ def unreachable(url: str, cause: str) -> str:
 
 def refused(url: str, cause: str) -> str:
     where = without_password(url)
-    return f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port"
+    return (
+        f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port"
+    )
 
 
 def _refresh(client: Any, lease_id: int) -> int:
-    """Returns: the time to live in seconds; 0 if the lease is gone."""
+    """Returns: seconds to live; 0 if the lease is gone."""
     requests = iter([etcdrpc.LeaseKeepAliveRequest(ID=lease_id)])
     answers = client.leasestub.LeaseKeepAlive(requests, PROBE_TIMEOUT_S, metadata=HAS_LEADER)
     return int(next(iter(answers)).TTL)
 
 
 def _open_any(url: str) -> Any:
-    """In random order, so that thousands of processes do not all use the first one."""
     members = endpoints(url)
-    random.shuffle(members)
+    random.shuffle(members)  # or thousands of processes would use the first one
     last: Exception | None = None
     for member in members:
         client = etcd3.client(host=member.host, port=member.port, timeout=CALL_TIMEOUT_S, grpc_options=list(_CHANNEL))
@@ -151,7 +148,7 @@ def _open_any(url: str) -> Any:
         try:
             if member.user is not None:
                 _log_in(client, member, timeout_s)
-            # a linearizable read: `status` would be answered without a quorum
+            # a linearizable read needs a quorum, `status` does not
             client.kvstub.Range(etcdrpc.RangeRequest(key=b"\0", count_only=True), timeout_s)
         except grpc.RpcError as exc:
             client.close()
@@ -163,10 +160,7 @@ def _open_any(url: str) -> Any:
 
 
 def _log_in(client: Any, member: Endpoint, timeout_s: float) -> None:
-    """Add a token to all calls. If etcd has forgotten the token, the client's next call fails.
-
-    gRPC refuses etcd3's call credentials on a connection without TLS.
-    """
+    """Add a token to all calls: gRPC refuses etcd3's call credentials on a connection without TLS."""
     asked = etcdrpc.AuthenticateRequest(name=member.user, password=member.password)
     token = etcdrpc.AuthStub(client.channel).Authenticate(asked, timeout_s).token
     client.channel = grpc.intercept_channel(client.channel, _Token(token))
@@ -202,7 +196,7 @@ def _cause(exc: grpc.RpcError) -> str:
 
 
 class Backoff:
-    """Waits that double from 0.2 s to 5 s, with jitter; `reset` after success."""
+    """Doubling waits with jitter."""
 
     def __init__(self, first_s: float = 0.2, last_s: float = 5.0) -> None:
         self._first_s = first_s

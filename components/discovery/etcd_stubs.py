@@ -1,8 +1,7 @@
 """Make `etcd3` importable with a current protobuf: import `etcd3` and `etcdrpc` from here only.
 
-etcd3 0.12.0 ships message classes of 2019 that protobuf refuses; pure-Python protobuf would make OTLP export
-fifteen times slower. The serialized descriptors in those files are still valid, so they are read from the source,
-and the modules are built from them.
+etcd3 0.12.0 ships message classes of 2019 that protobuf refuses, except in pure Python, which would make OTLP export
+fifteen times slower. The serialized descriptors in their source are valid, so the modules are built from these.
 """
 
 import ast
@@ -44,7 +43,7 @@ def _install() -> None:
 
 _install()
 
-import etcd3  # noqa: E402  the message modules must stand in sys.modules first
+import etcd3  # noqa: E402  the message modules must be in sys.modules first
 from etcd3 import etcdrpc  # noqa: E402
 
 __all__ = ["etcd3", "etcdrpc"]

@@ -15,11 +15,11 @@ from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0  # how often a waiting process looks whether the key is gone
+LOOK_S: Final = 1.0  # interval of looking whether the key is gone
 
 
 class Leadership:
-    """Whether this process leads, by its own clock: it stops before etcd gives the key to another."""
+    """By this process's clock: it stops leading before etcd gives the key to another process."""
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic
@@ -48,7 +48,7 @@ class _Campaign:
         while not self.stop.is_set():
             try:
                 with etcd_client(self._url) as client:
-                    self._stand(client, backoff)
+                    self._run_for_leader(client, backoff)
             except BackendUnavailable as exc:
                 wait_s = backoff.failed()
                 _report(exc, backoff)
@@ -59,14 +59,14 @@ class _Campaign:
             finally:
                 self.leadership.held_until(0.0)
 
-    def _stand(self, client: Any, backoff: Backoff) -> None:
+    def _run_for_leader(self, client: Any, backoff: Backoff) -> None:
         while not self.stop.is_set():
             taken = client.get(self._key)[0] is not None
-            backoff.reset()  # it answers requests that need a quorum
+            backoff.reset()  # etcd has a quorum
             if taken:
                 self.stop.wait(LOOK_S)
                 continue
-            asked = time.monotonic()  # etcd counts from a moment later
+            asked = time.monotonic()  # before etcd's time to live begins
             lease = client.lease(self._ttl_s)
             won, _ = client.transaction(
                 compare=[client.transactions.create(self._key) == 0],
@@ -86,12 +86,12 @@ class _Campaign:
                 if not self.stop.is_set():
                     log.warning("no longer leading", extra={"key": self._key})
             if self.stop.is_set():
-                lease.revoke()  # so that the next leader need not wait
+                lease.revoke()  # or the next leader would wait for its end
 
 
 def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
     level = logging.ERROR if backoff.failures == 1 else logging.DEBUG
-    log.log(level, "etcd cannot be reached, so nobody leads", extra={"reason": exc.message})
+    log.log(level, "etcd cannot be reached, so no process leads", extra={"reason": exc.message})
 
 
 @asynccontextmanager
@@ -99,9 +99,9 @@ async def lead(url: str, key: str, facts: Mapping[str, str | int], ttl_s: float)
     """Take part in the election; yields at once.
 
     Args:
-        key: held by the leader.
-        facts: its value as JSON, for people.
-        ttl_s: after which a silent leader is replaced.
+        key: the leader's.
+        facts: its value, for people.
+        ttl_s: until a silent leader is replaced.
     """
     campaign = _Campaign(url, key, facts, ttl_s)
     thread = threading.Thread(target=campaign.run, name="etcd-leader")

@@ -1,7 +1,7 @@
 """This process's leased record in etcd, and a mirror of all records.
 
-etcd3 blocks, so two threads use it until the process ends: one keeps the lease, one follows the prefix. An outage
-of etcd is logged and retried; it ends no process and removes none from the mesh.
+etcd3 blocks, so one thread keeps the lease, and one follows the prefix. An outage of etcd ends no process and
+removes none from the mesh.
 """
 
 import asyncio
@@ -32,33 +32,28 @@ from components.wire.instances import InstanceRecord, dump_record, load_record
 
 log = logging.getLogger(__name__)
 
-PAGE: Final = 256  # records read at once: a megabyte, at 4 kB each
-SPREAD_S: Final = (
-    0.02  # per instance: lost registrations return spread over this time, since all processes receive each record
-)
+PAGE: Final = 256  # records, a megabyte
+SPREAD_S: Final = 0.02  # per instance: lost registrations return spread, as all processes receive each record
 
 MakeRecord = Callable[[str], InstanceRecord]  # epoch → record
 
 
 class Registration:
-    """One process's id and epoch, kept for its life.
-
-    Without contact to etcd it stays registered: others keep an instance that answers over NATS.
-    """
+    """One process's id and epoch. It stays registered without etcd, as others keep an instance that answers on NATS."""
 
     def __init__(self, instance_id: str, epoch: str | None = None) -> None:
         self.instance_id = instance_id
         self.epoch = epoch or token_hex(4)
-        self.leased_until = 0.0  # monotonic; set by the lease's thread
+        self.leased_until = 0.0  # monotonic; set by the lease thread
         self.leaving = False  # the lease was given up on purpose
-        self.revision = 0  # of etcd when the record was last written; the lease's thread's own
+        self.revision = 0  # of etcd at the last write; for the lease thread only
 
     def is_leased(self) -> bool:
-        """Whether etcd has the record for certain."""
+        """True if etcd has the record for certain."""
         return time.monotonic() < self.leased_until
 
     def check_epoch(self, epoch: str) -> None:
-        """Raises: StaleInstance, for a message to another process."""
+        """Raises: StaleInstance."""
         if epoch != self.epoch:
             raise StaleInstance(f"instance {self.instance_id} has epoch {self.epoch}, not {epoch}")
 
@@ -68,9 +63,9 @@ class Registration:
 
 class Registry:
     def __init__(self, url: str, namespace: str, ttl_s: float) -> None:
-        endpoints(url)  # raises for a bad address here, not in a thread
+        endpoints(url)  # raises here, not in a thread
         self.book = InstanceBook()
-        self.connected = False  # whether the mirror follows etcd; readable from any thread
+        self.connected = False  # the mirror follows etcd; readable from any thread
         self._url = url
         self._prefix = _prefix(namespace)
         self._ttl_s = math.ceil(ttl_s)
@@ -78,11 +73,11 @@ class Registry:
         self._stop = threading.Event()
         self._watch_call: Any = None
         self._synced = asyncio.Event()
-        self._revision = 0  # of etcd that the book has reached; written on the event loop's thread
+        self._revision = 0  # of etcd, reached by the book; written by the event loop
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
-        """Registered with `make_record(epoch)`; leaving revokes the lease, so no new requests arrive."""
+        """Leaving revokes the lease, so that no new requests arrive."""
         registered = asyncio.Event()
         stop = threading.Event()
         record = make_record(registration.epoch)
@@ -102,7 +97,6 @@ class Registry:
     def _stay_registered(
         self, registration: Registration, record: InstanceRecord, registered: asyncio.Event, stop: threading.Event
     ) -> None:
-        """Until `stop`. If etcd drops the lease, the same record returns under a new one."""
         backoff = Backoff()
         while not stop.is_set():
             try:
@@ -120,7 +114,7 @@ class Registry:
                 wait_s = backoff.failed()
                 self._report(exc, backoff)
                 stop.wait(wait_s)
-            except Exception:  # the edge of this thread, which must not die before the process
+            except Exception:  # this thread must not die before the process
                 log.exception("lease not kept, trying again")
                 stop.wait(backoff.failed())
 
@@ -138,10 +132,9 @@ class Registry:
         registration.revision = int(put.header.revision)
 
     def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until: float) -> None:
-        """The lease is valid until then. Write the record again if it was deleted."""
         registration.renewed(until)
         key = _key(self._prefix, record.role, record.instance_id)
-        if self._revision < registration.revision:  # our own write has not come back to the book yet
+        if self._revision < registration.revision:  # the book has not seen our own write yet
             return
         if self.connected and (self.book.at(key) is None or key in self.book.doubted):
             log.warning("the record has vanished from etcd, writing it again", extra={"epoch": record.epoch})
@@ -149,7 +142,6 @@ class Registry:
                 self._write(client, registration, record, lease_id)
 
     def _revoke(self, lease_id: int) -> None:
-        """Without contact to etcd the lease expires."""
         with suppress(BackendUnavailable), etcd_client(self._url) as client:
             client.revoke_lease(lease_id)
 
@@ -165,16 +157,14 @@ class Registry:
                     wait_s = backoff.failed()
                     self._report(exc, backoff)
                     self._stop.wait(wait_s)
-            except Exception:  # the edge of this thread, which must not die before the process
+            except Exception:  # this thread must not die before the process
                 self.connected = False
                 log.exception("mirror failed, trying again")
                 self._stop.wait(backoff.failed())
 
     def _follow(self, client: Any, backoff: Backoff) -> None:
-        """Read the prefix, apply the differences, and watch from the next revision; returns when etcd cancels the
-        watch.
-
-        A watch whose revision was compacted never resumes, so the prefix must be read again.
+        """Read the prefix and watch from the next revision, until etcd cancels the watch: after a compaction it never
+        resumes, so the prefix must be read again.
         """
         records, revision = self._read(client)
         backoff.reset()
@@ -186,7 +176,7 @@ class Registry:
         ended = threading.Event()
         self._watch_call = etcdrpc.WatchStub(client.channel).Watch(_requests(create, ended), metadata=HAS_LEADER)
         try:
-            if self._stop.is_set():  # close() may have looked just before there was a call to cancel
+            if self._stop.is_set():  # close() may have found no call to cancel yet
                 return
             for response in self._watch_call:
                 if response.canceled or response.compact_revision:
@@ -217,7 +207,7 @@ class Registry:
 
     @property
     def _range_end(self) -> bytes:
-        return f"{self._prefix[:-1]}0".encode()  # "0" follows "/": every key under the prefix comes before it
+        return f"{self._prefix[:-1]}0".encode()  # "0" follows "/"
 
     def _snapshot_taken(self, records: dict[str, InstanceRecord], revision: int) -> None:
         self.book.replace_all(records)
@@ -244,7 +234,7 @@ class Registry:
 
 @asynccontextmanager
 async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator[Registry]:
-    """The registry with a filled mirror; waits, and logs it, while etcd is unreachable."""
+    """The registry with a filled mirror; waits while etcd is unreachable."""
     registry = Registry(url, namespace, ttl_s)
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()
@@ -258,10 +248,7 @@ async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator
 
 
 def remove_record(url: str, namespace: str, role: str, instance_id: str) -> None:
-    """Remove the record of an instance whose process has ended: its lease would last for seconds.
-
-    Blocks. Raises: BackendUnavailable.
-    """
+    """Remove the record of an ended process, whose lease would last for seconds. Blocks. Raises: BackendUnavailable."""
     with etcd_client(url) as client:
         client.delete(_key(_prefix(namespace), role, instance_id))
 
@@ -275,9 +262,8 @@ def _key(prefix: str, role: str, instance_id: str) -> str:
 
 
 def _requests(create: Any, ended: threading.Event) -> Any:
-    """A watch's request stream, which must stay open as long as the watch."""
     yield etcdrpc.WatchRequest(create_request=create)
-    ended.wait()
+    ended.wait()  # the watch ends with its request stream
 
 
 def _text(key: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Formulas for the number of workers that a load needs. docs/planner.md derives them and names their sources."""
+"""Formulas for the number of workers that a load needs. docs/planner.md derives them and has the sources."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from statistics import NormalDist
 from typing import Final
 
 MOST_WORKERS: Final = 1000
-NEWEST: Final = 0.03  # weight of a new sample in a well-filled bucket
+NEWEST: Final = 0.03  # least weight of a new sample
 
 
 def waits(workers: int, offered: float) -> float:
-    """Erlang's C: the share of arrivals that find all `workers` busy; `offered` is rate · service time."""
+    """Erlang's C: the share of arrivals that find all `workers` busy."""
     if offered <= 0:
         return 0.0
     if offered >= workers:
@@ -23,9 +23,7 @@ def waits(workers: int, offered: float) -> float:
 
 
 def late(workers: int, offered: float, patience_s: float, service_s: float, variability: float) -> float:
-    """The share of arrivals that wait longer than `patience_s`, after Erlang, and Allen and Cunneen for
-    `variability`.
-    """
+    """The share of arrivals that wait longer than `patience_s`. Source: Erlang; Allen and Cunneen for `variability`."""
     if offered >= workers:
         return 1.0
     if service_s <= 0:
@@ -39,11 +37,11 @@ def prefill_workers(
     """The fewest workers with which at most `late_share` of the prompts wait longer than `patience_s`.
 
     Args:
-        offered: arriving work in workers: seconds of computing a second.
-        patience_s: what the target leaves for waiting.
+        offered: arriving work in workers, seconds of computing a second.
+        patience_s: accepted wait.
         service_s: mean computing time of a prompt.
         late_share: 0 to 1.
-        variability: 1 for random arrivals and lengths, less for even ones, more for bursts.
+        variability: 1 for random arrivals and lengths, more for bursts.
     """
     fewest = max(1, floor(offered) + 1)
     for workers in range(fewest, MOST_WORKERS):
@@ -68,10 +66,7 @@ class StepLine:
 
 
 class StepCurve:
-    """Recent step times by batch size, kept for sizes that are not seen any more.
-
-    Buckets of a factor √2 weigh the same, so that hours at one size do not outweigh minutes at another.
-    """
+    """Step times by batch size. Sizes in buckets of a factor √2 weigh the same, however long each was seen."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
@@ -87,7 +82,7 @@ class StepCurve:
         bucket.step_s += weight * (step_s - bucket.step_s)
 
     def line(self) -> StepLine | None:
-        """Least squares of relative errors; None before sizes a factor of 1.5 apart were seen."""
+        """Least squares of relative errors; None while all sizes are within a factor of 1.5."""
         seen = list(self._buckets.values())
         if not seen or max(b.batch for b in seen) < 1.5 * min(b.batch for b in seen):
             return None
@@ -106,7 +101,7 @@ def _fit(points: Iterable[tuple[float, float]]) -> StepLine:
     spread = ones * squares - rows * rows
     each_s = (ones * products - rows * sums) / spread if spread > 0 else 0.0
     fixed_s = (sums - each_s * rows) / ones
-    if each_s < 0:  # noise: a larger batch never takes less time
+    if each_s < 0:  # noise
         return StepLine(sums / ones, 0.0)
     if fixed_s < 0:
         return StepLine(0.0, products / squares)
@@ -114,15 +109,12 @@ def _fit(points: Iterable[tuple[float, float]]) -> StepLine:
 
 
 def crowded(batch: float, share: float) -> float:
-    """The batch that is exceeded for a share `1 - share` of the time with mean `batch`, as a Poisson distribution."""
+    """The quantile `share` of a Poisson distribution with mean `batch`."""
     return batch + max(0.0, NormalDist().inv_cdf(share)) * sqrt(batch)
 
 
 def gap_s(workers: int, tokens_per_s: float, line: StepLine, share: float) -> float:
-    """The gap that a share of the tokens keeps while `workers` generate `tokens_per_s` together.
-
-    Slower steps keep requests longer; the batch follows from Little's law.
-    """
+    """The gap that a share of the tokens keeps while `workers` generate `tokens_per_s`. Source: Little's law."""
     left = 1 - tokens_per_s * line.each_s / workers
     if left <= 0:
         return inf
@@ -131,7 +123,7 @@ def gap_s(workers: int, tokens_per_s: float, line: StepLine, share: float) -> fl
 
 
 def decode_workers(tokens_per_s: float, line: StepLine, target_s: float, share: float) -> int | None:
-    """The fewest workers that keep gaps within `target_s`; None if even one request alone is too slow."""
+    """The fewest workers that keep gaps within `target_s`; None if a single request is too slow."""
     if line.fixed_s + line.each_s > target_s:
         return None
     for workers in range(1, MOST_WORKERS):

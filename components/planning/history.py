@@ -1,4 +1,4 @@
-"""The observations of the last minute as differences of counters."""
+"""Recent observations as differences of counters."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ class Work:
     generated_tokens: int = 0
     accepted: int = 0
     queued_growth: int = 0  # prompt tokens
-    waiting_s: float = 0.0  # waiting requests, integrated over time
+    waiting_s: float = 0.0  # waiting requests over time
 
     def add(self, other: "Work") -> None:
         self.busy_s += other.busy_s
@@ -31,13 +31,13 @@ class Work:
 class Span:
     seconds: float = 0.0
     work: dict[Planned, Work] = field(default_factory=lambda: {role: Work() for role in PLANNED})
-    each: dict[Planned, list[Work]] = field(default_factory=lambda: {role: [] for role in PLANNED})  # worker by worker
+    each: dict[Planned, list[Work]] = field(default_factory=lambda: {role: [] for role in PLANNED})  # by worker
     ttft: Histogram = field(default_factory=Histogram)
     itl: Histogram = field(default_factory=Histogram)
 
 
 class History:
-    """The last `window_s` seconds. A gap between observations clears it."""
+    """The last `window_s` seconds, without a gap between observations."""
 
     def __init__(self, window_s: float, longest_gap_s: float) -> None:
         self._window_s = window_s
@@ -46,7 +46,7 @@ class History:
         self._spans: deque[tuple[float, Span]] = deque()  # by end time
 
     def see(self, now: Observation) -> Span | None:
-        """Returns: the span since the observation before, if known."""
+        """Returns: the span since the last observation, if there was no gap."""
         last, self._last = self._last, now
         if last is None or not 0 < now.at_s - last.at_s <= self._longest_gap_s:
             self._spans.clear()
@@ -62,7 +62,7 @@ class History:
         return sum(span.seconds for _, span in self._spans)
 
     def total(self) -> Span:
-        """The window as one span; `each` stays empty."""
+        """The window as one span, without `each`."""
         total = Span()
         for _, span in self._spans:
             total.seconds += span.seconds

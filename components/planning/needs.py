@@ -16,32 +16,28 @@ from components.planning.history import Span, Work
 from components.planning.samples import Observation, Planned
 
 LEARNING_S: Final = 300.0  # averaging time of variability and delays
-VARIABILITY: Final = (0.3, 5.0)  # accepted range
-TREND_S: Final = 120.0  # time of a trend
-ENOUGH: Final = 20  # requests needed for a share or mean
-CEILING: Final = 0.95  # of the load per worker at which a target was missed
-PURE: Final = 0.1  # prompt tokens per generated one up to which a step shows the cost of decodes
+VARIABILITY: Final = (0.3, 5.0)  # range
+TREND_S: Final = 120.0
+ENOUGH: Final = 20  # requests for a share or mean
+CEILING: Final = 0.95  # of the load at which a target was missed
+PURE: Final = 0.1  # most prompt tokens per generated one in steps that show the cost of decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """A share `goal` of first tokens comes within `ttft_s`, and of gaps between tokens within `itl_s`."""
-
     ttft_s: float = 0.5
     itl_s: float = 0.05
-    goal: float = 0.9
-    kv_usage: float = 0.8  # share of decode's pages that requests may hold
+    goal: float = 0.9  # share of first tokens and of gaps within their limits
+    kv_usage: float = 0.8  # share of decode's pages
     backlog_s: float = 30.0  # time to clear a queue in
-    headroom: float = 0.15  # extra load that must fit before a worker is removed
-    memory_s: float = 1800.0  # memory of a missed target
+    headroom: float = 0.15  # extra load that fewer workers must carry
+    memory_s: float = 1800.0  # of a missed target
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`now` for the present load, `shrunk` for what must still fit with fewer workers."""
-
-    now: int
-    shrunk: int
+    now: int  # workers
+    shrunk: int  # workers with headroom: no fewer are kept
     why: str  # the tightest reason
 
 
@@ -52,7 +48,6 @@ class Trend:
         self._seen: deque[tuple[float, float]] = deque()  # (time, load)
 
     def rise(self, now_s: float, load: float, ahead_s: float) -> float:
-        """The expected rise `ahead_s` after `load`, at the rate of the last minutes."""
         self._seen.append((now_s, load))
         while self._seen[0][0] < now_s - TREND_S:
             self._seen.popleft()
@@ -78,9 +73,9 @@ class Needs:
         self.tokens_per_s = 0.0  # of a computing prefill worker; 0: unknown
         self.service_s = 0.0  # of a prompt
         self.variability = 1.0
-        self.other_s = 0.0  # of a first token, without waiting and computing
+        self.other_s = 0.0  # of a first token, besides waiting and computing
         self.offered = 0.0  # prompt work, in workers
-        self.answer_tokens = 0.0  # generated for a request
+        self.answer_tokens = 0.0  # per request
         self._trends: dict[Planned, Trend] = {"prefill": Trend(), "decode": Trend()}
         self._ceilings: dict[Planned, _Ceiling] = {}
 
@@ -94,16 +89,14 @@ class Needs:
             trend.forget()
 
     def needs(self, now: Observation, total: Span, *, steady_s: float, ahead_s: float) -> dict[Planned, Need]:
-        """The needs of each role.
+        """`total`: the window before `now`.
 
         Args:
-            now: the latest observation.
-            total: the window that it ends.
-            steady_s: time since a worker was missing, came or went.
-            ahead_s: from the middle of the window until a worker that is ordered now would serve.
+            steady_s: since a worker was missing, came or went.
+            ahead_s: from the middle of the window until a new worker would serve.
         """
         self._learn(now, total, steady=steady_s >= total.seconds)
-        if steady_s >= 2 * total.seconds:  # work that began before a worker came is over, too
+        if steady_s >= 2 * total.seconds:  # work from before the last change is over, too
             self._notice_misses(now, total)
         return {"prefill": self._prefill(now, ahead_s), "decode": self._decode(now, total, ahead_s)}
 
@@ -119,7 +112,7 @@ class Needs:
         self.service_s = self.offered * total.seconds / work.accepted
         if work.accepted < ENOUGH or not steady:
             return
-        weight = min(1.0, total.seconds / LEARNING_S) / 10  # ten or more observations share a window
+        weight = min(1.0, total.seconds / LEARNING_S) / 10  # an observation is in ten windows
         waiting = work.waiting_s / total.seconds
         if 0.3 * workers < self.offered < 0.95 * workers:
             random = waits(workers, self.offered) * self.offered / (workers - self.offered)
@@ -133,15 +126,15 @@ class Needs:
             self.other_s += weight * (other_s - self.other_s)
 
     def _offered(self, total: Span) -> float:
-        """Arriving work in workers: computed prompts, growth of the queues, and prompts computed on decode."""
+        """In workers: computed prompts, growth of the queues, and local prefill."""
         work = total.work["prefill"]
         if not self.tokens_per_s:
             return 0.0
-        beside = work.queued_growth + total.work["decode"].prompt_tokens
-        return max(0.0, work.busy_s + beside / self.tokens_per_s) / total.seconds
+        more = work.queued_growth + total.work["decode"].prompt_tokens
+        return max(0.0, work.busy_s + more / self.tokens_per_s) / total.seconds
 
     def _patience_s(self) -> float:
-        """What the target leaves for waiting; half of the target if computing alone takes longer."""
+        """What the target leaves for waiting."""
         return max(self._targets.ttft_s - self.service_s - self.other_s, self.service_s / 2)
 
     def _prefill(self, now: Observation, ahead_s: float) -> Need:
@@ -204,7 +197,7 @@ class Needs:
         batch, step_s = work.generated_tokens / work.steps, work.busy_s / work.steps
         why = f"{load:.0f} tokens/s in steps of {step_s * 1000:.1f} ms with {batch:.1f} requests"
         line = self.curve.line()
-        if line is None:  # only one size was seen: assume time proportional to the batch
+        if line is None:  # one size only: assume time proportional to the batch
             share = step_s * max(1.0, crowded(batch, targets.goal) / batch) / targets.itl_s
             return Need(min(here + 1, ceil(here * share)), max(1, ceil(here * share * (1 + targets.headroom))), why)
         now = decode_workers(load, line, targets.itl_s, targets.goal)
@@ -225,14 +218,13 @@ class Needs:
     # Corrections by measured misses.
 
     def _notice_misses(self, now: Observation, total: Span) -> None:
-        """A target is missed with enough workers: they carry less than the formulas say."""
+        """If a target is missed with enough workers, they carry less than the formulas say."""
         targets = self._targets
         decodes, prefills = now.serving("decode"), now.serving("prefill")
         work = total.work["prefill"]
         missed = total.ttft.count >= ENOUGH and total.ttft.share_within(targets.ttft_s) < targets.goal
-        if (
-            missed and self._late_by_waiting(work, prefills) > (1 - targets.goal) / 2
-        ):  # otherwise more workers would not help
+        # more workers only help prompts that wait
+        if missed and self._late_by_waiting(work, prefills) > (1 - targets.goal) / 2:
             self._lower("prefill", self.offered / prefills, now.at_s)
         generated = total.work["decode"]
         crowd = generated.generated_tokens / max(1, generated.steps)
@@ -240,7 +232,6 @@ class Needs:
             self._lower("decode", generated.generated_tokens / total.seconds / max(1, decodes), now.at_s)
 
     def _late_by_waiting(self, work: Work, workers: int) -> float:
-        """The share of prompts that are late because of waiting, by measured waits."""
         waited_s = work.waiting_s / max(1, work.accepted)
         some = waits(workers, self.offered)
         return some * exp(-some * self._patience_s() / waited_s) if waited_s > 0 else 0.0

@@ -1,4 +1,4 @@
-"""When to change the number of workers: one at a time, with complete reports, and without oscillation."""
+"""When to change the number of workers: one worker at a time, without oscillation."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from components.planning.needs import Need, Needs, Targets
 from components.planning.samples import PLANNED, Observation, Planned
 
 LONGEST_PATIENCE: Final = 16  # times `down_after_s`
-GAP: Final = 3.0  # times `every_s`: a longer gap between observations makes the time between unknown
+GAP: Final = 3.0  # times `every_s`: longest gap between observations
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Bounds:
 @dataclass(frozen=True, slots=True)
 class Pace:
     every_s: float = 5.0  # between two observations
-    window_s: float = 60.0  # averaging time of demand
-    up_after_s: float = 10.0  # more workers were needed for this long
-    down_after_s: float = 120.0  # fewer were enough for this long
-    start_s: float = 30.0  # from a worker's order to its service, until measured
+    window_s: float = 60.0  # averaging time
+    up_after_s: float = 10.0  # since more workers are needed
+    down_after_s: float = 120.0  # since fewer are enough
+    start_s: float = 30.0  # of a worker, until measured
     settle_s: float = 15.0  # after a change, before a worker is removed
     start_timeout_s: float = 600.0  # for a worker to come, or to drain
     retry_s: float = 120.0  # after a failed change
@@ -47,9 +47,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    needs: Mapping[Planned, Need]  # within the bounds; empty while too little was seen
+    needs: Mapping[Planned, Need]  # within the bounds; empty: unknown
     change: Change | None = None
-    hold: str = ""  # why nothing changes; empty: there is a change, or no need
+    hold: str = ""  # why nothing changes
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _Role:
     enough: deque[tuple[float, int]] = field(default_factory=deque)  # (time, sufficient workers)
     missing_since_s: float | None = None
     went_down_s: float | None = None
-    patience: int = 1  # times `down_after_s`: doubles when a worker was removed too early
+    patience: int = 1  # times `down_after_s`; doubled when a worker was removed too early
 
 
 class Planner:
@@ -73,10 +73,10 @@ class Planner:
         self._pending: tuple[Change, float] | None = None
         self._settled_s = float("-inf")  # end of the latest change
         self._not_before_s = float("-inf")
-        self._start_s = pace.start_s  # of a worker, as measured
+        self._start_s = pace.start_s  # of a worker
 
     def took(self, change: Change, now_s: float) -> None:
-        """The change was ordered: nothing else happens until it has taken effect."""
+        """The change was ordered. The next one waits for its effect."""
         self._pending = change, now_s
         role = self._roles[change.role]
         regret_s = 4 * self._pace.down_after_s
@@ -89,7 +89,6 @@ class Planner:
             role.went_down_s = None
 
     def failed(self, now_s: float) -> None:
-        """The change failed: leave it for a while."""
         self._pending = None
         self._not_before_s = now_s + self._pace.retry_s
 
@@ -102,12 +101,12 @@ class Planner:
         else:
             self.needs.saw(span)
         if self._history.seconds < self._pace.window_s / 2:
-            return self._verdict({}, now, "too little was seen yet")
+            return self._verdict({}, now, "too few observations yet")
         total = self._history.total()
         steady_s = 0.0 if self._pending is not None or now.unknown else now.at_s - self._settled_s
         if not all(now.serving(role) for role in PLANNED):
             self._forget()
-            return self._verdict({}, now, "a role has no worker that is heard")
+            return self._verdict({}, now, "no worker of a role reports")
         ahead_s = self._pace.window_s / 2 + self._pace.up_after_s + self._start_s
         needs = self.needs.needs(now, total, steady_s=steady_s, ahead_s=ahead_s)
         needs = self._bounded(needs)
@@ -156,21 +155,20 @@ class Planner:
         down = self._down(now)
         lost = any(self._is_short(role, now) or now.draining(role) for role in PLANNED)
         if down is not None and (lost or now.unknown):
-            return None, "not everybody is heard, so nobody is let go"
+            return None, "not all workers report, so none is removed"
         if down is not None and now.at_s - self._settled_s < self._pace.settle_s:
             return None, "the last change settles"
         return down, ""
 
     def _is_short(self, role: Planned, now: Observation) -> bool:
-        """Whether an ordered worker has not come or gone yet, within its time limit."""
+        """An ordered worker has not come or gone yet, within its time limit."""
         since_s = self._roles[role].missing_since_s
         given_up = since_s is not None and now.at_s - since_s >= self._pace.start_timeout_s
         return now.serving(role) != now.wanted[role] and not given_up
 
     def _blocked(self, now: Observation) -> str:
-        """Why nothing may change now; empty if something may."""
         if not now.wanted:
-            return "the connector does not say how many workers there are"
+            return "the connector does not report the number of workers"
         if self._pending is not None and (waiting := self._follow(*self._pending, now)):
             return waiting
         if now.at_s < self._not_before_s:
@@ -191,12 +189,12 @@ class Planner:
             return ""
         if wanted == change.before and waited_s > GAP * self._pace.every_s:
             self.failed(now.at_s)
-            return f"the change of {change.role} to {change.after} was taken back"
+            return f"the change of {change.role} to {change.after} was undone"
         if waited_s > self._pace.start_timeout_s:
             self.failed(now.at_s)
             self._roles[change.role].missing_since_s = since_s
-            return f"{change.role} has not come to {change.after} in {waited_s:.0f} s"
-        return f"waiting for {change.role} to be {change.after}, for {waited_s:.0f} s now"
+            return f"{change.role} is not at {change.after} after {waited_s:.0f} s"
+        return f"waiting for {change.after} {change.role} workers, for {waited_s:.0f} s"
 
     def _missing(self, now: Observation) -> str:
         found = ""
@@ -207,7 +205,7 @@ class Planner:
             if state.missing_since_s is None:
                 state.missing_since_s = now.at_s
             if now.at_s - state.missing_since_s < self._pace.start_timeout_s:
-                found = f"{now.serving(role)} of {now.wanted[role]} {role} workers are there"
+                found = f"{now.serving(role)} of {now.wanted[role]} {role} workers serve"
         return found
 
     def _up(self, needs: Mapping[Planned, Need], now: Observation) -> Change | None:

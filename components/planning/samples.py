@@ -1,4 +1,4 @@
-"""What a planner sees at one moment. No I/O."""
+"""A planner's observations. No I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ PLANNED: Final[tuple[Planned, ...]] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """Counters since the worker's process started, and its present load."""
+    """Counters since the start of the process, and the present load."""
 
     instance_id: str
     busy_s: float  # in engine steps
@@ -19,9 +19,9 @@ class WorkerSample:
     prompt_tokens: int
     generated_tokens: int
     accepted: int  # requests
-    queued_tokens: int  # of prompts, accepted and not computed
-    running: int  # requests in the batch
-    waiting: float  # requests without a step yet; better a mean since the last sample than a moment
+    queued_tokens: int  # of prompts
+    running: int  # requests
+    waiting: float  # requests, best as a mean since the last sample
     used_pages: int
     total_pages: int
     draining: bool = False
@@ -29,11 +29,11 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Observations by upper bound as in Prometheus: each count includes all smaller ones."""
+    """As in Prometheus: each count includes those of smaller bounds."""
 
     bounds: Sequence[float] = ()  # seconds, ascending; the last one is infinite
     counts: Sequence[float] = ()
-    total_s: float = 0.0  # of all observations
+    total_s: float = 0.0
 
     @property
     def count(self) -> float:
@@ -41,12 +41,11 @@ class Histogram:
 
     @property
     def mean_s(self) -> float:
-        """0 if there are none."""
         return self.total_s / self.count if self.count else 0.0
 
     def since(self, before: "Histogram") -> "Histogram":
-        """Observations after `before`; none if the two cannot be of one process."""
-        if not before.bounds:  # no observations yet
+        """None if the two cannot be of one process."""
+        if not before.bounds:
             return self
         if list(before.bounds) != list(self.bounds) or before.count > self.count:
             return Histogram()
@@ -54,7 +53,7 @@ class Histogram:
         return Histogram(self.bounds, counts, max(0.0, self.total_s - before.total_s))
 
     def plus(self, other: "Histogram") -> "Histogram":
-        """The sum; if the bounds differ, as for frontends of two versions, the histogram with more observations."""
+        """If the bounds differ, as between versions, only the histogram with more observations."""
         if not self.bounds:
             return other
         if not other.bounds:
@@ -65,7 +64,7 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total_s + other.total_s)
 
     def share_within(self, limit_s: float) -> float:
-        """Share of the observations up to `limit_s`, interpolated within a bucket."""
+        """Interpolated within a bucket."""
         if not self.count:
             return 1.0
         if limit_s < self.bounds[0]:
@@ -80,7 +79,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class FrontendSample:
-    """Its histograms since it started."""
+    """Since the start of the process."""
 
     instance_id: str
     ttft: Histogram = field(default_factory=Histogram)
@@ -89,13 +88,11 @@ class FrontendSample:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """All that is known at `at_s`, a monotonic time."""
-
-    at_s: float
-    wanted: Mapping[Planned, int]  # workers that the connector keeps, started or not; empty: it did not answer
-    workers: Mapping[Planned, Sequence[WorkerSample]]  # those that reported
+    at_s: float  # monotonic
+    wanted: Mapping[Planned, int]  # by the connector; empty: unknown
+    workers: Mapping[Planned, Sequence[WorkerSample]]  # with reports
     frontends: Sequence[FrontendSample] = ()
-    unknown: Sequence[str] = ()  # ids of registered instances that are silent or cannot be read
+    unknown: Sequence[str] = ()  # ids of instances without a report
 
     def serving(self, role: Planned) -> int:
         return sum(not worker.draining for worker in self.workers.get(role, ()))

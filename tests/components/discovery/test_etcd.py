@@ -47,7 +47,7 @@ def test_a_bad_address_fails_at_once_instead_of_in_a_thread() -> None:
     ("error", "cause"),
     [(etcd3.exceptions.ConnectionFailedError(), "connection"), (grpc.RpcError(), "RpcError")],
 )
-def test_whatever_etcd_raises_says_address_cause_and_what_to_start(error: Exception, cause: str) -> None:
+def test_errors_of_etcd_name_address_cause_and_remedy(error: Exception, cause: str) -> None:
     said = rf"etcd at http://e:1 cannot be reached \(.*{cause}.*\): start it"
     with pytest.raises(BackendUnavailable, match=said), etcd_errors("http://e:1"):
         raise error

@@ -15,7 +15,7 @@ def listened() -> tuple[InstanceBook, list[tuple[str | None, str | None]]]:
     return book, heard
 
 
-def test_a_join_a_new_epoch_and_a_leave_are_told_once_each() -> None:
+def test_listeners_get_each_join_new_epoch_and_leave_once() -> None:
     book, heard = listened()
     for epoch in ("1", "1", "2"):
         book.put("k", record(epoch=epoch))
@@ -24,7 +24,7 @@ def test_a_join_a_new_epoch_and_a_leave_are_told_once_each() -> None:
     assert heard == [(None, "1"), ("1", "2"), ("2", None)]
 
 
-def test_a_fresh_range_tells_the_difference_alone() -> None:
+def test_a_fresh_read_notifies_of_differences_only() -> None:
     book, heard = listened()
     book.replace_all({"a": record("a", "1"), "b": record("b", "2"), "c": record("c", "3")})
     heard.clear()

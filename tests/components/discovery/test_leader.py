@@ -40,7 +40,7 @@ async def test_the_second_leads_when_the_first_has_left(etcd_url: str, namespace
         assert client.get(key)[0] is None, "whoever leaves gives it up"
 
 
-async def test_one_whose_lease_is_gone_knows_within_its_time_and_stands_again(
+async def test_a_leader_without_its_lease_stops_leading_and_tries_again(
     etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = f"{namespace}/planner"
@@ -56,7 +56,7 @@ async def test_one_whose_lease_is_gone_knows_within_its_time_and_stands_again(
     assert "no longer leading" in caplog.text
 
 
-async def test_without_etcd_nobody_leads() -> None:
+async def test_without_etcd_no_process_leads() -> None:
     async with lead("http://127.0.0.1:1", "ns/planner", {}, 3.0) as leadership:
         await asyncio.sleep(0.3)
         assert not leadership.is_held()

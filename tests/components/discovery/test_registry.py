@@ -64,7 +64,7 @@ async def test_others_see_a_join_and_a_leave(etcd_url: str, namespace: str) -> N
         assert time.monotonic() - gone < TTL_S / 2, "the lease ran out instead of being revoked"
 
 
-async def test_who_joins_later_sees_who_is_there(etcd_url: str, namespace: str) -> None:
+async def test_a_later_process_sees_all_records(etcd_url: str, namespace: str) -> None:
     async with (
         join_registry(etcd_url, namespace, TTL_S) as mine,
         mine.advertise(Registration("one"), lambda epoch: record("one", epoch)),
@@ -75,9 +75,7 @@ async def test_who_joins_later_sees_who_is_there(etcd_url: str, namespace: str) 
         assert not epochs(stranger)
 
 
-async def test_a_lease_that_etcd_dropped_is_replaced_and_the_instance_stays_who_it_is(
-    etcd_url: str, namespace: str
-) -> None:
+async def test_a_dropped_lease_is_replaced_and_the_instance_keeps_its_epoch(etcd_url: str, namespace: str) -> None:
     """A new epoch made everyone who had streams there, or pages offered, take the instance for another one."""
     async with join_registry(etcd_url, namespace, SHORT_TTL_S) as registry:
         changes: list[Any] = []
@@ -95,7 +93,7 @@ async def test_a_lease_that_etcd_dropped_is_replaced_and_the_instance_stays_who_
         await until(lambda: not epochs(registry), "it leaves")
 
 
-async def test_a_record_that_vanishes_under_a_standing_lease_is_written_again(etcd_url: str, namespace: str) -> None:
+async def test_a_record_that_vanishes_under_a_valid_lease_is_written_again(etcd_url: str, namespace: str) -> None:
     """Whoever could reach etcd emptied the registry for good: workers kept their leases alive and looked no further."""
     async with (
         join_registry(etcd_url, namespace, SHORT_TTL_S) as registry,
@@ -127,7 +125,7 @@ async def test_a_record_has_not_vanished_while_the_mirror_has_not_seen_it_yet(
     assert not [message for message in caplog.messages if "vanished" in message]
 
 
-async def test_a_record_that_cannot_be_read_counts_as_gone_and_stops_nobody(
+async def test_an_unreadable_record_counts_as_absent(
     etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = f"{namespace}/instances/decode/one"

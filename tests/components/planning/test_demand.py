@@ -71,12 +71,12 @@ def test_decode_workers_are_the_fewest_that_do_and_none_where_one_request_is_too
     assert decode_workers(100.0, StepLine(0.06, 0.001), 0.05, 0.9) is None
 
 
-def test_a_batch_is_exceeded_as_often_as_told() -> None:
+def test_a_batch_is_exceeded_for_the_given_share() -> None:
     assert crowded(16.0, 0.5) == 16.0
     assert crowded(16.0, 0.9) == pytest.approx(16 + 1.2816 * 4, rel=1e-3)
 
 
-def test_a_curve_finds_the_line_behind_noisy_steps_and_says_nothing_of_one_size() -> None:
+def test_a_curve_finds_the_line_in_noisy_steps_and_none_for_one_size() -> None:
     draw, curve = random.Random(2), StepCurve()
     for _ in range(50):
         curve.saw(8.0, 0.018)
@@ -90,7 +90,7 @@ def test_a_curve_finds_the_line_behind_noisy_steps_and_says_nothing_of_one_size(
     assert line.each_s == pytest.approx(0.001, rel=0.08)
 
 
-def test_a_curve_never_says_that_more_is_faster() -> None:
+def test_a_larger_batch_is_never_faster() -> None:
     curve = StepCurve()
     curve.saw(1.0, 0.02)
     curve.saw(8.0, 0.01)

@@ -186,12 +186,12 @@ def test_nothing_is_decided_before_half_a_window_was_seen_nor_across_a_gap() -> 
     fleet = MadeUp()
     planner = Planner(TARGETS, WIDE)
     for _ in range(5):
-        assert planner.see(fleet.run(5.0, 40.0, 100.0)).hold == "too little was seen yet"
+        assert planner.see(fleet.run(5.0, 40.0, 100.0)).hold == "too few observations yet"
     assert play(fleet, planner, steady(40.0, 100.0, 20))
     fleet.run(60.0, 40.0, 100.0)  # nobody looks
     again = planner.see(fleet.run(5.0, 40.0, 100.0))
     assert again.change is None
-    assert again.hold.startswith(("too little", "waiting"))
+    assert again.hold.startswith(("too few", "waiting"))
 
 
 def grown(idle_s: float) -> tuple[MadeUp, Planner]:
@@ -208,44 +208,44 @@ def after(fleet: MadeUp, planner: Planner, seconds: float, **facts: object) -> l
     return [planner.see(replace(look, **facts)) for look in looks]
 
 
-def test_nobody_is_let_go_while_somebody_is_not_heard() -> None:
+def test_no_worker_is_removed_while_an_instance_does_not_report() -> None:
     fleet, planner = grown(110)
     assert not any(verdict.change for verdict in after(fleet, planner, 300, unknown=["prefill-9"]))
     calm = after(fleet, planner, 110)
-    assert not any(verdict.change for verdict in calm), "the calm counts from when everybody is heard"
+    assert not any(verdict.change for verdict in calm), "the time counts from when all workers report"
     assert any(verdict.change for verdict in after(fleet, planner, 30))
 
 
-def test_a_worker_is_added_though_somebody_is_not_heard() -> None:
+def test_a_worker_is_added_while_an_instance_does_not_report() -> None:
     fleet = MadeUp()
     planner = Planner(TARGETS, WIDE)
     looks = (replace(fleet.run(5.0, 40.0, 20.0), unknown=["frontend-9"]) for _ in range(12))
     assert [change for look in looks if (change := planner.see(look).change)]
 
 
-def test_nobody_is_let_go_while_somebody_is_lost() -> None:
+def test_no_worker_is_removed_while_one_is_lost() -> None:
     fleet, planner = grown(110)
     lost = fleet.names["decode"].pop()
     fleet.names["decode"].append(lost)
     fleet.counts["prefill"] = 4  # one of them died, and its supervisor has not brought it back
     verdicts = after(fleet, planner, 300)
     assert not any(verdict.change for verdict in verdicts)
-    assert verdicts[-1].hold == "3 of 4 prefill workers are there"
+    assert verdicts[-1].hold == "3 of 4 prefill workers serve"
 
 
 def test_no_connector_no_change() -> None:
     fleet, planner = grown(110)
     verdicts = after(fleet, planner, 300, wanted={})
-    assert {verdict.hold for verdict in verdicts} == {"the connector does not say how many workers there are"}
+    assert {verdict.hold for verdict in verdicts} == {"the connector does not report the number of workers"}
 
 
-def test_a_role_of_which_nobody_is_heard_changes_nothing() -> None:
+def test_nothing_changes_while_no_worker_of_a_role_reports() -> None:
     fleet, planner = grown(200 - 90)
     verdicts = after(fleet, planner, 300, workers={"prefill": [], "decode": fleet.look().workers["decode"]})
     assert not any(verdict.change for verdict in verdicts)
 
 
-def test_a_change_is_waited_for_and_one_that_never_comes_does_not_stop_everything_for_ever() -> None:
+def test_the_planner_waits_for_a_change_up_to_a_limit() -> None:
     fleet = MadeUp(start_s=1e9)
     planner = Planner(TARGETS, WIDE, replace(PACE, start_timeout_s=100.0, retry_s=50.0))
     changes = play(fleet, planner, steady(40.0, 100.0, 600))

@@ -43,7 +43,7 @@ def test_pages_larger_than_the_first_depth_are_depths_each_once() -> None:
     assert depths(6, 1024) == [1, 2, 3, 4]
 
 
-def test_prompts_with_a_common_prefix_ask_the_same_instances_first_whoever_asks() -> None:
+def test_prompts_with_a_common_prefix_ask_the_same_instances_from_every_router() -> None:
     common = [b"a", b"b", b"c"]
     one, other = rounds([*common, b"x"], seed=1), rounds([*common, b"y"], seed=2)
     assert set(one[0][1:]) == set(other[0][1:])
@@ -87,7 +87,7 @@ def test_rankings_are_made_anew_when_the_fleet_changes() -> None:
     assert next(choice.rounds([b"a"], FLEET)) == [first]
 
 
-def test_there_are_no_candidates_where_there_is_nobody() -> None:
+def test_an_empty_fleet_has_no_candidates() -> None:
     assert rounds([b"a"], []) == []
 
 
@@ -180,7 +180,7 @@ def test_an_instance_that_has_left_meanwhile_is_not_chosen() -> None:
     assert chosen.instance_id == "p002"
 
 
-def test_nobody_is_chosen_when_nobody_answers() -> None:
+def test_none_is_chosen_without_answers() -> None:
     scene = Scene()
     scene.inquiry.take(4, {})
     assert scene.inquiry.choose() is None

@@ -19,7 +19,7 @@ B = BreakerState
 
 @pytest.mark.parametrize("one", B)
 @pytest.mark.parametrize("other", B)
-def test_a_breaker_moves_where_its_table_says_and_nowhere_else(one: B, other: B) -> None:
+def test_a_breaker_makes_the_moves_of_its_table_only(one: B, other: B) -> None:
     lifecycle = Lifecycle("breaker", NEXT, one)
     if (one, other) in {(B.CLOSED, B.OPEN), (B.OPEN, B.HALF_OPEN), (B.HALF_OPEN, B.CLOSED), (B.HALF_OPEN, B.OPEN)}:
         lifecycle.advance(other)
@@ -119,7 +119,7 @@ def names(members: object) -> str:
     return " ".join(m.instance_id for m in members)  # type: ignore[attr-defined]
 
 
-def test_who_fails_three_times_in_a_row_is_passed_over_then_tried_by_one_request() -> None:
+def test_an_instance_that_fails_three_times_in_a_row_is_excluded_then_gets_one_trial() -> None:
     health = Health(Random(0))
     members = old_fleet(3, health)
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_who_fails_three_times_in_a_row_is_passed_over_then_tried_by_one_request
     assert names(health.candidates(members, 1.0)) == "i000 i001 i002"
 
 
-def test_a_try_that_nobody_reports_on_blocks_its_instance_for_a_while_only() -> None:
+def test_a_trial_without_a_result_blocks_its_instance_for_a_while_only() -> None:
     health = Health(Random(0), BreakerSettings(failures=1))
     members = old_fleet(2, health)
     health.failed("i000", 0.0)
@@ -148,7 +148,7 @@ def test_a_try_that_nobody_reports_on_blocks_its_instance_for_a_while_only() -> 
     assert names(health.candidates(members, 1.0 + USUAL.try_s)) == "i000 i001"
 
 
-def test_a_try_that_says_nothing_makes_place_for_another_one() -> None:
+def test_an_undecided_trial_lets_another_one_follow() -> None:
     health = Health(Random(0), BreakerSettings(failures=1))
     members = old_fleet(1, health)
     health.failed("i000", 0.0)
@@ -163,7 +163,7 @@ def test_a_try_that_says_nothing_makes_place_for_another_one() -> None:
     assert health.state("i000") is B.HALF_OPEN
 
 
-def test_when_every_breaker_is_open_everybody_may_be_asked() -> None:
+def test_when_every_breaker_is_open_all_instances_are_candidates() -> None:
     health = Health(Random(0), BreakerSettings(failures=1))
     members = old_fleet(3, health)
     for member in members[1:]:
@@ -220,7 +220,7 @@ def test_one_that_comes_or_comes_back_idle_gets_a_share_that_grows(failed_before
         assert choice.member is new  # warm: the policy alone decides
 
 
-def test_nobody_waits_where_everybody_is_new() -> None:
+def test_credit_does_not_count_while_all_instances_are_new() -> None:
     health = Health(Random(0))
     members = [Member("a"), Member("b")]
     for member in members:

@@ -248,7 +248,7 @@ def test_a_burst_is_seen_before_any_heartbeat() -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_burst_between_two_heartbeats_does_not_land_on_the_one_that_looked_idle(phase: Phase) -> None:
+def test_a_burst_between_two_heartbeats_does_not_hit_the_instance_that_looked_idle(phase: Phase) -> None:
     book, policy = LoadBook(), parse_policy(DEFAULT[phase]).make(phase, Random(0))
     for instance_id, running in {"a": 20, "b": 20, "c": 20, "idle": 0}.items():
         book.joined(instance_id, "1")
@@ -268,7 +268,7 @@ def test_a_burst_between_two_heartbeats_does_not_land_on_the_one_that_looked_idl
         ("least_load", "decode", lambda fair: fair + 1),
     ],
 )
-def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound(
+def test_a_worker_that_reports_no_load_gets_no_more_than_its_bound(
     name: str, phase: Phase, bound: Callable[[float], float]
 ) -> None:
     """Nothing ends, and after each request everybody tells what they have; one says zero each time."""
@@ -291,7 +291,7 @@ def test_one_that_says_it_has_nothing_to_do_gets_no_more_than_its_bound(
         assert had["liar"] <= bound((step + 1) / 4)
 
 
-def test_a_heartbeat_that_is_faster_than_the_answer_counts_the_request_too() -> None:
+def test_a_heartbeat_that_overtakes_the_answer_covers_the_request() -> None:
     book = LoadBook()
     member = book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
@@ -301,7 +301,7 @@ def test_a_heartbeat_that_is_faster_than_the_answer_counts_the_request_too() -> 
     assert (member.running, book.num_uncovered) == (1, 0)
 
 
-def test_a_heartbeat_of_another_epoch_says_nothing() -> None:
+def test_a_heartbeat_of_another_epoch_is_ignored() -> None:
     book = LoadBook()
     member = book.joined("a", "2")
     book.heard(beat(epoch="1", num_requests=5), 0.0)
@@ -309,7 +309,7 @@ def test_a_heartbeat_of_another_epoch_says_nothing() -> None:
     assert (member.running, book.find("b")) == (0, None)
 
 
-def test_a_worker_that_says_nothing_of_its_requests_leaves_none_behind() -> None:
+def test_requests_of_a_worker_that_never_reports_them_are_forgotten() -> None:
     book = LoadBook()
     member = book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
@@ -341,7 +341,7 @@ def test_a_lost_instance_takes_its_requests_along_and_their_late_ends_change_not
     assert book.joined("a", "2") is member
 
 
-def test_a_worker_that_does_not_count_is_believed_to_know_at_its_next_heartbeat() -> None:
+def test_the_next_heartbeat_of_a_worker_without_numbers_covers_its_requests() -> None:
     book = LoadBook()
     member = book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
@@ -365,7 +365,7 @@ def test_one_that_boasted_is_believed_again_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("field_name", ["num_requests", "queued_tokens", "held_pages", "total_pages"])
-def test_nobody_carries_less_than_nothing(field_name: str) -> None:
+def test_loads_are_never_negative(field_name: str) -> None:
     book = LoadBook()
     member = book.joined("a", "1")
     book.heard(replace(beat(), **{field_name: -5}), 0.0)

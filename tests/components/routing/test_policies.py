@@ -109,7 +109,7 @@ cached_maps = st.dictionaries(st.sampled_from([f"i{at:02}" for at in range(14)])
     st.integers(0, 9),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_policy_chooses_a_member_leaves_all_as_they_are_and_repeats_itself_with_its_seed(
+def test_a_policy_is_deterministic_with_its_seed_and_changes_no_member(
     name: PolicyName,
     phase: Phase,
     members: list[Member],
@@ -133,7 +133,7 @@ def test_a_policy_chooses_a_member_leaves_all_as_they_are_and_repeats_itself_wit
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("phase", PHASES)
-def test_from_nobody_nobody_is_chosen(name: PolicyName, phase: Phase) -> None:
+def test_a_policy_chooses_none_of_no_members(name: PolicyName, phase: Phase) -> None:
     assert (
         parse_policy(name).make(phase, Random(0)).choose(RouteRequest(5, session="s", prefix=b"p"), [], {}, 0.0) is None
     )
@@ -165,7 +165,7 @@ def test_least_load_is_a_minimum(
     assert cost(chosen.member) == min(map(cost, members))
 
 
-def test_equals_are_drawn_so_that_routers_do_not_agree_on_the_first() -> None:
+def test_ties_are_broken_at_random() -> None:
     members, policy = fleet(8), LeastLoad(Random(2), prompt_load)
     found = Counter(choose(policy, RouteRequest(9), members).member.instance_id for _ in range(800))
     assert len(found) == 8
@@ -179,7 +179,7 @@ def test_least_load_keeps_requests_within_one_of_each_other() -> None:
         assert max(m.running for m in members) - min(m.running for m in members) <= 1
 
 
-def test_decode_by_default_prefers_the_cached_prefix_until_memory_says_otherwise() -> None:
+def test_decode_by_default_prefers_the_cached_prefix_while_memory_is_free() -> None:
     members = fleet(3)
     for member in members:
         member.total_pages = 1000
@@ -198,7 +198,7 @@ def test_what_finds_no_room_in_memory_weighs_tenfold() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_fullest_under_two_choices_is_near_the_mean_however_long_it_goes_on(seed: int) -> None:
+def test_power_of_two_keeps_the_fullest_near_the_mean(seed: int) -> None:
     """With n instances and any number of requests, log2(log2 n) + O(1) above the mean; one choice: sqrt(m/n · log n)."""
     two, one = fleet(256), fleet(256)
     by_two, by_one = PowerOfTwo(Random(seed), requests_of), RandomChoice(Random(seed))
@@ -224,7 +224,7 @@ def test_two_choices_are_two_instances_and_all_pairs_come() -> None:
 
 @given(members_lists, asks, cached_maps, st.sampled_from([0.0, 0.3, 5.0]))
 @settings(max_examples=150)
-def test_kv_aware_chooses_nobody_above_its_bound(
+def test_kv_aware_chooses_no_instance_above_its_bound(
     members: list[Member], ask: RouteRequest, cached: dict[str, int], temperature: float
 ) -> None:
     weights = KvWeights(temperature=temperature)
@@ -269,7 +269,7 @@ def test_kv_aware_without_an_index_spreads_evenly(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_hot_prefix_never_makes_one_instance_carry_more_than_twice_the_mean_and_the_slack(temperature: float) -> None:
+def test_a_hot_prefix_never_loads_an_instance_above_the_bound(temperature: float) -> None:
     """Worst case: all ask for the prefix, one has it, nothing of it ever spreads, and nothing gets done."""
     weights = KvWeights(temperature=temperature)
     members, policy = fleet(10), KvAware(Random(5), weights)
@@ -298,7 +298,7 @@ def test_kv_aware_goes_to_the_cache_while_that_is_less_work_than_elsewhere() -> 
     assert choose(policy, ask, members, cached).member is members[2]
 
 
-def test_the_more_wait_everywhere_the_longer_a_queue_may_be_at_the_cache() -> None:
+def test_the_longer_all_queues_the_longer_the_queue_at_the_cache_may_be() -> None:
     """3,000 tokens are cached there, which count 1, 2 and 5 times; half of a queue counts."""
     for usual, more in ((0, 6000), (16_384, 12_000), (65_536, 30_000)):
         members, policy = fleet(100), KvAware(Random(0), KvWeights(near=0, spill=1e9))
@@ -310,7 +310,7 @@ def test_the_more_wait_everywhere_the_longer_a_queue_may_be_at_the_cache() -> No
             assert (chosen is members[2]) == is_there
 
 
-def test_a_slow_instance_gets_less_and_one_that_boasts_or_moans_is_believed_so_far_only() -> None:
+def test_reported_speeds_count_within_a_range_only() -> None:
     members, policy = fleet(6), KvAware(Random(0), KvWeights(spill=1e9))
     for member, speed in zip(members, [1000.0, 1300.0, 800.0, 320.0, 1e12, 1e-3], strict=True):
         member.prompt_tokens_per_s = speed
@@ -331,7 +331,7 @@ def test_temperature_makes_the_worse_choice_e_times_less_likely_for_a_prompt_of_
     assert found["i0000"] / found["i0001"] == pytest.approx(math.e, rel=0.1)
 
 
-def test_those_whose_costs_hardly_differ_get_equal_shares_of_an_idle_fleet() -> None:
+def test_instances_with_nearly_equal_costs_get_equal_shares() -> None:
     """Conversations that begin while nobody has much to do: no draw may put most of them on one instance."""
     members, policy = fleet(4), KvAware(Random(2))
     for at, member in enumerate(members):
@@ -347,7 +347,7 @@ def test_those_whose_costs_hardly_differ_get_equal_shares_of_an_idle_fleet() -> 
     assert max(given.values()) <= 1.15 * min(given.values())
 
 
-def test_what_was_given_long_ago_counts_no_more_and_a_question_counts_nothing() -> None:
+def test_given_tokens_are_forgotten_and_dry_requests_do_not_count() -> None:
     members, policy = fleet(2), KvAware(Random(2))
 
     def take(cached: dict[str, int], now_s: float, *, dry: bool = False) -> str:
@@ -423,7 +423,7 @@ def test_scores_do_not_depend_on_process_or_company() -> None:
 
 
 @pytest.mark.parametrize("instead", ["next", "least_load"])
-def test_one_hot_key_fills_nobody_above_the_bound(instead: str) -> None:
+def test_one_hot_key_fills_no_instance_above_the_bound(instead: str) -> None:
     policy = BoundedHashing(Random(0), prompt_load, session_or_prefix, instead)
     members = fleet(10)
     for at in range(2000):
@@ -551,9 +551,7 @@ def test_sessions_are_forgotten_when_idle_and_never_more_than_so_many() -> None:
         ("session_affinity@idle_s=60", "decode", {"idle_s": 60.0}),
     ],
 )
-def test_a_policy_is_named_with_the_numbers_that_are_to_differ(
-    text: str, phase: Phase, options: dict[str, float]
-) -> None:
+def test_a_policy_is_named_with_options(text: str, phase: Phase, options: dict[str, float]) -> None:
     spec = parse_policy(text)
     assert (spec.name, spec.options) == (text.partition("@")[0], options)
     policy = spec.make(phase, Random(0))
@@ -577,12 +575,12 @@ def test_a_policy_is_named_with_the_numbers_that_are_to_differ(
         ("prefix_hash@load_factor=0.5", "below 1"),
     ],
 )
-def test_a_policy_that_cannot_be_made_is_refused_with_what_there_is(text: str, says: str) -> None:
+def test_an_unknown_policy_or_option_is_refused_with_the_known_ones(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         parse_policy(text)
 
 
-def test_caches_are_followed_where_the_numbers_say_that_they_matter() -> None:
+def test_kv_events_are_followed_if_the_policy_uses_caches() -> None:
     assert parse_policy("least_load").uses_caches("decode")
     assert not parse_policy("least_load@overlap=0").uses_caches("decode")
     assert parse_policy("least_load@overlap=1").uses_caches("prefill")

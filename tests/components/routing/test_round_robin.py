@@ -14,7 +14,7 @@ def chosen(policy: RoundRobin, ids: Iterable[str]) -> str:
     return found.member.instance_id
 
 
-def test_nobody_usable_means_nobody_chosen() -> None:
+def test_without_usable_instances_none_is_chosen() -> None:
     assert RoundRobin().choose(RouteRequest(1), [], {}, 0.0) is None
 
 
@@ -40,7 +40,7 @@ def test_between_two_turns_of_one_instance_every_other_that_stayed_has_had_one(u
                 break
 
 
-def test_a_question_without_a_request_takes_nobodys_turn() -> None:
+def test_a_dry_request_takes_no_turn() -> None:
     policy = RoundRobin()
     members = [Member(i) for i in "abc"]
     for _ in range(3):

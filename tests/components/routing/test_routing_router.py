@@ -58,7 +58,7 @@ class Fleet:
         self.router.heard(Heartbeat(instance_id=name, epoch="e", step=1, busy=True, **said))
 
 
-def test_what_an_instance_tells_of_its_cache_draws_the_prompt_there() -> None:
+def test_kv_events_of_an_instance_attract_the_prompt() -> None:
     fleet = Fleet()
     fleet.index.add("b", block_hashes(PROMPT, 16, SEED)[:2])
     chosen = fleet.choose()
@@ -81,7 +81,7 @@ def test_an_instance_never_has_the_whole_prompt() -> None:
     assert fleet.choose().cached_tokens == 63
 
 
-def test_of_those_that_do_not_tell_it_is_guessed_from_what_was_sent() -> None:
+def test_caches_of_instances_without_kv_events_are_guessed_from_requests() -> None:
     fleet = Fleet(tell="bc")
     fleet.send(fleet.choose("a")).over()
     fleet.send(fleet.choose("b", tokens=PROMPT[::-1])).over()
@@ -115,7 +115,7 @@ def test_a_request_of_several_branches_is_over_with_the_last_of_them() -> None:
     assert member.running == 0
 
 
-def test_a_number_that_a_heartbeat_tells_of_is_not_counted_twice() -> None:
+def test_a_request_that_a_heartbeat_covers_is_not_counted_twice() -> None:
     fleet = Fleet("least_load")
     route = fleet.send(fleet.choose("a"))
     route.accepted(1)
@@ -165,7 +165,7 @@ def test_success_makes_up_for_failures() -> None:
     assert fleet.router.health.state("b") is BreakerState.CLOSED
 
 
-def test_an_explanation_names_who_was_compared_and_is_remembered_by_nobody() -> None:
+def test_an_explanation_names_the_candidates_and_leaves_no_trace() -> None:
     fleet = Fleet("kv_aware")
     fleet.index.add("b", block_hashes(PROMPT, 16, SEED)[:2])
     fleet.beat("c", queued_tokens=1000)
@@ -205,7 +205,7 @@ def test_a_policy_with_a_memory_forgets_what_was_only_a_question(policy: PolicyN
     assert policy != "round_robin" or chosen.instance_id == "a"
 
 
-def test_whoever_left_is_not_chosen_though_the_same_list_is_asked_again() -> None:
+def test_an_instance_that_left_is_not_chosen_from_the_same_sequence() -> None:
     fleet = Fleet("round_robin")
     usable = [Member(name) for name in "abc"]
 
@@ -221,5 +221,5 @@ def test_whoever_left_is_not_chosen_though_the_same_list_is_asked_again() -> Non
     assert "b" in {one() for _ in range(30)}
 
 
-def test_nobody_usable_means_nobody_chosen() -> None:
+def test_without_usable_instances_none_is_chosen() -> None:
     assert Fleet().router.choose(RouteRequest(1), blocks(), []) is None

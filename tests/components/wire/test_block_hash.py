@@ -37,7 +37,7 @@ def test_equal_prefixes_have_equal_hashes_and_the_rest_has_not(token_ids: list[i
     assert not set(ours[same:]) & set(theirs[same:])
 
 
-def test_a_block_is_named_by_what_stands_before_it() -> None:
+def test_a_block_hash_depends_on_all_tokens_before_it() -> None:
     one, two = block_hashes([1, 2, 1, 2], 2, SEED)
     assert one != two
     assert [two] == block_hashes([1, 2], 2, one)
@@ -52,7 +52,7 @@ def test_page_sizes_share_no_block() -> None:
     assert not set(block_hashes([0] * 32, 4, SEED)) & set(block_hashes([0] * 32, 8, SEED))
 
 
-def test_a_prompt_s_hashes_are_made_as_far_as_somebody_looks() -> None:
+def test_hashes_are_computed_as_far_as_they_are_read() -> None:
     tokens = list(range(4 * 10 + 3))
     expected = block_hashes(tokens, 4, SEED)
     blocks = PromptBlocks(pack_tokens(tokens), SEED)(4)
@@ -67,7 +67,7 @@ def test_a_prompt_s_hashes_are_made_as_far_as_somebody_looks() -> None:
     assert list(PromptBlocks(b"", SEED)(4)) == []
 
 
-def test_a_lookup_stops_at_the_first_block_that_nobody_holds() -> None:
+def test_a_lookup_stops_at_the_first_block_without_a_holder() -> None:
     tokens = list(range(4 * 100))
     index = KvIndex()
     index.add("a", block_hashes(tokens[: 4 * 3], 4, SEED))

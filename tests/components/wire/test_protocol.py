@@ -59,7 +59,7 @@ def test_a_token_frame_of_the_last_release_is_read_or_names_the_instance_whose_s
         assert raised.value.instance_id == "i"
 
 
-def test_who_asks_for_tokens_reads_the_frames_that_bring_them() -> None:
+def test_the_sender_of_a_request_reads_the_frames_that_answer_it() -> None:
     """FRAME_VERSION went up twice while requests stayed as they were: the streams of other releases hung to their deadline."""
     tag = codec._tags[GenerateRequest]
     assert (tag in RELEASE["schemas"]) <= (RELEASE["versions"]["frame"] == FRAME_VERSION)
@@ -108,7 +108,7 @@ def _least(message: Any) -> Any:
         (OLDEST - 1, OLDEST - 1, False),
     ],
 )
-def test_two_understand_each_other_when_each_is_new_enough_for_the_other(
+def test_two_processes_work_together_if_each_is_new_enough_for_the_other(
     protocol: int, oldest: int, works: bool
 ) -> None:
     assert understood(protocol, oldest) is works

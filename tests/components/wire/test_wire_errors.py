@@ -45,7 +45,7 @@ def test_a_field_may_be_named_like_a_parameter(name: str) -> None:
     assert sent(QueueFull("full", **{name: 1})).fields == {name: 1, "retry_after_s": 1.0}
 
 
-def test_an_error_is_told_whatever_it_carries() -> None:
+def test_an_error_is_sent_with_any_fields() -> None:
     carried: dict[str, Any] = {"huge": 2**80, "flag": True, "list": [1]}
     assert sent(PromptTooLong("long", **carried)).fields == {"huge": str(2**80), "flag": "True", "list": "[1]"}
 

@@ -19,7 +19,7 @@ def test_a_plan_shows_the_leader_the_needs_and_the_changes() -> None:
         connector="local",
         prefill=prefill,
         decode=RolePlan(least=1, most=1, serving=1),
-        hold="waiting for prefill to be 3",
+        hold="waiting for 3 prefill workers",
         unknown=["f00"],
         changes=["10:00:00 prefill 2 → 3: prompts keep 2.10 workers busy"],
     )
@@ -36,6 +36,6 @@ def test_a_plan_shows_the_leader_the_needs_and_the_changes() -> None:
     ]
     unknown = next(line for line in text.splitlines() if "1..1" in line)
     assert [cell.strip() for cell in unknown.split("│")[4:6]] == ["?", "?"]
-    assert "no change now: waiting for prefill to be 3" in text
+    assert "no change now: waiting for 3 prefill workers" in text
     assert "no heartbeat or metrics from: f00" in text
     assert "10:00:00 prefill 2 → 3" in text

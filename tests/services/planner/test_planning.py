@@ -111,4 +111,4 @@ async def test_a_silent_connector_is_reported_once_and_nothing_changes(caplog: p
         await plan.step()
     assert not fleet.ordered
     assert [vars(record)["cause"] for record in caplog.records if record.levelno == logging.WARNING] == ["away"]
-    assert (await plan.plan(AskPlan())).hold == "the connector does not say how many workers there are"
+    assert (await plan.plan(AskPlan())).hold == "the connector does not report the number of workers"
