@@ -126,9 +126,7 @@ def unreachable(url: str, cause: str) -> str:
 
 def refused(url: str, cause: str) -> str:
     where = without_password(url)
-    return (
-        f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port"
-    )
+    return f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port"
 
 
 def _refresh(client: Any, lease_id: int) -> int:

@@ -15,7 +15,7 @@ from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
-from components.wire.planning import AskPlan, PlanTold
+from components.wire.plans import AskPlan, PlanTold
 from services.inspect.ages import age
 from services.inspect.connection import one_line_errors
 

@@ -11,7 +11,7 @@ from components.errors import BackendUnavailable, PeerLost
 from components.messaging.bus import Bus, nats_errors
 from components.planning.planner import Change
 from components.planning.samples import Planned
-from components.wire.planning import AskCounts, Counts, ScaleRole
+from components.wire.plans import AskCounts, Counts, ScaleRole
 from services.planner.compose import ComposeConnector
 from services.planner.config import PlannerSettings
 from services.planner.kubernetes import KubernetesConnector, Workload, in_cluster

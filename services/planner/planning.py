@@ -14,7 +14,7 @@ from components.errors import MeshError
 from components.messaging.service import Endpoint
 from components.planning.planner import Change, Planner, Verdict
 from components.planning.samples import PLANNED, Observation, Planned
-from components.wire.planning import AskPlan, PlanTold, RolePlan
+from components.wire.plans import AskPlan, PlanTold, RolePlan
 from services.planner.config import PlannerSettings
 from services.planner.connectors import Connector
 from services.planner.metrics import PlannerMetrics

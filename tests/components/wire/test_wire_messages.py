@@ -20,7 +20,7 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate
 from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, load_record
 from components.wire.layout import KvLayout
-from components.wire.planning import RolePlan
+from components.wire.plans import RolePlan
 from components.wire.rooms import PagesOffered, RoomOk
 from components.wire.sampling import Constraint, Sampling
 

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from components.wire.planning import PlanTold, RolePlan
+from components.wire.plans import PlanTold, RolePlan
 from services.inspect.workers import show_plan
 
 

@@ -10,7 +10,7 @@ from components.discovery.leader import Leadership
 from components.errors import BackendUnavailable
 from components.planning.planner import Change
 from components.planning.samples import Observation, Planned
-from components.wire.planning import AskPlan
+from components.wire.plans import AskPlan
 from services.planner.config import PlannerSettings
 from services.planner.metrics import PlannerMetrics
 from services.planner.planning import Planning
