@@ -15,7 +15,7 @@ from components.wire.heartbeat import Heartbeat
 
 FORGET_AFTER_S: Final = 12.0  # longer than a call, and than the silence of a lost instance
 OURS_FOR_S: Final = 600.0  # a request whose end was never reported
-OVERTAKEN_FOR_S: Final = 2.0  # so long an older heartbeat is ignored; later it corrects a wrong report
+OVERTAKEN_FOR_S: Final = 2.0  # then a lower number is no late heartbeat, but corrects a wrong one
 
 _id = attrgetter("instance_id")
 

@@ -29,7 +29,7 @@ PLAIN: Final = (None, None, 0, 0, None, None)  # fields after the tokens of a pl
 class GenerateRequest(Dated):
     """Answered at once. A stream that moves is sent again with its tokens so far."""
 
-    request_id: str  # ours and random
+    request_id: str  # ours and random: a client's own id is no key
     epoch: str  # of the addressed instance
     model: str  # the base model
     stream_id: int  # of the first branch, unique in the frontend; those of other branches follow

@@ -15,7 +15,7 @@ from components.wire.codec import Struct, message, unpack_plain
 
 BATCH_VERSION: Final = 1
 MAX_BATCH_BLOCKS: Final = 8192  # 128 KiB
-DUMP_PART_BLOCKS: Final = 16_384  # 256 KiB
+DUMP_PART_BLOCKS: Final = 16_384  # 256 KiB; NATS's default limit is 1 MB
 
 
 @dataclass(frozen=True, slots=True)
