@@ -1,4 +1,4 @@
-"""What asyncio lacks: owned background tasks, the first of several events, work that another task can make fail."""
+"""Owned background tasks, and work that another task can make fail."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def first(*reasons: Awaitable[object]) -> None:
-    """Return when the first of `reasons` completes; raise its error."""
+    """Return when one completes, or raise its error."""
     tasks = [asyncio.ensure_future(reason) for reason in reasons]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -30,7 +30,7 @@ async def raises(error: Awaitable[BaseException]) -> None:
 
 @contextlib.asynccontextmanager
 async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-    """Run `work` during the body. If `work` fails, the body is cancelled at once and the error raised."""
+    """An error of `work` cancels the body at once."""
     error: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
@@ -68,7 +68,7 @@ class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
 
 
 class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
-    """A body is cancelled if, and only if, its task was. nats-py swallows some cancellations, and raises those of its tasks."""
+    """The body is cancelled if, and only if, its task was: nats-py swallows and invents cancellations."""
 
     __slots__ = ("_before", "_task")
 
@@ -87,7 +87,7 @@ class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
-    """Wait until `task` has ended, even if the caller is cancelled meanwhile. Errors of `task` are not raised."""
+    """Wait even if the caller is cancelled. Errors of `task` are not raised."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -105,11 +105,10 @@ class Failure:
 
     def __init__(self) -> None:
         self._error: Exception | None = None
-        self._task: asyncio.Task[Any] | None = None  # runs the work
-        self._stopped = False  # whether `_task` was cancelled here
+        self._task: asyncio.Task[Any] | None = None
+        self._stopped = False  # cancelled here
 
     def tell(self, error: Exception) -> None:
-        """Make the work fail with `error`; later calls are ignored."""
         if self._error is not None:
             return
         self._error = error
@@ -119,10 +118,9 @@ class Failure:
             self._stop()
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` and return its result; one work at a time. Raises: the error of `tell`, at once.
+        """Return the result of `work`, or raise the error of `tell` at once.
 
-        `work` has ended when this returns or raises. It runs in the calling task, which `tell` cancels like
-        `asyncio.timeout`, so `work` must not swallow a cancellation, as `asyncio.wait_for` of Python 3.11 may.
+        `work` must not swallow a cancellation, as Python 3.11's `asyncio.wait_for` may.
         """
         if self._error is not None:
             work.close()
@@ -139,10 +137,9 @@ class Failure:
         finally:
             self._task = None
             if self._stopped:
-                task.uncancel()  # also if the work ended otherwise, so that the next cancellation is not taken for ours
+                task.uncancel()  # or the next cancellation would seem to be ours
 
     async def within(self, seconds: float, late: Exception, work: Coroutine[Any, Any, T]) -> T:
-        """`unless`, with `late` as the error after `seconds`."""
         timer = asyncio.get_running_loop().call_later(seconds, self.tell, late)
         try:
             return await self.unless(work)

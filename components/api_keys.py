@@ -1,4 +1,4 @@
-"""API keys from a file or an environment variable: names, values and limits.
+"""API keys from a file or an environment variable.
 
 The file is TOML, one table per key, with the key's name in metrics:
 
@@ -22,14 +22,14 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, Val
 
 from components.openai.fields import Priority
 
-MAX_KEYS: Final = 1000  # each is compared with the key of every request, and labels metrics
+MAX_KEYS: Final = 1000  # each is compared with every request's key
 KeyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
-    key: Annotated[str, Field(pattern=r"^[!-~]{8,512}$")] | None = None  # characters of an HTTP header, without spaces
+    key: Annotated[str, Field(pattern=r"^[!-~]{8,512}$")] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     requests_at_once: PositiveInt | None = None
     requests_per_minute: PositiveInt | None = None
@@ -45,12 +45,10 @@ _entries: Final = TypeAdapter(
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """None means no limit."""
-
     requests_at_once: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    best_priority: int | None = None  # lower is better; None: the frontend's setting
+    best_priority: int | None = None  # lower goes first; None: the frontend's setting
 
     @property
     def per_minute(self) -> bool:
@@ -58,13 +56,13 @@ class KeyLimits:
 
 
 class BadKeys(ValueError):
-    """The keys cannot be used. The message quotes none of them."""
+    """The message quotes no key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     name: str
-    digest: bytes  # SHA-256 of the key; no salt, since keys are random
+    digest: bytes  # SHA-256; no salt, since keys are random
     limits: KeyLimits
     tenant: str
 
@@ -74,9 +72,9 @@ def digest_of(key: bytes) -> bytes:
 
 
 def parse_list(text: str) -> list[ApiKey]:
-    """Parse `name:key` or `key`, separated by commas, from an environment variable.
+    """Parse `name:key` or `key`, separated by commas.
 
-    Raises: BadKeys, with the key's position in the list: the part before the colon may be the key.
+    Raises: BadKeys with the key's position: the part before the colon may be the key.
     """
     places: dict[str, str] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -92,7 +90,6 @@ def parse_list(text: str) -> list[ApiKey]:
 
 
 def parse_file(text: str) -> list[ApiKey]:
-    """Parse a file's text. Raises: BadKeys."""
     try:
         return _checked(tomllib.loads(text))
     except tomllib.TOMLDecodeError as exc:
@@ -100,7 +97,6 @@ def parse_file(text: str) -> list[ApiKey]:
 
 
 def _checked(entries: Mapping[str, Any], places: Mapping[str, str] | None = None) -> list[ApiKey]:
-    """`places` has the names of entries in error messages, if they are not the keys' names."""
     try:
         tables = _entries.validate_python(entries)
     except ValidationError as exc:
@@ -120,7 +116,7 @@ def _made(name: str, entry: _Entry) -> ApiKey:
 
 
 def read_keys(from_environment: str | None, file: Path | None) -> list[ApiKey]:
-    """Return the keys of both. Raises: BadKeys, without any part of a key."""
+    """Raises: BadKeys, without any part of a key."""
     keys = [] if from_environment is None else parse_list(from_environment)
     if file is None:
         return keys

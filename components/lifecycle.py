@@ -1,4 +1,4 @@
-"""A lifecycle is an enum and a table of legal moves. One method writes the state; a tally counts how many are in each."""
+"""A lifecycle: an enum and a table of legal moves."""
 
 import logging
 from collections import Counter
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Tally(Generic[S]):
-    """How many things are in each state, without terminal ones: the lengths of a lifecycle's queues."""
+    """The number of things in each state that is not terminal."""
 
     __slots__ = ("_counts", "_table")
 
@@ -30,7 +30,7 @@ class Tally(Generic[S]):
         return self._counts[state]
 
     def moved(self, was: S | None, now: S) -> None:
-        """`was` is None for a new thing."""
+        """`was`: None for a new thing."""
         if was is not None:
             self._counts[was] -= 1
         if now in self._table:
@@ -38,14 +38,14 @@ class Tally(Generic[S]):
 
 
 class Lifecycle(Generic[S]):
-    """The state of one thing. States without a row in `table` are terminal."""
+    """States without a row in `table` are terminal."""
 
     __slots__ = ("_name", "_table", "_tally", "state")
 
     def __init__(self, name: str, table: Mapping[S, Set[S]], start: S, tally: Tally[S] | None = None) -> None:
         self._name = name
         self._table = table
-        self.state = start  # written by `advance` alone; no property, as engines read it for each token
+        self.state = start  # only `advance` writes it; no property, as engines read it for each token
         self._tally = tally
         if tally is not None:
             tally.moved(None, start)
@@ -55,7 +55,6 @@ class Lifecycle(Generic[S]):
         return self.state not in self._table
 
     def advance(self, to: S) -> None:
-        """Raises: IllegalTransition, if the table has no such move."""
         if to not in self._table.get(self.state, frozenset()):
             raise IllegalTransition(f"{self._name}: {self.state} → {to} is not in the table")
         if log.isEnabledFor(logging.DEBUG):

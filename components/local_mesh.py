@@ -1,4 +1,4 @@
-"""The mesh that `services.local` runs on this machine, found by its state directory."""
+"""The mesh that `services.local` runs on this machine."""
 
 import json
 import os
@@ -13,7 +13,7 @@ FOUND: Final = ("etcd_url", "nats_url", "namespace")
 
 
 def local_mesh(home: Path) -> dict[str, Any]:
-    """What a running mesh wrote into its state directory, `http` included; empty if none runs."""
+    """What a running mesh wrote into its state directory; empty if none runs."""
     try:
         facts = json.loads((home / "local" / "running.json").read_text())
         os.kill(facts["pid"], 0)
@@ -23,7 +23,6 @@ def local_mesh(home: Path) -> dict[str, Any]:
 
 
 def beside_local_mesh(settings: S) -> S:
-    """Fill settings that are not set from the mesh that runs with this state directory."""
     facts = local_mesh(settings.home)
     missing: dict[str, Any] = {
         name: facts[name] for name in FOUND if name in facts and name not in settings.model_fields_set
@@ -32,7 +31,6 @@ def beside_local_mesh(settings: S) -> S:
 
 
 def no_answer_advice(settings: MeshSettings) -> str:
-    """What to do when etcd or NATS does not answer at the addresses of `beside_local_mesh`."""
     flags = "--etcd-url and --nats-url (services.local prints both)"
     if local_mesh(settings.home):
         return f"name them with {flags}"

@@ -1,4 +1,4 @@
-"""A service's process: its record, how it runs, drains and stops."""
+"""A service's process."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,10 @@ from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
-# How long the event loop waits for a thread that computes in Python; ten times less than the default.
+# The event loop waits so long for a Python thread: a tenth of the default.
 GIL_SWITCH_S: Final = 0.0005
 GC_THRESHOLDS: Final = 10_000, 10, 10  # the default 700 takes 6 % of a frontend's time
-GIVE_UP_S: Final = 2.0  # for cancelling the rest after `drain_timeout_s`
+GIVE_UP_S: Final = 2.0  # after `drain_timeout_s`
 STARTED_UNIX_MS: Final = time.time_ns() // 1_000_000
 
 
@@ -38,7 +38,6 @@ def new_instance_id() -> str:
 
 
 def subject_of(namespace: str, role: Role, instance_id: str) -> str:
-    """NATS subject prefix of an instance."""
     return f"{namespace}.{role}.{instance_id}"
 
 
@@ -81,7 +80,7 @@ def record_maker(
 
 
 async def stop_signal() -> None:
-    """Wait for SIGTERM or SIGINT. A second signal, while the process drains, ends it."""
+    """A second signal ends the draining process."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -95,9 +94,9 @@ async def stop_signal() -> None:
 
 
 def settle() -> None:
-    """Exclude the objects made so far from garbage collection. Call this once, when the process is ready.
+    """Exclude all objects so far from garbage collection.
 
-    Libraries leave some hundred thousand permanent objects. Each full collection would walk them in 60 to 90 ms.
+    Libraries leave some hundred thousand. A full collection would walk them in 60 to 90 ms.
     """
     gc.collect()
     gc.freeze()
@@ -106,17 +105,16 @@ def settle() -> None:
 class Draining(Protocol):
     draining: bool
 
-    async def drained(self) -> None:
-        """Wait until no request is left."""
+    async def drained(self) -> None: ...
 
     def stop_all(self, cause: str) -> None:
-        """Cancel the requests that are left; they continue on other instances."""
+        """Its requests continue on other instances."""
 
 
 async def drain(service: Draining, timeout_s: float, beat: Callable[[], None]) -> None:
-    """Finish the requests in flight, and cancel the rest after `timeout_s`. `beat` sends a heartbeat that says draining.
+    """Finish the requests in flight, and cancel the rest after `timeout_s`.
 
-    The instance stays registered meanwhile: without a record it would count as dead.
+    The instance stays registered: without a record it would count as dead.
     """
     service.draining = True
     beat()
@@ -132,7 +130,7 @@ async def drain(service: Draining, timeout_s: float, beat: Callable[[], None]) -
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service's `main` on uvloop. An error that keeps it from serving is one line on stderr."""
+    """An error before `main` serves is one line on stderr."""
     sys.setswitchinterval(GIL_SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # shells set 1024 for select(), which is not used here
@@ -150,13 +148,12 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def end_process() -> None:
-    """End with exit code 0, without taking the interpreter apart: `main` has closed everything.
+    """Exit without the interpreter's teardown.
 
-    The interpreter could not destroy what `settle` froze, and triton's bindings would print 30 lines of leaks. Thawed, it
-    would take a second to destroy, and several on busy cores.
+    Teardown cannot destroy frozen objects, and triton's bindings would print 30 lines of leaks.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # its reader has left
+        with contextlib.suppress(OSError):
             stream.flush()
     os._exit(0)

@@ -12,9 +12,9 @@ from components.telemetry.worker_metrics import serve_metrics
 
 
 class ProcessHealth:
-    """An outage of etcd is a metric but does not make a process unready: requests do not need etcd.
+    """Requests do not need etcd, so without it a process stays ready.
 
-    An outage of NATS makes it unready but not dead: it reconnects, and a restart would gain nothing.
+    Without NATS it is not ready, but a restart would gain nothing: it reconnects.
     """
 
     def __init__(self, bus: Bus, registry: Registry, registration: Registration, metrics: CollectorRegistry) -> None:
@@ -29,11 +29,10 @@ class ProcessHealth:
             Gauge(name, text, registry=metrics).set_function(figure)
 
     def started(self) -> bool:
-        """True from the first registration on, also during an outage."""
+        """True after the first registration, also during an outage."""
         return self._registration.leased_until > 0
 
     def reasons(self) -> list[str]:
-        """Reasons why this process cannot work now."""
         reasons = [] if self.started() else ["this process has not registered in etcd yet"]
         if not self._bus.is_connected:
             reasons.append("NATS cannot be reached")
@@ -52,7 +51,7 @@ async def serve_health(
     *,
     facts: Callable[[], Mapping[str, object]] = dict,
 ) -> AsyncIterator[str]:
-    """Serve metrics and probes; yields the URL. `facts` are added to `/health`."""
+    """Yields the URL of the probes."""
     health = ProcessHealth(bus, registry, registration, metrics)
     async with serve_metrics(
         metrics, settings.metrics_host, settings.metrics_port, health.started, reasons=health.reasons, facts=facts

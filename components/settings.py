@@ -1,6 +1,6 @@
-"""Settings of a process: read once in `main` from the environment and the command line, passed down as values.
+"""Settings of a process, from the environment and the command line.
 
-`MESH_X` sets x in every process that has it, `MESH_DECODE_X` in decode alone. The second wins; `--x` wins over both.
+`MESH_X` sets x in every process, `MESH_DECODE_X` only in decode. The second wins; `--x` wins over both.
 """
 
 import difflib
@@ -25,8 +25,8 @@ from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
-WITH_SETTINGS: Final = (*ROLES, "planner")  # each has a prefix of its own: MESH_DECODE_
-LIKENESS: Final = 0.75  # of 1; a name less alike is not suggested
+WITH_SETTINGS: Final = (*ROLES, "planner")
+LIKENESS: Final = 0.75  # from 0 to 1, for suggestions
 
 
 class MeshSettings(BaseSettings):
@@ -70,7 +70,7 @@ class MeshSettings(BaseSettings):
 
     @property
     def home(self) -> Path:
-        """`state_dir` as an absolute path: servers that get it run in other directories."""
+        """Absolute, since servers run in other directories."""
         return self.state_dir.expanduser().absolute()
 
     @classmethod
@@ -82,12 +82,11 @@ class MeshSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """From strongest to weakest. There is no .env file and no secrets directory."""
         return init_settings, env_settings, EnvSettingsSource(settings_cls, env_prefix="MESH_")
 
     @classmethod
     def read(cls, argv: list[str] | None = None) -> Self:
-        """Read this process's settings. A wrong one ends the process with a line that names it."""
+        """A wrong setting ends the process with a line that names it."""
         faults = misspelled(os.environ, cls)
         if faults:
             refuse("\n".join(faults))
@@ -104,8 +103,6 @@ class MeshSettings(BaseSettings):
 
 
 class ModelSettings(MeshSettings):
-    """Settings of processes that know the model: the frontend for its text, workers for its weights."""
-
     model: Annotated[
         str,
         Field(
@@ -143,8 +140,7 @@ class WorkerSettings(ModelSettings):
     ] = 30.0
 
 
-# A bare MESH_ may precede these, too. A process without such a setting ignores the variable: the processes of a mesh
-# often share one environment, as in deploy/compose.
+# A bare MESH_ may precede these. Other processes ignore them: a mesh's processes often share one environment.
 OF_SOME: Final = frozenset({
     "model", "served_model_name", "engine", "kv_transfer", "kv_transfer_host", "kv_index_blocks", "bootstrap_timeout_s",
     "transfer_timeout_s", "room_cleanup_s", "verify_kv",
@@ -153,16 +149,13 @@ SHARED: Final = frozenset(MeshSettings.model_fields) | OF_SOME
 
 
 def shown_fault(error: ErrorDetails) -> str:
-    """A line for one wrong setting. It never holds the value, which may be a secret."""
+    """A line without the value, which may be a secret."""
     where, what = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
     return f"setting {where}: {what}" if where else f"settings: {what}"
 
 
 def misspelled(environ: Mapping[str, str], *settings: type[BaseSettings]) -> list[str]:
-    """A line for each `MESH_*` variable that no process reads: pydantic would ignore it.
-
-    Variables with the prefix of a role that is not among `settings` are left to that role.
-    """
+    """A line for each `MESH_*` variable that no process reads: pydantic would ignore it."""
     prefixes = {cls: str(cls.model_config["env_prefix"]) for cls in settings}
     others = tuple({f"MESH_{role.upper()}_" for role in WITH_SETTINGS} - set(prefixes.values()))
     known = {f"MESH_{name.upper()}" for name in SHARED}
@@ -179,7 +172,6 @@ def misspelled(environ: Mapping[str, str], *settings: type[BaseSettings]) -> lis
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three of `known` that resemble `name`, the best first."""
     return difflib.get_close_matches(name, sorted(known), cutoff=LIKENESS)
 
 

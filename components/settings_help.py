@@ -1,4 +1,4 @@
-"""What `--help` and `--help-all` of a service print: its settings with types, variables and defaults, no name cut off."""
+"""The output of `--help` and `--help-all`."""
 
 import shutil
 import textwrap
@@ -12,7 +12,6 @@ from pydantic_settings import BaseSettings
 
 HELP_ALL: Final = "--help-all"
 HELP: Final = ("--help", "-h", HELP_ALL)
-# `--help` shows these.
 OFTEN: Final = frozenset({
     "model", "served_model_name", "etcd_url", "nats_url", "state_dir", "log_level", "host", "port", "tls_cert", "tls_key",
     "api_keys_file", "decode_policy", "prefill_policy", "kv_transfer", "engine.device", "engine.dtype",
@@ -32,14 +31,14 @@ TYPES: Final = {
 
 
 class Setting(NamedTuple):
-    path: str  # engine.page_size
-    type: str  # N
+    path: str  # e.g. engine.page_size
+    type: str  # e.g. N
     default: str
     description: str
 
 
 def help_text(settings: type[BaseSettings], shared: frozenset[str], *, everything: bool) -> str:
-    """The help of a service, with settings that are often needed or all. A bare MESH_ may precede those in `shared`."""
+    """`everything`: all settings, or the common ones. A bare `MESH_` may precede those in `shared`."""
     role = role_of(settings)
     listed = list(settings_in(settings))
     shown = [s for s in listed if everything or s.path in OFTEN]
@@ -59,7 +58,6 @@ def columns() -> int:
 
 
 def described(head: str, setting: Setting) -> list[str]:
-    """`head`, then description and default, indented."""
     default = f" [{setting.default}]" if setting.default else ""
     text = f"{setting.description}{default}".strip()
     return [head, *textwrap.wrap(text, columns(), initial_indent=INDENT, subsequent_indent=INDENT)]
@@ -70,7 +68,7 @@ def role_of(settings: type[BaseSettings]) -> str:
 
 
 def settings_in(settings: type[BaseSettings]) -> Iterator[Setting]:
-    """All settings that have an option: secrets have none."""
+    """Secrets have no option."""
     for name, field in settings.model_fields.items():
         yield from _of_field(name, field)
 

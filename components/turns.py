@@ -1,8 +1,7 @@
-"""Queue order, shared by the frontend and the engine: arrival order, with two adjustments.
+"""Queue order, shared by the frontend and the engine: by arrival, priority and prompt length.
 
-A better (lower) priority is worth 256 arrivals per step, and a longer prompt lets shorter ones pass. No request starves:
-later arrivals overtake it at most `OVERTAKERS` times per step of priority, and once per `OVERTAKEN_TOKENS` that its
-prompt is longer, which together is less than one step.
+No request starves: later arrivals overtake it at most `OVERTAKERS` times per step of priority, and once per
+`OVERTAKEN_TOKENS` that its prompt is longer.
 """
 
 from typing import Final

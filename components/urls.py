@@ -13,7 +13,7 @@ class Login(NamedTuple):
 
 
 def login_of(urls: str) -> Login:
-    """Return the login of the first URL that has one, from a comma-separated list."""
+    """The first login in a comma-separated list."""
     for url in urls.split(","):
         parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
         if parts.username is not None or parts.password is not None:
@@ -22,5 +22,5 @@ def login_of(urls: str) -> Login:
 
 
 def without_password(urls: str) -> str:
-    """Return a comma-separated list of URLs without users and passwords, for logs and error messages."""
+    """Remove users and passwords from a comma-separated list."""
     return _USER_INFO.sub(r"\1", urls)

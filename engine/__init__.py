@@ -1,11 +1,10 @@
-"""The engine. Importing it bounds OpenMP's spinning, which libgomp reads when torch loads it."""
+"""The engine. Importing it limits OpenMP's spinning, before torch loads libgomp."""
 
 import os
 from typing import Final
 
-# A spinning thread takes the core of the thread that it waits for, if other processes use the cores. libgomp spins
-# for milliseconds by default, so a step beside one busy process took 200 times as long. About 70 µs are enough on a
-# quiet machine.
+# About 70 µs. With libgomp's default, steps beside a busy process took 200 times as long: a spinning thread keeps the
+# core that another needs.
 SPINS: Final = "3000"
 
 if "OMP_WAIT_POLICY" not in os.environ:

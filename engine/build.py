@@ -38,11 +38,11 @@ CPU_PACK_TOKENS: Final = 128  # enough to keep a CPU busy
 class Pool:
     storage: torch.Tensor  # [num_pages, kv_heads, layers, 2, page_size, head_dim]
     attention: AttentionBackend
-    max_context: int  # tokens of one request
+    max_context: int
 
 
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
-    """Load `model` and give it a page pool, on the thread that will step the engine.
+    """Load `model`, on the thread that will step the engine.
 
     Raises: ModelUnavailable, UnsupportedModel, AttentionUnavailable.
     """
@@ -60,7 +60,10 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
 
 
 def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
-    """Pages and tried-out attention for `loaded`. Raises: UnsupportedModel, AttentionUnavailable."""
+    """Allocate pages and test the attention.
+
+    Raises: UnsupportedModel, AttentionUnavailable.
+    """
     layout = loaded.layout
     num_pages = count_pages(config, layout)
     storage = allocate_storage(layout, num_pages, loaded.device)
@@ -73,7 +76,7 @@ def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
 
 
 def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
-    """One core is left for a compiler; without one it would not finish while there are requests."""
+    """Leave one core to a compiler, which would not finish otherwise under load."""
     if config.shared_cores is None:
         return None
     cores, threads = cores_for_a_while(), torch.get_num_threads()
@@ -86,7 +89,7 @@ def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
 
 
 def _adapt_threads(cores: SharedCores) -> None:
-    """The C++ attention adapts a step's threads from layer to layer."""
+    """Let the C++ attention change the threads between layers."""
     cells = cores.cells()
     if cells is not None and torch.ops.kvmesh.follow_threads(*(torch.frombuffer(c, dtype=torch.int64) for c in cells)):
         cores.adapt()
@@ -99,7 +102,7 @@ def assemble(
     pool: Pool | None = None,
     cores: SharedCores | None = None,
 ) -> EngineCore:
-    """An engine over `loaded`; by default eager, with its own pool.
+    """Create an engine, by default eager and with its own pool.
 
     Raises: UnsupportedModel, AttentionUnavailable.
     """
@@ -107,8 +110,7 @@ def assemble(
     storage = pool.storage
     if cores is not None and isinstance(pool.attention, CpuAttention):
         _adapt_threads(cores)
-    # A quota of 1.5 cores stops two threads for a quarter of the time. A prompt gains from the second thread
-    # anyway; a decode step, with many barriers, does not.
+    # under a quota of 1.5 cores a second thread helps prompts, but not decodes
     is_fixed = config.threads is not None and cores is None
     threads = cores.cores if cores is not None else torch.get_num_threads()
     limit = ThreadLimit(threads, threads if is_fixed else usable_cores())

@@ -1,15 +1,14 @@
-"""Limit a prompt's chunk beside decodes by measured time, so that their streams do not stall.
+"""Limit prompt chunks beside decodes by measured time, so that streams do not stall.
 
-The token budget is not enough on a CPU that other processes use. Source: chunked prefill, Agrawal et al. 2023,
-"SARATHI", arXiv:2308.16369.
+Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
 """
 
 from typing import Final
 
-BESIDE_S: Final = 0.1  # delay of a step's decodes
-FEWEST: Final = 32  # tokens of a chunk: each step has a fixed cost
-UNKNOWN: Final = 64  # tokens of a chunk before the speed is known
-SMOOTHING: Final = 0.3  # weight of the latest step
+BESIDE_S: Final = 0.1  # target delay of decodes
+FEWEST: Final = 32  # tokens; each step has a fixed cost
+UNKNOWN: Final = 64  # tokens, before the speed is known
+SMOOTHING: Final = 0.3
 
 
 class ChunkLimit:

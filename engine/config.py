@@ -53,8 +53,6 @@ class MockConfig:
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class EngineConfig:
-    """Raises: ValueError, naming the field."""
-
     page_size: Annotated[int, Field(description="tokens in a KV page: 16, 32, 64 or 128")] = 16
     num_pages: Annotated[int | None, Field(description="KV pages; default: as many as kv-memory-gb holds")] = None
     kv_memory_gb: Annotated[float, Field(description="memory for KV pages, 10^9 bytes")] = 1.0
@@ -151,5 +149,5 @@ class EngineConfig:
 
 
 def attended(start: int, length: int) -> int:
-    """Pairs of a token and one it attends to, itself included, for `length` prompt tokens after `start`."""
+    """Pairs of a token and one it attends to, itself included, for `length` prompt tokens."""
     return length * start + length * (length + 1) // 2

@@ -1,15 +1,9 @@
-"""The engine without the device: requests in, `StepOutput` out. A `Runner` computes the steps.
+"""The engine without the device.
 
-While the device runs one step, the next is planned and launched. So a step is planned before the tokens of the one
-before are known:
-
-- A decode takes its last token on the device if it is still being drawn.
-- Tokens are drawn after the step before has landed, so penalties and masks see the whole text.
-- A request skips a step if the token in flight is known to be its last, or is where its branches fork.
-- A request that ends or is cancelled meanwhile is computed once more. The draw is dropped, and its pages stay until
-  that step has landed, because the device may still write into them.
-- Pages are published, and prompts reported computed, when their step has landed.
-- No request is preempted while a step is in flight: when pages run out, that step lands first.
+A step is planned and launched while the one before runs. A decode may take its last token on the device. Draws wait for
+the step before, because penalties and masks need the whole text. A request skips a step if the token in flight is its
+last, or if branches fork there. If a request ends meanwhile, its draw is dropped. No request is preempted while a step
+is in flight.
 """
 
 import logging
@@ -48,11 +42,11 @@ from engine.scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
 
-PACK_TOKENS: Final = 1536  # enough to keep a device busy: more prompts in a step only delay the first ones
+PACK_TOKENS: Final = 1536  # enough to keep a device busy
 
 
 class EngineCore:
-    """Implements `engine.ports.Engine`."""
+    """Implements `engine.ports.Engine`; a `Runner` computes the steps."""
 
     def __init__(
         self,
@@ -67,7 +61,6 @@ class EngineCore:
         pooling: Pooling | None = None,
         pack_tokens: int = PACK_TOKENS,
     ) -> None:
-        """`pooling`: of an embedding model; `pack_tokens`: default of the configuration."""
         self._runner = runner
         self._region = region
         self._adapters = adapters
@@ -83,7 +76,7 @@ class EngineCore:
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
         self._flight: Flight | None = None  # launched, not landed
-        self._behind: Flight | None = None  # launched after it, tokens not drawn yet
+        self._behind: Flight | None = None  # launched, not drawn
         self._failed_steps = FailedSteps()
         self._chunk_limit = ChunkLimit() if runner.takes_cpu else None
         self._arrivals = count()
@@ -203,8 +196,8 @@ class EngineCore:
         self._prompt_tokens = 0
         output = StepOutput()
         if self._scheduler.must_retract():
-            if pauses:  # not under a shortage of pages
-                yield from self._pauses(output, reserve=False)
+            if pauses:
+                yield from self._pauses(output, reserve=False)  # pages are short
             self._land(output)
         plan = self._scheduler.schedule(self._chunk_limit.tokens if self._chunk_limit is not None else None)
         output.reserved += self._reserved(plan.reserved)
@@ -226,7 +219,6 @@ class EngineCore:
         return output
 
     def _launch(self, chunks: list[Chunk], output: StepOutput) -> Flight | None:
-        """Launch `chunks`; None if there are none or the launch failed."""
         if not chunks:
             return None
         try:
@@ -239,7 +231,6 @@ class EngineCore:
         return flight
 
     def _sample(self, flight: Flight | None, output: StepOutput) -> Flight | None:
-        """Draw the tokens, now that those before are known; None if there is no step or it failed."""
         if flight is None:
             return None
         try:
@@ -250,7 +241,6 @@ class EngineCore:
         return flight
 
     def _pauses(self, output: StepOutput, *, reserve: bool = True) -> Iterator[Pause]:
-        """Until the step in flight can land."""
         while self._flight is not None and (wait_s := self._flight.launched.wait_s()):
             told, output.reserved = output.reserved, []
             yield Pause(told, wait_s)
@@ -275,15 +265,14 @@ class EngineCore:
             request, start = chunk.request, chunk.start
             if start < request.prompt_len:
                 self._prompt_tokens += min(chunk.end, request.prompt_len) - start
-            if request.in_flight is chunk:  # otherwise it is in the next step already
+            if request.in_flight is chunk:  # else already in the next step
                 self._requests.landed(chunk)
             if not chunk.dropped:
                 self._outcomes.commit(chunk, token_id, output)
 
     def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
-        """A failed step ends its own requests, except those that were over."""
         log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
-        self._land(output)  # the launch of the next step may have failed
+        self._land(output)  # if a launch failed, the step before is in flight
         self._failed_steps.failed((chunk.request for chunk in chunks), error.message)
         for chunk in chunks:
             self._requests.landed(chunk)

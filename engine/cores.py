@@ -1,16 +1,12 @@
-"""Workers of one machine lend each other idle cores.
+"""Workers of one machine lend each other idle cores through a small shared file.
 
-Two workers with a thread per core each collapse under load, because OpenMP's threads wait at barriers for threads
-without a core. With half the threads each, half the machine may be idle. So each worker writes to a small shared
-file whether it has work, and reads it before each step.
+A worker with new work waits until its cores are back: one thread too many makes steps five times as long.
 
-A step with prompts takes idle cores at once. Decodes depend on memory more than on cores, and take those of workers
-that have rested for a while. A worker with new work waits until its cores are back: one thread too many makes steps
-five times as long.
+A step with prompts takes idle cores at once. Decodes need memory more, so they take only cores of workers that have
+rested for a while.
 
-A step with prompts returns cores between two layers if the kernels can, other steps at their end. Decodes also lend
-cores between their steps: they pause after each for PAUSE times its length. Without pauses a prompt beside decodes
-would take twice as long; whole steps by turns would make the longest gap between tokens a prompt's.
+A step with prompts returns cores between layers if the kernels can, other steps at their end. Decodes pause after each
+step and lend their cores to prompts, which would take twice as long otherwise.
 """
 
 import fcntl
@@ -24,28 +20,30 @@ from typing import Final
 
 SLOTS: Final = 64  # workers on one machine
 ROWS: Final = 4
-SILENT_NS: Final = 2 * 10**9  # after that a busy worker is checked for being killed
+SILENT_NS: Final = 2 * 10**9  # then a busy worker may have been killed
 RESTED_NS: Final = 10**8
 LOOK_S: Final = 3e-4  # polling interval for own cores
-PAUSED_LOOK_S: Final = 2e-3  # polling interval for the prompt that decodes pause for
-PATIENCE_NS: Final = 10**9  # for a step that does not end: its worker may be stopped
-PAUSE: Final = 0.5  # of decodes beside a prompt, in units of their latest step
+PAUSED_LOOK_S: Final = 2e-3  # polling interval in a pause of decodes
+PATIENCE_NS: Final = 10**9  # then the worker of a step may be stopped
+PAUSE: Final = 0.5  # of decodes, in lengths of their latest step
 LONGEST_PAUSE_NS: Final = 10**8
 
 
 class SharedCores:
     """One worker's view of the file: int64 [ROWS, SLOTS].
 
-    Rows: start of the latest step, cores in use, allowed cores, and the most that the worker can use
-    (`ThreadLimit`). Times are monotonic ns; negative: resting since; 0: never had work. Allowed 0: the number is
-    fixed for the step. A slot is held by a lock on its first byte, which the kernel releases when the holder dies.
+    Rows: start of the latest step, cores in use, allowed cores, most cores. Times are monotonic ns; negative: resting
+    since; 0: no work yet. Allowed 0: the number is fixed. A worker locks its slot's first byte until it exits.
+
+    Args:
+        cores: all of them.
+        least: this worker's, if there is no free slot.
+        spared: cores to leave to a process that does not take part.
+
+    Raises: OSError.
     """
 
     def __init__(self, path: Path, cores: int, least: int, spared: Callable[[], int] = lambda: 0) -> None:
-        """`cores`: all; `least`: this worker's if there is no free slot. Raises: OSError.
-
-        `spared`: cores to leave to a process that does not take part.
-        """
         self._spared = spared
         self.look_s = LOOK_S  # waiting time when `ask` returned 0
         self._cores = cores
@@ -61,30 +59,24 @@ class SharedCores:
             self._cells[row * SLOTS : (row + 1) * SLOTS] for row in range(ROWS)
         )
         self._mine = next((slot for slot in range(SLOTS) if self._lock(slot)), None)  # None: more workers than slots
-        self._write(0)  # whatever the last holder left
+        self._write(0)  # clear the last holder's values
 
     @property
     def cores(self) -> int:
         return self._cores
 
     def cells(self) -> tuple[memoryview, memoryview] | None:
-        """Where a running step reads its allowed threads, and writes its used ones: int64 [1] each.
-
-        None: there are more workers than slots.
-        """
+        """Allowed threads, which a running step reads, and used ones, which it writes: int64 [1] each."""
         if self._mine is None:
             return None
         return self._allowed[self._mine : self._mine + 1], self._used[self._mine : self._mine + 1]
 
     def adapt(self) -> None:
-        """From now on steps of this worker follow `cells`."""
+        """Let steps follow `cells`."""
         self._adapts = True
 
     def ask(self, *, prompts: bool, most: int | None = None) -> int:
-        """Threads for a step that begins now and ends with `done`; 0: ask again after `look_s`.
-
-        `most`: upper bound, even if more are free.
-        """
+        """Threads for a step that begins now and ends with `done`; 0: ask again after `look_s`."""
         mine, most = self._mine, self._cores if most is None else most
         if mine is None:
             return min(self._least, most)
@@ -133,7 +125,7 @@ class SharedCores:
         self._write(0)
         for view in (self._since, self._used, self._allowed, self._most, self._cells):
             view.release()
-        self._memory.close()  # it has its own descriptor, and the lock lasts until both are closed
+        self._memory.close()  # its own descriptor keeps the lock too
         os.close(self._file)
 
     def _write(self, since: int) -> None:
@@ -142,7 +134,7 @@ class SharedCores:
             self._used[self._mine] = self._allowed[self._mine] = 0
 
     def _needs(self, slot: int, since: int, now: int, rested: int) -> bool:
-        """Whether another worker has work, or had after `rested`."""
+        """Whether another worker has work, or had work after `rested`."""
         if slot == self._mine:
             return False
         if since < 0:
@@ -150,13 +142,13 @@ class SharedCores:
         return now - since < SILENT_NS or not self._is_gone(slot)  # a step may take long
 
     def _pauses(self, others: list[int], share: int, now: int) -> bool:
-        """Whether decodes that have just had a step leave their cores to a prompt."""
+        """Whether decodes leave their cores to a prompt now."""
         return now < self._paused_until and any(
             self._allowed[slot] > share and not self._is_late(slot, now) for slot in others
         )
 
     def _waits(self, others: list[int], share: int, now: int) -> bool:
-        """Whether another worker's step still has our cores; one that can return them is asked to."""
+        """Ask for our cores; return whether another step still has one."""
         waits = False
         for slot in others:
             if self._allowed[slot] > share:  # noqa: PLR1730  # else it is not ours to write: its step may be ending or beginning
@@ -185,7 +177,7 @@ class SharedCores:
     def _lock(self, slot: int) -> bool:
         try:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _range(fcntl.F_WRLCK, slot))
-        except (BlockingIOError, PermissionError):  # it is held
+        except (BlockingIOError, PermissionError):
             return False
         return True
 

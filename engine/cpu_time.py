@@ -1,6 +1,6 @@
-"""Linux's accounting of processor time: waits for cores, and CPU quotas.
+"""CPU time and quotas, as Linux reports them.
 
-If the kernel does not report a value, functions return that of a machine without contention and quota.
+Without a report, functions assume no contention and no quota.
 """
 
 import math
@@ -17,9 +17,10 @@ STAT: Final = "/proc/stat"
 
 
 def run_delay_s(without: Collection[int] = ()) -> float:
-    """Seconds that this process's threads were ready without a core, since each began.
+    """Seconds that threads were ready without a core. The sum falls when a thread ends.
 
-    `without`: kernel ids of excluded threads. The sum falls when a thread ends.
+    Args:
+        without: kernel ids of excluded threads.
     """
     waited_ns = 0
     try:
@@ -29,7 +30,7 @@ def run_delay_s(without: Collection[int] = ()) -> float:
             try:
                 with open(f"{TASKS}/{task}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123
                     waited_ns += int(file.read().split()[1])
-            except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+            except (FileNotFoundError, ProcessLookupError):
                 continue
     except (OSError, IndexError, ValueError):
         return 0.0
@@ -37,10 +38,7 @@ def run_delay_s(without: Collection[int] = ()) -> float:
 
 
 def unused_s() -> float | None:
-    """Core seconds not used by other processes, over the cores of this process's affinity, since boot.
-
-    Includes this process's own. None: unknown.
-    """
+    """Core seconds since boot that others did not use, on this process's cores; None: unknown."""
     cores = {b"cpu%d" % core for core in os.sched_getaffinity(0)}
     idle = 0
     try:
@@ -57,32 +55,31 @@ def unused_s() -> float | None:
 
 
 def other_python_threads() -> set[int]:
-    """Kernel ids of this process's Python threads, except the caller's; all other threads compute for the caller."""
+    """Kernel ids of other Python threads; non-Python threads compute for the caller."""
     return {thread.native_id for thread in threading.enumerate() if thread.native_id} - {threading.get_native_id()}
 
 
 class CpuQuota:
-    """The CPU quotas of this process's cgroups, version 1 or 2."""
+    """Quotas of this process's cgroups, version 1 or 2."""
 
     def __init__(self, proc: Path = PROC) -> None:
-        """`proc`: /proc/self."""
         self._groups = list(_cpu_groups(proc))
 
     def cores(self) -> float:
         return min((_cores(group) for group in self._groups), default=float("inf"))
 
     def throttled_s(self) -> float:
-        """Seconds of throttling, summed over cores, since the cgroups were made."""
+        """Throttled time, summed over cores."""
         return sum(_throttled_s(group) for group in self._groups)
 
 
 def usable_cores(quota: CpuQuota | None = None) -> int:
-    """Cores on which this process may compute all the time: those of its affinity, or fewer if its cgroup's quota is lower."""
+    """Cores that affinity and quota allow all the time."""
     return max(1, int(_cores_allowed(quota)))
 
 
 def cores_for_a_while(quota: CpuQuota | None = None) -> int:
-    """The same, with the quota rounded up: a quota of 1.5 allows two cores for three quarters of the time."""
+    """Round the quota up: 1.5 allows two cores for three quarters of the time."""
     return math.ceil(_cores_allowed(quota))
 
 
@@ -91,7 +88,7 @@ def _cores_allowed(quota: CpuQuota | None) -> float:
 
 
 def _cpu_groups(proc: Path) -> Iterator[Path]:
-    """The directories of this process's cgroups that can have a CPU quota, from the lowest to the root of each mount."""
+    """Directories of this process's cgroups that can have a quota, up to each mount's root."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
@@ -105,7 +102,7 @@ def _cpu_groups(proc: Path) -> Iterator[Path]:
             if (kind == "cgroup2" and not controllers) or (
                 kind == "cgroup" and "cpu" in controllers.split(",") and "cpu" in options.split(",")
             ):
-                # Without a cgroup namespace a container is told a path of the host, and sees its own group as the root.
+                # without a cgroup namespace, a container sees the host's path
                 inside = path.removeprefix(root) if root != "/" else path
                 lowest = Path(mount, inside.lstrip("/"))
                 groups = [lowest, *lowest.parents] if lowest.is_dir() else [Path(mount)]

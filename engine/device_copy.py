@@ -1,6 +1,6 @@
 """Copies between host and device without waiting.
 
-A copy from pageable memory waits for all enqueued work of the device, which would be idle between two steps then.
+A copy from pageable memory waits for enqueued work.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A tensor of `values` on `device`, in stream order; on a CPU it may share their memory.
+    """Copy `values` in stream order; on a CPU the tensor may share their memory.
 
     torch keeps the pinned memory until the device has read it.
     """
@@ -28,12 +28,12 @@ def to_device(
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy of `values`, readable after a later `Arrival` was waited for; on a CPU, `values`."""
+    """A copy, readable after a later `Arrival`; on a CPU `values` itself."""
     return values.to("cpu", non_blocking=True)
 
 
 class Arrival:
-    """The moment when the device has done what is enqueued so far."""
+    """The end of the work enqueued so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -42,10 +42,8 @@ class Arrival:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait_s(self) -> float:
-        """Seconds until `wait` is likely to return at once; 0: now."""
         return 0.0 if self._event is None or self._event.query() else LOOK_S  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Later work is not waited for."""
         if self._event is not None:
             self._event.synchronize()

@@ -8,8 +8,8 @@ class ModelUnavailable(WrongSettings):
 
 
 class UnsupportedModel(WrongSettings):
-    """This engine would compute the model wrong, so it refuses to."""
+    """This engine would compute the model wrong."""
 
 
 class DeviceUnavailable(WrongSettings):
-    """The device does not exist, or this process has no access to it."""
+    """The device does not exist or is not accessible."""

@@ -9,7 +9,7 @@ from engine.scheduler.request import Request
 
 log = logging.getLogger(__name__)
 
-MOST: Final = 5  # consecutive failed steps, each with a new prompt
+MOST: Final = 5  # failed steps in a row
 
 
 class EngineBroken(InvariantBroken):
@@ -17,13 +17,10 @@ class EngineBroken(InvariantBroken):
 
 
 class FailedSteps:
-    """A failed step counts if it has a prompt that no earlier failed one had.
-
-    So one request that fails every step does not end the process, however often its client repeats it.
-    """
+    """Counts failed steps with a new prompt, so that retries of one request cannot end the process."""
 
     def __init__(self) -> None:
-        self._prompts: set[int] = set()  # hashes of those that failed
+        self._prompts: set[int] = set()  # hashes
         self._count = 0
         self._cause = ""
 
@@ -39,7 +36,6 @@ class FailedSteps:
             self._count = 0
 
     def check(self) -> None:
-        """Raises: EngineBroken."""
         if self._count >= MOST:
             log.critical("every step fails: the engine ends", extra={"steps": self._count, "cause": self._cause})
             raise EngineBroken(f"{self._count} steps in a row failed, the last one with: {self._cause}")

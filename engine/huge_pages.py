@@ -1,4 +1,4 @@
-"""Tensors in huge pages, for what every step reads: up to a tenth faster."""
+"""Tensors in huge pages, which steps read up to a tenth faster."""
 
 import mmap
 from contextlib import suppress
@@ -8,11 +8,11 @@ from typing import Final
 import torch
 
 BLOCK_BYTES: Final = 64 * 1024 * 1024
-ALIGNMENT: Final = 64  # bytes: a cache line, a vector
+ALIGNMENT: Final = 64  # bytes: a cache line
 
 
 class HugeMemory:
-    """Tensors in large blocks. A block lives as long as a tensor in it."""
+    """A block lives as long as a tensor in it."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)

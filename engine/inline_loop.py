@@ -1,6 +1,6 @@
-"""An engine stepped between two turns of the event loop, because a device computes the steps.
+"""An engine stepped on the event loop, because a device computes the steps.
 
-A thread and the event loop would wait for each other's Python lock at every step.
+A thread would contend with it for the GIL.
 """
 
 import asyncio
@@ -16,20 +16,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHORTEST_S: Final = 1e-3  # uvloop treats shorter timers as none and would spin
+SHORTEST_S: Final = 1e-3  # uvloop treats shorter timers as zero and would spin
 
 
 class InlineLoop(EngineLoop):
-    """Calls run at once, also while the device computes.
-
-    A step begins in one turn of the event loop and ends in a later one.
-    """
+    """Calls run at once, also while the device computes."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         super().__init__(build)
-        self._step: Iterator[Pause | StepOutput] | None = None  # the one that waits for the device
-        self._next: asyncio.Handle | None = None  # the scheduled turn
-        self._is_soon = False  # whether it is the event loop's next turn
+        self._step: Iterator[Pause | StepOutput] | None = None  # it waits for the device
+        self._next: asyncio.Handle | None = None
+        self._is_soon = False  # in the event loop's next turn
 
     def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
@@ -44,7 +41,6 @@ class InlineLoop(EngineLoop):
         return self.post(call)
 
     async def start(self) -> None:
-        """Build the engine on a thread, which ends then."""
         built: asyncio.Future[Engine] = self._loop.create_future()
 
         def build() -> None:
@@ -54,7 +50,7 @@ class InlineLoop(EngineLoop):
                 done = Done(built, error=exc)
             tell(self._loop, done.settle)
 
-        # daemon: an exit during a model's load does not wait for it
+        # daemon: an exit does not wait for it
         thread = threading.Thread(target=build, name="engine", daemon=True)
         thread.start()
         self._engine = await built
@@ -63,7 +59,7 @@ class InlineLoop(EngineLoop):
 
     async def stop(self) -> None:
         self._stopping = True
-        if self._step is None or self._next is None:  # no step is in progress, or it will never continue
+        if self._step is None or self._next is None:  # no step is in progress or will continue
             self._end(None)
         await asyncio.shield(self._ended)
 
@@ -71,7 +67,7 @@ class InlineLoop(EngineLoop):
         self._next = None
         try:
             said = self._went_on()
-        except Exception as exc:  # the process's edge: the service gets any error
+        except Exception as exc:
             log.exception("engine died")
             self._end(exc)
             return
@@ -81,7 +77,7 @@ class InlineLoop(EngineLoop):
             self._receive_early(said.reserved)
 
     def _went_on(self) -> Pause | StepOutput | None:
-        """Continue or begin a step and schedule the next turn. None: other workers have the cores."""
+        """Continue or begin a step. None: other workers have the cores."""
         if self._step is None:
             if wait_s := self.engine.wait_s():
                 self._later(wait_s)

@@ -10,13 +10,16 @@ from engine.sampling.check import check_sampling, check_token_ids
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    max_context: int  # prompt plus generated tokens
+    max_context: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    embeds: bool = False  # an embedding model
+    embeds: bool = False
 
     def check(self, request: EngineRequest, tokens: Sequence[int], taken: Container[str]) -> None:
-        """Raises: PromptTooLong; Rejected, naming the parameter, also if the id is `taken`."""
+        """Refuse a request that breaks a limit.
+
+        Raises: PromptTooLong; Rejected, naming the parameter.
+        """
         if request.request_id in taken:
             raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
         if not tokens:

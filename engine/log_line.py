@@ -1,4 +1,4 @@
-"""The engine's log: one line a second under load, with SGLang's names, and slow steps."""
+"""The engine's log: one line a second under load, with SGLang's names."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ class BatchLog:
         *,
         more: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`more`: the service's figures. Zeros are left out."""
+        """`more` returns figures of the service. Zeros are left out."""
         self._more = more
         self._page_size = page_size
         self._clock = clock
@@ -36,7 +36,7 @@ class BatchLog:
     def stepped(self, output: StepOutput) -> None:
         now, stats = self._clock(), output.stats
         self._slow.stepped(stats)
-        if now - self._last > EVERY_S:  # after an idle time old figures do not count
+        if now - self._last > EVERY_S:  # old figures do not count after an idle time
             self._begin(now - stats.step_s)
         self._last = now
         self._prompt_tokens += stats.prompt_tokens

@@ -1,4 +1,4 @@
-"""The engine beside asyncio: calls go in, step outputs come back as callbacks on the event loop's thread."""
+"""Base of the loops that step an engine beside asyncio."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -35,7 +35,7 @@ class Done:
     error: Exception | None = None
 
     def settle(self) -> None:
-        """Complete its future, on the event loop's thread, unless it was cancelled."""
+        """Complete the future, on the event loop's thread."""
         if self.future.done():
             return
         if self.error is not None:
@@ -45,7 +45,7 @@ class Done:
 
 
 class EngineLoop(ABC):
-    """One engine, stepped while it has work. Public methods belong to the event loop's thread."""
+    """Public methods belong to the event loop's thread."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.stats = StepStats()  # of the latest step
@@ -58,41 +58,42 @@ class EngineLoop(ABC):
 
     @property
     def engine(self) -> Engine:
-        """For kv_region, max_context and peek_prefix; everything else goes through `post` and `call`."""
+        """For attributes and `peek_prefix`; use `post` and `call` for the rest."""
         assert self._engine is not None, "the engine is not loaded yet"
         return self._engine
 
     @abstractmethod
     def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Run `call(engine)` while the engine waits or between two steps; the future gets what it raises.
+        """Run `call(engine)` between two steps or while the engine waits.
 
-        Whoever awaits the future resumes before callbacks get a later step's output: the first token from `deliver`
-        is not overtaken by the second.
+        A task that awaits the future resumes before callbacks get a later output, so tokens stay in order.
         """
 
     @abstractmethod
     def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """As `post`, for a `call` that touches no device: it runs at once if the engine rests, and its future is
-        done then.
+        """Run a `call` that touches no device, at once if the engine rests.
 
-        Earlier calls have run and been reported by then. Whoever awaits the future at once resumes before callbacks
-        get the next step's output; done-callbacks run after them.
+        Earlier calls have returned by then. An awaiting task resumes before callbacks get the next output;
+        done-callbacks run after them.
         """
 
     @abstractmethod
     async def start(self) -> None:
-        """Build the engine on a thread and begin. Raises: what building raises."""
+        """Build the engine on a thread and begin.
+
+        Raises: what building raises.
+        """
 
     @abstractmethod
     async def stop(self) -> None:
-        """Let the current step end; later calls are refused."""
+        """Let the current step end, then refuse calls."""
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
-        """Call `callback` with every step's output, in order, also empty ones."""
+        """Outputs may be empty."""
         self._callbacks.append(callback)
 
     async def failed(self) -> BaseException:
-        """Wait until the engine dies of an error, and return it: a dead engine must not look alive."""
+        """Wait until the engine ends, and return its error."""
         error = await asyncio.shield(self._ended)
         return error or dead(None)
 
@@ -101,7 +102,7 @@ class EngineLoop(ABC):
         self._hear(output)
 
     def _receive_early(self, reserved: Sequence[Reserved]) -> None:
-        """Requests that got pages during a step; its tokens are not counted twice."""
+        """Report reservations during a step, without counting tokens twice."""
         stats = msgspec.structs.replace(self.stats, prompt_tokens=0, decode_tokens=0, step_s=0.0)
         self._hear(StepOutput(reserved=list(reserved), stats=stats))
 
@@ -111,13 +112,11 @@ class EngineLoop(ABC):
 
 
 def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
-    """Call on the event loop's thread; a closed loop is ignored."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback, *args)
 
 
 def resolve(future: asyncio.Future[Any], value: object) -> None:
-    """Unless the future is done or cancelled."""
     if not future.done():
         future.set_result(value)
 

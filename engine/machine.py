@@ -1,4 +1,4 @@
-"""Facts of the machine that compiled code depends on: processor, compiler, versions."""
+"""Facts of the machine that compiled code depends on."""
 
 import fcntl
 import hashlib
@@ -18,7 +18,6 @@ class NoCompiler(Exception):
 
 
 def compiler() -> str:
-    """Path of the C++ compiler: CXX or g++. Raises: NoCompiler."""
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:
@@ -27,7 +26,6 @@ def compiler() -> str:
 
 
 def processor() -> str:
-    """The processor's instruction sets, if the system lists them."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_flags()}"
 
 
@@ -43,23 +41,19 @@ def _flags() -> str:
 
 
 def keep_compiled(state_dir: Path) -> None:
-    """Keep the caches of torch's and Triton's compilers in `state_dir`, unless the environment says where.
-
-    The default is /tmp, which a container loses at each start.
-    """
+    """Keep compiled kernels out of /tmp, which a container loses at each start."""
     home = state_dir.expanduser() / "compile"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(home / "triton"))
 
 
 def fingerprint(facts: Mapping[str, object]) -> str:
-    """16 hex digits over `facts`."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def making(path: Path) -> Iterator[None]:
-    """Let one process at a time make `path`. Raises: OSError."""
+    """Let one process at a time make `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -10,13 +10,16 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Without swapping; None if unknown."""
+    """Memory available without swapping; None if unknown."""
     amounts = [amount for amount in (_of_machine(proc), *_of_container(cgroups)) if amount is not None]
     return min(amounts, default=None)
 
 
 def check_fits(num_bytes: int, what: str) -> None:
-    """Raises: WrongSettings, if `num_bytes` are not available. `what` names their use and the setting."""
+    """Refuse if memory is short. `what` names its use and the setting.
+
+    Raises: WrongSettings.
+    """
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise WrongSettings(
@@ -32,7 +35,7 @@ def _of_machine(proc: Path) -> int | None:
 
 
 def _of_container(cgroups: Path) -> list[int]:
-    """The rest of a cgroup's limit, version 1 or 2. Cached files count as available."""
+    """Memory left by a cgroup's limit, with cached files."""
     found = []
     for limit, used, statistics, cache in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

@@ -17,7 +17,7 @@ from engine.scheduler.scheduler import Chunk, Scheduler
 
 log = logging.getLogger(__name__)
 
-FULL: Final = Phase.FULL  # attributes of an enum are slow, and each token needs them
+FULL: Final = Phase.FULL  # enum attributes are slow
 
 
 class Outcomes:
@@ -29,7 +29,6 @@ class Outcomes:
         limits: Limits,
         copy_page: Callable[[int, int], None],
     ) -> None:
-        """`copy_page(source, target)` copies a page of KV before the next step."""
         self._requests = requests
         self._scheduler = scheduler
         self._memory = memory
@@ -37,7 +36,6 @@ class Outcomes:
         self._copy_page = copy_page
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None) -> list[TokenOutput]:
-        """See `EngineCore.deliver`."""
         request = self._requests.reserved(request_id)
         if request is None:
             return []
@@ -108,7 +106,6 @@ class Outcomes:
             self._copy_page(source, target)
 
     def _append(self, request: Request, token_id: int) -> FinishReason | None:
-        """Returns the finish reason, if the token ends the request."""
         tokens, sampling = request.tokens, request.sampling
         tokens.append(token_id)
         if request.mask is not None:
@@ -122,7 +119,6 @@ class Outcomes:
         return FinishReason.LENGTH if len(tokens) >= request.limit else None
 
     def _break(self, request: Request, output: StepOutput) -> None:
-        """The model computed NaN or infinity: end the request with all branches."""
         log.error("logits are not finite", extra={"request": request.id, "tokens": len(request.tokens)})
         for branch in self._requests.branches(request.id):
             self._memory.forget(branch)
@@ -141,7 +137,6 @@ class Outcomes:
 
 
 def _check_allowed(request: Request, first_token: int) -> None:
-    """Raises: Rejected, if the mask forbids the token."""
     if request.mask is None or request.branch in request.unwanted:
         return
     tried = request.mask.fork()

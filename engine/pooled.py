@@ -1,4 +1,4 @@
-"""A step of an embedding model: hidden states, pooled chunk by chunk."""
+"""A step of an embedding model."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,13 @@ class Guard(Protocol):
 
 
 class PooledStep:
-    """Implements `engine.inflight.Launched`; only `result` waits for the device."""
+    """Implements `engine.inflight.Launched`; only `result` waits for the device.
+
+    Args:
+        order: order[i] is the place of chunks[i] in results.
+        wanted: number of last tokens of each chunk in `hidden`.
+        hidden: float32 [sum(wanted), size].
+    """
 
     def __init__(
         self,
@@ -31,21 +37,16 @@ class PooledStep:
         *,
         pooling: Pooling,
     ) -> None:
-        """Of `hidden`, float32 [sum(wanted), size], the next wanted[i] rows are the last tokens of chunks[i].
-
-        order[i] is the place of chunks[i] in results.
-        """
         self._guard = guard
         self._chunks = chunks
         self._order = order
         self._wanted = wanted
         self._hidden: torch.Tensor | None = hidden
         self._pooling = pooling
-        self._vectors: list[tuple[Request, torch.Tensor]] = []  # complete vectors on their way to the host
+        self._vectors: list[tuple[Request, torch.Tensor]] = []  # on their way to the host
 
     @torch.inference_mode()
     def sample(self) -> None:
-        """Raises: StepFailed."""
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "a step is sampled once"
         with self._guard.failing(len(self._chunks)):
@@ -58,7 +59,7 @@ class PooledStep:
         return self._arrival.wait_s()
 
     def result(self) -> list[int | None]:
-        """Wait for the vectors and store them in their requests. Raises: StepFailed."""
+        """Store the vectors in their requests."""
         self._arrival.wait()
         broken: set[Request] = set()
         with self._guard.failing(len(self._chunks)):

@@ -1,8 +1,7 @@
-"""How an embedding model pools tokens into a vector, read from its directory without torch.
+"""How an embedding model pools tokens into a vector, read from its directory.
 
-sentence-transformers' directories say so in modules.json. Without that file, a model is an embedding model if its
-weights have no output layer (`"architectures": ["MistralModel"]`). Then the vector is the last token's state,
-normalised, as in vLLM.
+sentence-transformers describes it in modules.json. Without that file, a model without an output layer
+(`"architectures": ["MistralModel"]`) returns the last token's state, normalised, as in vLLM.
 """
 
 import json
@@ -17,7 +16,7 @@ from engine.errors import ModelUnavailable, UnsupportedModel
 CONFIG_FILE: Final = "config.json"
 MODULES_FILE: Final = "modules.json"
 LIMIT_FILE: Final = "sentence_bert_config.json"
-SWITCH: Final = "pooling_mode_"  # older files have a key for each mode; newer ones have `pooling_mode`
+SWITCH: Final = "pooling_mode_"  # keys of older files; newer ones have `pooling_mode`
 HEADLESS: Final = re.compile(r"\w+(?<!LMHead)Model")
 PoolingMode = Literal["last", "mean", "cls"]
 MODES: Final[dict[str, PoolingMode]] = {
@@ -33,16 +32,19 @@ MODES: Final[dict[str, PoolingMode]] = {
 class Pooling:
     mode: PoolingMode  # over hidden states after the last norm
     about: EmbeddingModel
-    max_tokens: int | None = None  # of a text, if the authors allow fewer than the model's positions
+    max_tokens: int | None = None  # if fewer than the model's positions
 
     @property
     def reads_all(self) -> bool:
-        """Whether all tokens count. Then none may come from the prefix cache, which keeps no states."""
+        """Whether a vector needs all tokens' states, which the prefix cache does not keep."""
         return self.mode != "last"
 
 
 def read_pooling(name: str, directory: Path, *, matryoshka: bool = False) -> Pooling | None:
-    """None: the model generates. `matryoshka`: its vectors may be cut, though config.json does not say so.
+    """Read how the model pools; None if it generates text.
+
+    Args:
+        matryoshka: vectors may be cut, even if config.json does not say so.
 
     Raises: UnsupportedModel, ModelUnavailable.
     """

@@ -1,8 +1,7 @@
-"""The engine's inputs and outputs: plain values, no socket, no task.
+"""The engine's interface.
 
-A request is submitted for one of four phases. Its pages are *exposed* while another process may read or write them
-(PREFILL from the first chunk, DECODE from the reservation until `deliver`). Exposed pages outlive the request until
-`release` says that no transfer touches them any more.
+Pages are *exposed* while another process may access them: PREFILL from the first chunk, DECODE from the reservation
+until `deliver`. They outlive the request until `release`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,108 +24,92 @@ if TYPE_CHECKING:  # the mock engine starts without numpy
 
 
 class Phase(StrEnum):
-    FULL = auto()  # prompt and generation
-    PREFILL = auto()  # prompt and first token; the pages stay for a transfer until `release`
-    DECODE = auto()  # reserve pages for the prompt, wait for `deliver`, then generate
-    EMBED = auto()  # the prompt alone, to a vector; the only phase of embedding models
+    FULL = auto()
+    PREFILL = auto()  # prompt and first token
+    DECODE = auto()  # reserve pages, wait for `deliver`, then generate
+    EMBED = auto()  # prompt to vector
 
 
 class FinishReason(StrEnum):
-    """In OpenAI's words."""
-
     STOP = auto()
     LENGTH = auto()
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn. The draw at position p depends on (seed, p) alone, never on the batch.
+    """A draw depends on the seed and the position, never on the batch.
 
-    Order: penalties, `logit_bias`, mask, temperature, then min_p, top_k and top_p, each on what the one before
-    left. `engine.sampling.check` has the bounds.
+    Order: penalties, `logit_bias`, mask, temperature, min_p, top_k, top_p. `engine.sampling.check` has the bounds.
     """
 
     max_tokens: int
-    temperature: float = 1.0  # 0 means greedy
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     top_k: int = 0  # 0 or -1: all
-    min_p: float = 0.0  # of the most probable token's probability
-    presence_penalty: float = 0.0  # once for each token generated so far
-    frequency_penalty: float = 0.0  # for each time it was generated
-    repetition_penalty: float = 1.0  # of tokens in the prompt or generated; divides positive logits
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, summand), no id twice
-    min_tokens: int = 0  # before that, no token that ends the text is drawn
-    logprobs: int | None = None  # alternatives to report with each token; 0: the chosen one only
-    prompt_logprobs: int | None = None  # the same for the prompt, which is then computed whole, cached or not
-    n: int = 1  # branches that share the prompt; each has a seed derived from `seed`, branch 0 `seed` itself
+    min_p: float = 0.0  # share of the highest probability
+    presence_penalty: float = 0.0  # once per token
+    frequency_penalty: float = 0.0  # per occurrence
+    repetition_penalty: float = 1.0  # also of prompt tokens; divides positive logits
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, summand)
+    min_tokens: int = 0  # no end token before that
+    logprobs: int | None = None  # alternatives per token; 0: the chosen one only
+    prompt_logprobs: int | None = None  # the same for the prompt, computed without the cache
+    n: int = 1  # branches; branch 0 uses `seed` itself
 
 
 class TokenMask(Protocol):
-    """The tokens that a branch may generate next (structured output).
+    """The tokens that a branch may generate next. Used on the engine's thread.
 
-    Called on the engine's thread. It must not raise: a text that violates its grammar gets the end token only, and
-    has a `fault`.
+    It must not raise: after a violation it allows only the end token and has a `fault`.
     """
 
     def fill(self, allowed: "npt.NDArray[np.int32]") -> None:
-        """Write every word of `allowed` [ceil(vocab / 32)]: bit i % 32 of word i // 32 is set if token i is
-        allowed.
-
-        At least one must be. End-of-sequence tokens are allowed only if their bits are set.
-        """
+        """Write all of `allowed`, [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i. Set at least one."""
 
     def accept(self, token_id: int) -> None:
-        """A token was drawn, here or, for the first one, in another process."""
+        """Record a drawn token; the first may come from another process."""
 
-    def fork(self) -> "TokenMask":
-        """A copy for another branch at the same position."""
+    def fork(self) -> "TokenMask": ...
 
     @property
     def is_complete(self) -> bool:
-        """Whether only an end can follow: then the text ends without an end token."""
+        """True if the text ends here, without an end token."""
 
     @property
     def fault(self) -> str | None:
-        """Why the text cannot end as required: the request fails with it."""
+        """Why the text cannot end as required."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """`request_id` is unique within the engine."""
-
-    request_id: str
-    token_ids: Sequence[int]  # the whole prompt, at least one token
+    request_id: str  # unique within the engine
+    token_ids: Sequence[int]  # at least one
     sampling: SamplingParams
     phase: Phase = Phase.FULL
     cache_salt: str = ""  # prefixes are shared only between equal salts
-    num_generated: int = 0  # trailing token_ids that belong to the answer: a stream that has moved
-    mask: TokenMask | None = None  # it has accepted those
-    priority: int = 0  # as in vLLM: lower goes first
-    adapter: str = ""  # one of `Engine.adapters`; "": none
-    blocks: PromptBlocks | None = None  # of token_ids, if computed already
+    num_generated: int = 0  # trailing token_ids of the answer, if the stream has moved
+    mask: TokenMask | None = None  # has accepted those
+    priority: int = 0  # lower goes first
+    adapter: str = ""  # "": none
+    blocks: PromptBlocks | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
-    """One step's tokens for one branch; `finish` is set on its last.
-
-    A msgspec struct, since there is one per request and step: a frozen dataclass takes ten times as long to make.
-    """
+    """One step's tokens of a branch. A frozen dataclass takes ten times as long to make."""
 
     request_id: str
     token_ids: list[int]
     finish: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; valid with branch 0's first token
+    num_cached_tokens: int = 0  # prompt tokens; valid with branch 0's first token
     branch: int = 0
-    logprobs: list[TokenLogprobs] | None = None  # one per token, if requested
-    prompt_logprobs: list[TokenLogprobs] | None = (
-        None  # of the prompt's tokens from the second on; with the first token
-    )
+    logprobs: list[TokenLogprobs] | None = None  # one per token
+    prompt_logprobs: list[TokenLogprobs] | None = None  # from the second prompt token on
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A DECODE request has its pages: KV may be written into `pages[num_cached_pages:]`; earlier ones are cached."""
+    """A DECODE request has pages. KV may be written into `pages[num_cached_pages:]`."""
 
     request_id: str
     pages: list[int]
@@ -135,16 +118,16 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A PREFILL request has progressed: `pages` hold the KV of `num_computed` prompt tokens."""
+    """A PREFILL request has KV of `num_computed` prompt tokens in `pages`."""
 
     request_id: str
-    pages: list[int]  # of the whole prompt, in order
+    pages: list[int]
     num_computed: int
     num_cached_tokens: int
     first_token: int | None = None  # set with the last chunk
-    finish: FinishReason | None = None  # set if the first token is also the last
-    logprobs: TokenLogprobs | None = None  # of the first token
-    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token
+    finish: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,53 +139,48 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request has failed with all branches; its unexposed pages are free."""
+    """All branches end; unexposed pages are free."""
 
     request_id: str
     error: MeshError
 
 
-# A block's hash, and whether the prefix cache holds it now. Its parent may be missing: evicted while a request held
-# this one.
+# A block's hash, and whether the prefix cache has it now. Its parent may be evicted already.
 CacheEvent = tuple[bytes, bool]
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    """One step's figures for metrics, heartbeats and the log: the engine measures, the service records."""
-
-    step: int = 0  # never reset: a constant counter with waiting work is a hung engine
+    step: int = 0  # a constant number with waiting work is a hung engine
     num_running: int = 0
-    num_waiting: int = 0  # queued for pages or budget
-    num_reserved: int = 0  # DECODE requests whose KV has not arrived
-    num_held: int = 0  # requests that are over with exposed pages
-    prompt_tokens: int = 0  # computed in this step
+    num_waiting: int = 0
+    num_reserved: int = 0  # DECODE requests without KV yet
+    num_held: int = 0  # ended requests with exposed pages
+    prompt_tokens: int = 0
     decode_tokens: int = 0  # sampled in this step
     free_pages: int = 0
-    cached_pages: int = 0  # unreferenced but reusable
+    cached_pages: int = 0
     held_pages: int = 0
     total_pages: int = 0
     step_s: float = 0.0
-    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, since start
+    prefix_queries: int = 0  # prompt tokens looked up since start
     prefix_hits: int = 0  # of those, found
     retractions: int = 0  # since start
-    forward: str = ""  # how the model ran: eager, compiled, graph; empty for a mock
+    forward: str = ""  # eager, compiled or graph
 
 
 class StepOutput(msgspec.Struct):
-    """Everything that one step reports."""
-
     tokens: list[TokenOutput] = []
     reserved: list[Reserved] = []
     computed: list[Computed] = []
     embedded: list[Embedded] = []
     failed: list[Failed] = []
-    cache_events: list[CacheEvent] = []  # in order; empty unless `kv_events` is set
+    cache_events: list[CacheEvent] = []  # in order
     stats: StepStats = StepStats()
 
 
 @dataclass(frozen=True, slots=True)
 class KvRegion:
-    """The page pool as NIXL registers it: `num_pages` pages of `layout.page_bytes` bytes from `address` on."""
+    """The page pool's memory, as NIXL registers it."""
 
     address: int
     num_pages: int
@@ -215,29 +193,27 @@ class KvRegion:
 
 
 class Pause(NamedTuple):
-    """A step waits for its device."""
-
-    reserved: list[Reserved]  # requests that got pages meanwhile; the step's output leaves them out
-    wait_s: float  # when to continue; earlier is harmless
+    reserved: list[Reserved]  # not repeated in the step's output
+    wait_s: float  # continuing earlier is harmless
 
 
 def max_request_pages(engine: "Engine") -> int:
-    """Pages of the longest request."""
     return min(engine.kv_region.layout.pages_for(engine.max_context), engine.kv_region.num_pages)
 
 
 class Recording(Protocol):
-    """A recorded profile."""
-
     def save(self, path: Path) -> None:
-        """Append it to `path` as a gzipped Chrome trace. On any thread; raises OSError."""
+        """Append it to `path` as a gzipped Chrome trace, on any thread.
+
+        Raises: OSError.
+        """
 
 
 class Engine(Protocol):
-    """The engine's interface. All but `prompt_blocks` and `peek_prefix` are called from the owning thread.
+    """`prompt_blocks` and `peek_prefix` may be called on any thread, the rest on the owning thread.
 
-    Between steps, others may call what touches no device: all except the profile's calls, `deliver` to a request
-    with branches (whose pages are copied), and a step that `computes`.
+    Between steps other threads may call what touches no device. That excludes profiling, `deliver` to a request with
+    branches, and a step that `computes`.
     """
 
     @property
@@ -246,15 +222,13 @@ class Engine(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Prompt plus generated tokens of one request."""
+        """Prompt plus generated tokens of a request."""
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
+    def vocab_size(self) -> int: ...
 
     @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
+    def eos_token_ids(self) -> frozenset[int]: ...
 
     @property
     def adapters(self) -> Mapping[str, str]:
@@ -262,73 +236,71 @@ class Engine(Protocol):
 
     @property
     def embedding(self) -> EmbeddingModel | None:
-        """None: the model generates."""
+        """None if the model generates text."""
 
     def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
-        """Block hashes of a prompt, int32[T]. From any thread. Raises: UnknownModel: no such adapter."""
+        """Block hashes of a prompt, int32[T].
+
+        Raises: UnknownModel, if there is no such adapter.
+        """
 
     def peek_prefix(self, blocks: PromptBlocks) -> int:
-        """Cached tokens of a prompt right now. A hint, from any thread."""
+        """Cached tokens of a prompt, as a hint."""
 
     def cached_blocks(self) -> list[bytes]:
         """The sum of all cache events, including unreported ones."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Raises: PromptTooLong; UnknownModel; Rejected, naming the parameter and its bounds.
+        """Queue a request. An answer that reaches `max_context` ends with "length".
 
-        A prompt must leave room for one token if any is to be generated. An answer that reaches `max_context` ends
-        with "length".
+        Raises: PromptTooLong, if there is no room for a token to generate; UnknownModel; Rejected, naming the parameter
+            and its bounds.
         """
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
-        """A reserved request's KV has landed: it joins the batch. Returns its first token, to be sent at once.
+        """Start a reserved request, whose KV has arrived.
 
-        The list is empty if the request or its branch 0 was cancelled.
+        Returns: its first token, to be sent at once; nothing if the request or its branch 0 was cancelled.
         Raises: Rejected, if there is no such token or the mask forbids it; the request stays reserved.
         """
 
     def recompute(self, request_id: str) -> None:
-        """A DECODE request's KV will not come: queue it as FULL, at its old place. Its pages stay exposed.
+        """Queue a DECODE request as FULL at its old place, because its KV will not arrive.
 
-        Unknown and delivered requests are ignored.
+        Its pages stay exposed. Unknown and delivered requests are ignored.
         """
 
     def cancel(self, request_id: str, branch: int | None = None) -> None:
-        """Stop a request or one of its branches; exposed pages wait for `release`.
-
-        The prompt is computed while any branch needs it. Unknown ids and branches are ignored: they may be over.
-        """
+        """End a request or one branch; unknown ones are ignored."""
 
     def release(self, request_id: str) -> None:
-        """No transfer touches this request's exposed pages any more. Unknown ids are ignored."""
+        """Make a request's pages unexposed: no transfer uses them. Unknown ids are ignored."""
 
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
+    def has_work(self) -> bool: ...
 
     def computes(self) -> bool:
-        """Whether a step would use or wait for the device."""
+        """Whether a step would use the device or wait for it."""
 
     def wait_s(self) -> float:
-        """Seconds until it should ask again for the next step's cores; 0: they are there. `step` waits otherwise."""
+        """Seconds until the next try to get cores for a step; 0: it has them."""
 
     def step(self) -> StepOutput:
-        """Run one step: admit, compute one batch, sample. With `pipeline`, launch it and report the one before.
-
-        Without work it only reports the pool.
-        """
+        """Run one step and report it; with `pipeline`, report the one before. Without work, report the pool."""
 
     def stepping(self) -> Iterator[Pause | StepOutput]:
-        """As `step`, in pieces: a pause whenever it can only wait for a device, then the output.
+        """Run a step, with a pause whenever it waits for the device.
 
-        During a pause everything here may be called but another step. DECODE requests submitted then get free pages
-        at once. An abandoned step reports nothing.
+        During a pause all other calls are allowed. DECODE requests get free pages at once.
         """
 
     def rest(self) -> None:
-        """There is no work for now: others may use the cores."""
+        """Lend the cores while there is no work."""
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
-        """`facts` are written into the trace. Raises: Rejected, if there is nothing to record."""
+        """Record a profile; `facts` are written into the trace.
+
+        Raises: Rejected, if there is nothing to record.
+        """
 
     def stop_profile(self) -> Recording:
         pass

@@ -13,14 +13,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from engine.scheduler.scheduler import Chunk
 
 COPY_BYTES: Final = 1 << 20
-GZIP_LEVEL: Final = 3  # 20 times smaller already; more would take too much processor time
+GZIP_LEVEL: Final = 3  # 20 times smaller already
 
 
 class Profile:
-    """Records until `stop`, on the thread that computes."""
-
     def __init__(self, device: torch.device, facts: Mapping[str, str]) -> None:
-        """`facts` are written into the trace."""
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -30,12 +27,10 @@ class Profile:
             self._profile.add_metadata(name, value)
 
     def step(self, chunks: Sequence[Chunk]) -> AbstractContextManager[object]:
-        """Mark the forward of `chunks`."""
         prompts = [chunk.length for chunk in chunks if chunk.length > 1]
         return record_function(f"forward: {len(chunks) - len(prompts)} decodes, {sum(prompts)} prompt tokens")
 
     def stop(self) -> "Recording":
-        """Collecting events takes up to 5 µs each."""
         self._profile.stop()
         return Recording(self._profile)
 
@@ -45,7 +40,6 @@ class Recording:
         self._profile = stopped
 
     def save(self, path: Path) -> None:
-        """Append it to `path` as a gzipped Chrome trace. On any thread; raises OSError."""
         plain = path.with_suffix(".plain.json")
         try:
             self._profile.export_chrome_trace(str(plain))

@@ -1,4 +1,4 @@
-"""Profile a running engine, between two steps of its thread."""
+"""Profile a running engine."""
 
 import asyncio
 import sys
@@ -11,25 +11,22 @@ from typing import Final
 from engine.loop import EngineLoop
 from engine.ports import Engine, Recording, StepOutput
 
-# Collecting and writing an event holds the GIL for 5 µs, and an eager model makes 60,000 a second. A worker that is
-# silent for 2 s is lost, so profiles are collected in segments.
+# saving one second of an eager model's events holds the GIL for 0.3 s; a worker that is silent for 2 s is lost
 SEGMENT_S: Final = 0.5
-SLOW_IMPORT: Final = "torch._inductor"  # imported by torch's profiler at its first start: two seconds without a step
+SLOW_IMPORT: Final = "torch._inductor"  # its import by torch's profiler takes two seconds
 
 
 class EngineProfiler:
-    """The caller ends one profile before it begins the next."""
+    """Records one profile at a time."""
 
     def __init__(self, engine: EngineLoop, facts: Mapping[str, str]) -> None:
-        """`facts` are written into every trace."""
         self._engine = engine
         self._facts = facts
-        self._steps = 0  # with work, since the latest start
+        self._steps = 0  # with work, since the start
         self._started_s = 0.0
         engine.on_output(self._stepped)
 
     async def start(self) -> None:
-        """Raises: Rejected, if this engine has nothing to profile."""
         if "torch" in sys.modules:  # not with the mock engine
             await asyncio.to_thread(import_module, SLOW_IMPORT)
         await self._engine.post(self._start)
@@ -37,9 +34,9 @@ class EngineProfiler:
         self._steps = 0
 
     async def finish(self, seconds: float, path: Path) -> tuple[float, int]:
-        """Record for `seconds`; each segment is appended to `path` as a gzipped Chrome trace.
+        """Record for `seconds` and append segments to `path` as gzipped Chrome traces.
 
-        Returns: recorded seconds, and steps with work in them. Cancelled, it stops at once.
+        Returns: recorded seconds, and steps with work.
         """
         end_s = self._started_s + seconds
         running = True

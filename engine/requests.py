@@ -1,4 +1,4 @@
-"""All requests by id, from submit until their pages are back."""
+"""All requests by id, until their pages are free."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,15 +10,13 @@ from engine.scheduler.scheduler import Chunk, Scheduler
 
 
 class Requests:
-    """Ends requests. Their pages are given back at once, unless a transfer (until `release`) or the device (until
-    the step lands) may touch them.
-    """
+    """An ended request keeps its pages while a transfer or the step in flight may use them."""
 
     def __init__(self, scheduler: Scheduler, memory: RequestMemory) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._live: dict[str, Request] = {}
-        self._held: dict[str, Request] = {}  # over, pages still exposed
+        self._held: dict[str, Request] = {}  # ended, pages still exposed
         self._branches: dict[str, list[Request]] = {}  # live branches, except branch 0
 
     def __contains__(self, request_id: object) -> bool:
@@ -39,7 +37,6 @@ class Requests:
         self._scheduler.add(request)
 
     def reserved(self, request_id: str) -> Request | None:
-        """The request, if it has pages and waits for their KV."""
         request = self._live.get(request_id)
         return request if request is not None and request.state is RequestState.RESERVED else None
 
@@ -48,7 +45,7 @@ class Requests:
         return [*([] if first is None else [first]), *self._branches.get(request_id, ())]
 
     def fork(self, request: Request) -> list[tuple[int, int]]:
-        """The prompt is computed: start the other branches.
+        """Start the other branches after the prompt.
 
         Returns: (source, target) pages to copy before the next step.
         """
@@ -62,11 +59,10 @@ class Requests:
         return copies
 
     def recompute(self, request_id: str) -> None:
-        """A DECODE request's KV will not come: queue it as FULL, at its old place. Its pages stay exposed."""
         request = self._live.get(request_id)
         if request is None or request.phase is not Phase.DECODE:
             return
-        if request.state is RequestState.WAITING:  # it would get pages for nothing
+        if request.state is RequestState.WAITING:  # it has no pages yet
             request.phase = Phase.FULL
             return
         again = replace(
@@ -89,7 +85,7 @@ class Requests:
             self.finish(branch)
 
     def cancel_branch(self, request_id: str, branch: int) -> None:
-        """End one branch, or mark it as unwanted before it starts. Without any branch the request is over."""
+        """End a branch, or mark it as unwanted before it starts."""
         request = self._live.get(request_id)
         if request is not None and not request.has_begun:
             if 0 <= branch < request.sampling.n:
@@ -103,7 +99,6 @@ class Requests:
                 self.finish(other)
 
     def release(self, request_id: str) -> None:
-        """No transfer touches the exposed pages any more. Before the request's end, its pages are given back then."""
         held = self._held.pop(request_id, None)
         if held is not None:
             held.advance(RequestState.FINISHED)
@@ -133,9 +128,8 @@ class Requests:
             del self._branches[request.id]
 
     def landed(self, chunk: Chunk) -> None:
-        """The device is done with `chunk`."""
         request = chunk.request
-        if request.in_flight is not chunk:  # it was not launched, or its request is in the next step already
+        if request.in_flight is not chunk:  # not launched, or already in the next step
             return
         request.in_flight = None
         if request.state is RequestState.FINISHED:

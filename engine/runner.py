@@ -1,4 +1,4 @@
-"""One step on the device: chunks flattened into one sequence, through the model, to sampled tokens."""
+"""Compute a step on the device, from chunks to sampled tokens."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,11 +24,18 @@ from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Chunk
 from engine.thread_limit import ThreadLimit
 
-DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # in place of a request that has ended
+DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # for a request that has ended
 
 
 class TorchRunner:
-    """Runs chunks through a transformers model whose attention uses the page pool."""
+    """Implements `engine.inflight.Runner` with torch.
+
+    Args:
+        storage: the pages of `attention`, [num_pages, ...].
+        pooling: of an embedding model, whose `forward` returns hidden states.
+        cores: lent by other workers, within `limit`.
+        limit: threads of a step on a CPU.
+    """
 
     def __init__(
         self,
@@ -42,11 +49,6 @@ class TorchRunner:
         cores: SharedCores | None = None,
         limit: ThreadLimit | None = None,
     ) -> None:
-        """`attention` keeps its KV in `storage`, [num_pages, ...].
-
-        `limit`: threads of a step on a CPU. Workers lend each other `cores` below that. `pooling`: of an embedding
-        model, whose `forward` returns hidden states.
-        """
         self._pooling = pooling
         self._cores = cores
         self._limit = limit
@@ -57,7 +59,7 @@ class TorchRunner:
         self._adapters = adapters
         self.sampler = Sampler()
         self._profile: Profile | None = None
-        self._drawn_ids = torch.empty(0)  # int64 [S], on the device: the latest step's draws
+        self._drawn_ids = torch.empty(0)  # int64 [S], on the device: the latest draws
         self._drawn_for: dict[Request, int] = {}  # their indices
 
     @property
@@ -70,9 +72,9 @@ class TorchRunner:
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> "TorchStep | PooledStep":
-        """Enqueue the forward of `chunks`, one per request.
+        """Enqueue the forward of `chunks`.
 
-        Raises: StepFailed, for an error of this batch. A lost device raises what torch raises.
+        Raises: StepFailed; for a lost device what torch raises.
         """
         order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length > 1, chunks[i].end))
         ordered = [chunks[i] for i in order]
@@ -90,7 +92,6 @@ class TorchRunner:
         self._storage[target].copy_(self._storage[source])
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
-        """0: there are cores for a step now; otherwise seconds until it should ask again."""
         if self._limit is None:
             return 0
         prompts = has_prompts()
@@ -99,7 +100,7 @@ class TorchRunner:
             threads = self._cores.ask(prompts=prompts, most=threads)
             if not threads:
                 return self._cores.look_s
-        torch.set_num_threads(threads)  # always, because a step after others has told only OpenMP, not MKL
+        torch.set_num_threads(threads)  # always: earlier steps may have set OpenMP's threads only, not MKL's
         self._limit.begin(threads)
         return 0
 
@@ -122,7 +123,6 @@ class TorchRunner:
         return stopping.stop()
 
     def drawn(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
-        """The latest step's draws: int64 [number of requests], on the device."""
         self._drawn_ids = token_ids
         self._drawn_for = {request: i for i, request in enumerate(requests)}
 
@@ -138,11 +138,14 @@ class TorchRunner:
             raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
 
     def _logits(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
-        """[sum(wanted), vocab] for the last wanted[i] tokens of each chunk; or their hidden states."""
+        """Logits or hidden states of each chunk's last wanted[i] tokens.
+
+        Returns: [sum(wanted), vocab or size].
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         lasts: list[int] = []
-        ahead: list[int] = []  # positions of tokens that the step before draws
+        ahead: list[int] = []  # indices of tokens that the step before draws
         for chunk, count in zip(chunks, wanted, strict=True):
             token_ids += chunk.request.tokens[chunk.start : chunk.end]
             if chunk.ahead:
@@ -168,7 +171,14 @@ class TorchRunner:
 
 
 class TorchStep:
-    """An enqueued step; only `result` waits for the device."""
+    """Implements `engine.inflight.Launched`; only `result` waits for the device.
+
+    Args:
+        chunks: in `StepShape`'s order.
+        order: order[i] is the place of chunks[i] in results.
+        wanted: number of last tokens of each chunk in `logits`.
+        logits: [sum(wanted), vocab], valid until the next launch.
+    """
 
     def __init__(
         self,
@@ -178,10 +188,6 @@ class TorchStep:
         wanted: Sequence[int],
         logits: torch.Tensor,
     ) -> None:
-        """`chunks` are in `StepShape`'s order; order[i] is the place of chunks[i] in results.
-
-        `logits` are of the last wanted[i] tokens of each, valid until the next launch.
-        """
         self._runner = runner
         self._chunks = chunks
         self._order = order
@@ -192,7 +198,6 @@ class TorchStep:
 
     @torch.inference_mode()
     def sample(self) -> None:
-        """Raises: StepFailed."""
         logits, self._logits = self._logits, None
         assert logits is not None, "a step is sampled once"
         sampled = [chunk for chunk in self._chunks if chunk.samples]
@@ -209,7 +214,6 @@ class TorchStep:
         return self._arrival.wait_s()
 
     def result(self) -> list[int | None]:
-        """Wait for the draws. Raises: StepFailed."""
         self._arrival.wait()
         with self._runner.failing(len(self._chunks)):
             drawn = iter(self._draw.read() if self._draw is not None else ())
@@ -223,7 +227,10 @@ class TorchStep:
         return token_ids
 
     def _read_prompts(self, logits: torch.Tensor) -> torch.Tensor:
-        """Note prompt log-probabilities; returns the logits to sample from, [chunks that sample, vocab]."""
+        """Note prompt log-probabilities.
+
+        Returns: the logits to sample from, [chunks that sample, vocab].
+        """
         drawn: list[int] = []
         first = 0
         for chunk, count in zip(self._chunks, self._wanted, strict=True):

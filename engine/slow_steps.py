@@ -13,27 +13,26 @@ log = logging.getLogger(__name__)
 
 SLOW: Final = 4  # factor over the usual time
 SLOW_S: Final = 0.1  # shorter steps are ignored
-KNOWN: Final = 20  # steps of a kind after which their usual time is known
-LEARN: Final = 0.05  # weight of one step in the usual time
-CAUSE: Final = 0.25  # share of the step's time that identifies a cause
-FAULTS_S: Final = 100  # major page faults in a second of a step
+KNOWN: Final = 20  # steps of a kind before its usual time is known
+LEARN: Final = 0.05  # weight of one step
+CAUSE: Final = 0.25  # share of a step that identifies a cause
+FAULTS_S: Final = 100  # major page faults per second
 WARN_EVERY_S: Final = 30.0
 READ_EVERY_S: Final = 1.0
 
 
 class Held(NamedTuple):
-    """Cumulated delays of this process's threads."""
+    """Total delays of this process's threads."""
 
     cores_s: float = 0.0  # ready without a core
-    quota_s: float = 0.0  # the cgroup's CPU quota was used up
-    faults: int = 0  # major page faults
+    quota_s: float = 0.0  # throttled by the CPU quota
+    faults: int = 0
 
 
 class SlowSteps:
-    """Pass every step to `stepped`, always on the same thread."""
+    """Pass every step to `stepped`, on one thread."""
 
     def __init__(self, held: Callable[[], Held] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`held` reads the delays of this process."""
         self._held = held or _reader(CpuQuota())
         self._clock = clock
         self._usual: dict[tuple[str, int], tuple[int, float]] = {}  # kind: (steps, usual seconds)
@@ -42,11 +41,10 @@ class SlowSteps:
         self._warned = float("-inf")
 
     def stepped(self, stats: StepStats) -> None:
-        """Log a warning for a slow step, unless there was one recently."""
         if not stats.prompt_tokens and not stats.decode_tokens:
             return
         now, step_s = self._clock(), stats.step_s
-        # steps of one kind have about as many tokens, within a factor of two
+        # tokens of one kind differ by less than a factor of two
         tokens = stats.prompt_tokens or stats.decode_tokens
         kind = ("prompt" if stats.prompt_tokens else "decode", tokens.bit_length())
         count, usual_s = self._usual.get(kind, (0, step_s))
@@ -58,7 +56,7 @@ class SlowSteps:
             self._before, self._read = self._held(), now
         if count < KNOWN:
             usual_s = min(usual_s, step_s)  # the first steps touch new memory
-        else:  # a slow step counts little, so permanently slow steps become usual
+        else:  # one slow step counts little
             usual_s += LEARN * (min(step_s, 2 * usual_s) - usual_s)
         self._usual[kind] = (count + 1, usual_s)
 

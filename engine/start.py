@@ -25,16 +25,12 @@ class Builder(Protocol):
 
 
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> Engine:
-    """Called on the thread that will step the engine, if it has one.
-
-    Raises: ModelUnavailable, UnsupportedModel.
-    """
     build = cast("Builder", import_module(MOCK if is_mock(model) else TORCH).build_engine)
     return build(model, config, state_dir, progress)
 
 
 def has_thread(model: str, config: EngineConfig) -> bool:
-    """Whether the engine has a thread of its own, as it must if its steps use a processor."""
+    """Whether the engine has its own thread, because its steps use the CPU."""
     return not is_mock(model) or config.mock.thread
 
 
@@ -42,9 +38,9 @@ def has_thread(model: str, config: EngineConfig) -> bool:
 async def start_engine(
     model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent
 ) -> AsyncIterator[EngineLoop]:
-    """Load `model` on a thread and run it.
+    """Load `model` on a thread and run it. `progress` is called on the event loop's thread.
 
-    `progress` is called on the event loop's thread. Raises: what loading raises, such as ModelUnavailable.
+    Raises: what `build_engine` raises.
     """
     loop = asyncio.get_running_loop()
 
@@ -62,8 +58,7 @@ async def start_engine(
 async def run_engine(build: Callable[[], Engine], *, thread: bool = True) -> AsyncIterator[EngineLoop]:
     """Build an engine on a new thread and run it, there or on the event loop.
 
-    Leaving waits for its last `step`. With `pipeline` another batch may then be on the device; its results are
-    dropped.
+    Leaving waits for the current step.
     """
     running = ThreadedLoop(build) if thread else InlineLoop(build)
     await running.start()

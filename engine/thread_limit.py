@@ -1,7 +1,7 @@
 """Limit a step's threads to the cores that other processes leave.
 
-A step's threads meet at some hundred barriers. If one shares its core with a busy process, all wait for it, and two
-threads are slower than one (docs/decisions/002-threads-follow-free-cores.md).
+A step has some hundred barriers, where all threads wait for one without a core
+(docs/decisions/002-threads-follow-free-cores.md).
 """
 
 import logging
@@ -13,25 +13,27 @@ from engine.cpu_time import other_python_threads, run_delay_s, unused_s
 
 log = logging.getLogger(__name__)
 
-WINDOW_S: Final = 0.05  # of steps between two decisions
-CONTENDED: Final = (
-    0.5  # cores that the threads waited for; a neighbour takes about 1 of two threads, our own services 0.1
-)
-ROOM: Final = 0.5  # cores left unused by others, enough for one more thread
+WINDOW_S: Final = 0.05  # of steps, between two decisions
+CONTENDED: Final = 0.5  # cores that threads waited for; a busy process causes about 1
+ROOM: Final = 0.5  # unused cores for one more thread
 LOOK_S: Final = 0.2  # the kernel counts in hundredths of a second
-FIRST_RETRY_S: Final = 0.25  # from a fall to one more thread, if there is room
-LAST_RETRY_S: Final = 16.0  # the same without room, or after failed tries, whose steps are slow
-RETRY_WINDOWS: Final = 10  # minimum of that time in windows, which long steps extend
+FIRST_RETRY_S: Final = 0.25  # before one more thread, if there is room
+LAST_RETRY_S: Final = 16.0  # the same without room or after failed tries
+RETRY_WINDOWS: Final = 10  # minimum of it in windows, which long steps extend
 TRIED_WINDOWS: Final = 2  # trial period of an added thread
 LOG_EVERY_S: Final = 30.0
 
 
 class ThreadLimit:
-    """The most threads with which a step is not delayed.
+    """The limit falls while threads wait for cores, and rises by one when a core is unused.
 
-    The limit falls while threads wait for cores, and rises by one when others leave a core unused. Without that
-    evidence one more is tried every `LAST_RETRY_S`: low-priority neighbours use all cores but yield them. For the
-    computing thread only.
+    It also rises every `LAST_RETRY_S`, because low-priority processes yield their cores. For the computing thread only.
+
+    Args:
+        threads: on a quiet machine.
+        decode_threads: limit for a step of decodes only.
+        waited_s: sums the seconds that threads waited for cores.
+        unused_s: sums core seconds that others left unused; None: unknown.
     """
 
     def __init__(
@@ -42,11 +44,6 @@ class ThreadLimit:
         unused_s: Callable[[], float | None] = unused_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`threads`: on a quiet machine; `decode_threads`: limit for a step of decodes only.
-
-        `waited_s` sums the seconds that threads waited for cores. `unused_s` sums core seconds that others left
-        unused; None: unknown.
-        """
         self.threads = threads
         self._all = threads
         self._decode_threads = decode_threads or threads
@@ -54,19 +51,18 @@ class ThreadLimit:
         self._unused_s = unused_s
         self._clock = clock
         self._retry_s = FIRST_RETRY_S
-        self._changed = clock()  # when `threads` last changed
+        self._changed = clock()
         self._windows = TRIED_WINDOWS + 1  # with the full limit, since the last try
         self._hoped = False  # whether that try had room
         self._logged = float("-inf")
-        self._begun: tuple[float, int] | None = None  # start and threads of the current step
-        self._window_s = 0.0  # of steps, in the current window
+        self._begun: tuple[float, int] | None = None  # start and threads
+        self._window_s = 0.0  # of steps in the current window
         self._waited_before_s = 0.0  # at its start
         self._used = 0  # maximum in it
-        self._look: tuple[float, float | None] | None = None  # time and value of the last count of unused cores
+        self._look: tuple[float, float | None] | None = None  # time and value of `unused_s`
         self._has_room = False  # as of then
 
     def of_step(self, *, prompts: bool) -> int:
-        """The limit for a step that begins now, with prompts or of decodes only."""
         return self.threads if prompts else min(self.threads, self._decode_threads)
 
     def begin(self, threads: int) -> None:
@@ -76,7 +72,6 @@ class ThreadLimit:
                 self._waited_before_s = self._waited_s()
 
     def end(self) -> None:
-        """May change `threads`. Ignored without a current step."""
         if self._begun is None:
             return
         now = self._clock()
@@ -90,7 +85,7 @@ class ThreadLimit:
             self._window_s, self._used = 0.0, 0
 
     def _judge(self, contended: float, now: float) -> None:
-        """Set the limit after a window in which threads waited for so many cores."""
+        """Set the limit. `contended` is the mean number of cores waited for."""
         if self._used == self.threads:
             self._windows += 1
         if contended >= CONTENDED:
@@ -101,7 +96,7 @@ class ThreadLimit:
             retry_s = self._retry_s if self._has_room else LAST_RETRY_S
             if retry_s > FIRST_RETRY_S:  # likely to fail
                 retry_s = max(retry_s, RETRY_WINDOWS * self._window_s)
-            proved = self._has_room and self._windows == 1  # the thread just added has a core: add the next one
+            proved = self._has_room and self._windows == 1  # the added thread has a core: add the next
             if proved or now - self._changed >= retry_s:
                 self.threads += 1
                 self._windows = 0
@@ -109,13 +104,12 @@ class ThreadLimit:
                 self._hoped = self._has_room
 
     def _look_for_room(self, now: float) -> None:
-        """Find out whether others have left a core unused since the last count."""
         if self._look is not None and now - self._look[0] < LOOK_S:
             return
         unused_s, before = self._unused_s(), self._look
         self._look = (now, unused_s)
         if unused_s is None:
-            self._has_room = True  # there is no evidence against it
+            self._has_room = True  # no evidence against it
         elif before is not None and before[1] is not None:
             self._has_room = (unused_s - before[1]) / (now - before[0]) >= self.threads + ROOM
 

@@ -1,7 +1,6 @@
-"""An engine on its own thread, with a queue of calls and batches of outputs.
+"""An engine on its own thread, with a queue of calls.
 
-While the thread sleeps, calls that need no device run on the caller's thread: waking a thread twice takes many
-times as long as handing out pages.
+While the thread sleeps, calls without the device run on the caller's thread: waking it takes far longer.
 """
 
 import asyncio
@@ -22,18 +21,16 @@ T = TypeVar("T")
 
 
 class ThreadedLoop(EngineLoop):
-    """The thread sleeps in its queue while the engine has no work."""
-
     def __init__(self, build: Callable[[], Engine]) -> None:
         super().__init__(build)
-        self._calls: Queue[Call | None] = Queue()  # None: only wake up. No SimpleQueue: see `_come_in`
-        self._own = threading.Lock()  # its holder may use the engine: the engine's thread, unless that sleeps
-        self._unsettled = 0  # calls whose results have not been delivered
-        self._told = self._heard = 0  # outputs made and delivered; the first is written under the lock
-        self._num_waiting = 0  # requests that wait for pages, as of the last step
-        self._broken: Exception | None = None  # error of a step made on the event loop's thread
+        self._calls: Queue[Call | None] = Queue()  # None: wake up. CPython's SimpleQueue.get may hang with a timeout
+        self._own = threading.Lock()  # held by the thread, unless it sleeps
+        self._unsettled = 0  # calls without a delivered result
+        self._told = self._heard = 0  # outputs made and delivered; `_told` changes under the lock
+        self._num_waiting = 0  # for pages
+        self._broken: Exception | None = None  # error of a step on the event loop's thread
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
-        # daemon: an exit during a model's load does not wait for it
+        # daemon: an exit does not wait for it
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
@@ -57,7 +54,6 @@ class ThreadedLoop(EngineLoop):
         return future
 
     async def start(self) -> None:
-        """Returns when the engine is built."""
         self._thread.start()
         try:
             self._engine = await self._ready
@@ -75,7 +71,7 @@ class ThreadedLoop(EngineLoop):
         self._calls.put(None)
 
     def _take(self) -> bool:
-        """Take the engine if it rests and all outputs were delivered; `_own` gives it back."""
+        """Lock `_own` if the engine rests and all outputs were delivered."""
         if self._unsettled or self._stopping or self._ended.done() or not self._own.acquire(blocking=False):
             return False
         if self._told == self._heard and self._broken is None:
@@ -84,7 +80,7 @@ class ThreadedLoop(EngineLoop):
         return False
 
     def _go_on(self, engine: Engine) -> None:
-        """Make the step after a call, unless it would compute."""
+        """Step after a call, unless the step would compute."""
         try:
             if not engine.computes():
                 output = engine.step()
@@ -99,15 +95,15 @@ class ThreadedLoop(EngineLoop):
 
     def _main(self) -> None:
         error: BaseException | None = None
-        self._own.acquire()  # a dead engine is never given back
+        self._own.acquire()  # not released after an error
         try:
             engine = self._build()
-            self._hand_on(self._receive, engine.step())  # an empty step, for the size of the pool
+            self._hand_on(self._receive, engine.step())  # an empty step reports the pool's size
             tell(self._loop, resolve, self._ready, engine)
             self._run(engine)
-        except WrongSettings as exc:  # reported in one line by the service
+        except WrongSettings as exc:  # the service reports it
             error = exc
-        except Exception as exc:  # the process's edge: the service gets any error
+        except Exception as exc:
             log.exception("engine died")
             error = exc
         tell(self._loop, self._end, error)
@@ -135,7 +131,6 @@ class ThreadedLoop(EngineLoop):
                     self._hand_on(self._receive, said)
 
     def _pause(self, engine: Engine, pause: Pause) -> None:
-        """Answer calls while the step waits for its device."""
         if pause.reserved:
             self._hand_on(self._receive_early, pause.reserved)
         if self._stopping:
@@ -144,15 +139,16 @@ class ThreadedLoop(EngineLoop):
             self._answer(engine, pause.wait_s)
 
     def _answer(self, engine: Engine, timeout_s: float | None, *, rests: bool = False) -> None:
-        """Run the queued calls before the next step: a first token must not wait for it."""
+        """Run queued calls now: a first token must not wait for a step."""
         if calls := self._come_in(timeout_s, rests=rests):
             tell(self._loop, self._settle, [call.made(engine) for call in calls])
 
     def _come_in(self, timeout_s: float | None, *, rests: bool = False) -> list[Call]:
-        """Queued calls; sleeps for the first one if there is none; None: without a limit.
+        """Take queued calls, or wait for the first.
 
-        CPython's SimpleQueue.get with a timeout may hang if its thread is preempted at a bad moment. `rests`: the
-        event loop's thread may have the engine meanwhile.
+        Args:
+            timeout_s: None: no limit.
+            rests: the event loop's thread may use the engine meanwhile.
         """
         calls: list[Call] = []
         if rests:
@@ -171,13 +167,12 @@ class ThreadedLoop(EngineLoop):
         return calls
 
     def _settle(self, finished: Sequence[Done]) -> None:
-        """On the event loop's thread."""
         self._unsettled -= len(finished)
         for done in finished:
             done.settle()
 
     def _hand_on(self, receive: Callable[[T], None], what: T) -> None:
-        """One turn of the loop later, so that callers awaiting earlier calls resume first."""
+        """Deliver a turn later, so that tasks that await earlier calls resume first."""
         self._told += 1
         tell(self._loop, self._loop.call_soon, receive, what)
 
@@ -185,10 +180,10 @@ class ThreadedLoop(EngineLoop):
         try:
             super()._hear(output)
         finally:
-            self._heard += 1  # a callback's calls run when all callbacks have run
+            self._heard += 1  # so calls of a callback run after all callbacks
 
     def _end(self, error: BaseException | None) -> None:
-        """On the event loop's thread: complete what still waits."""
+        """Complete all futures, on the event loop's thread."""
         resolve(self._ended, error)
         if not self._ready.done():
             self._ready.set_exception(error or dead(None))

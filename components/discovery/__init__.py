@@ -1,4 +1,4 @@
 import os
 
-# Before grpc is imported. Child processes exec at once, and grpc's fork handlers would only write warnings.
+# Set before grpc is imported, whose fork handlers would only write warnings: child processes exec at once.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")

@@ -7,19 +7,19 @@ from components.wire.instances import InstanceRecord, Role
 
 log = logging.getLogger(__name__)
 
-Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (before, after)
+Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (before, after); None: no record
 
 
 class InstanceBook:
-    """Records by key.
+    """Instance records by key.
 
-    A record that left etcd may belong to a living instance: its process lost etcd, or etcd its data. If `doubt` is
-    set, the record stays until etcd has it again, or until the caller has asked the instance and drops it.
+    If `doubt` is set, `remove` keeps a record until `put` or `drop`. Its instance may live: it lost etcd, or etcd
+    its data.
     """
 
     def __init__(self) -> None:
         self.doubt: Callable[[str], None] | None = None  # called with the key
-        self.doubted: set[str] = set()  # keys of records that have left etcd
+        self.doubted: set[str] = set()  # keys that have left etcd
         self._records: dict[str, InstanceRecord] = {}
         self._listeners: list[Listener] = []
 
@@ -27,12 +27,10 @@ class InstanceBook:
         return len(self._records)
 
     def of_role(self, role: Role, model: str | None = None) -> list[InstanceRecord]:
-        """Sorted by instance id."""
         found = [r for r in self._records.values() if r.role == role and model in (None, r.model)]
         return sorted(found, key=lambda r: r.instance_id)
 
     def find(self, instance_id: str, epoch: str | None = None) -> InstanceRecord | None:
-        """None if the epoch differs."""
         for record in self._records.values():
             if record.instance_id == instance_id and epoch in (None, record.epoch):
                 return record
@@ -42,7 +40,6 @@ class InstanceBook:
         return self._records.get(key)
 
     def subscribe(self, listener: Listener) -> None:
-        """`before` is None for a join, `after` for a leave."""
         self._listeners.append(listener)
 
     def put(self, key: str, record: InstanceRecord) -> None:

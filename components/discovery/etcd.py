@@ -1,4 +1,4 @@
-"""A blocking etcd client, which uses any member of the cluster and raises BackendUnavailable."""
+"""A blocking etcd client that uses any member of the cluster and raises BackendUnavailable."""
 
 import random
 import threading
@@ -16,10 +16,10 @@ from components.startup import WrongSettings
 from components.urls import without_password
 
 CALL_TIMEOUT_S: Final = 3.0
-PROBE_TIMEOUT_S: Final = 1.0  # for a member to prove that it has a quorum
+PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove a quorum
 HAS_LEADER: Final = (("hasleader", "true"),)  # a member that loses its leader ends the call
 _CHANNEL: Final = (
-    # Detects a dead host in 13 s. By default gRPC does not ping idle connections.
+    # Detects a dead host in 13 s; by default gRPC does not ping idle connections.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -38,7 +38,6 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(url: str) -> list[Endpoint]:
-    """From a comma-separated list. Raises: WrongSettings."""
     return [_endpoint(one.strip()) for one in url.split(",")]
 
 
@@ -63,7 +62,7 @@ def _endpoint(url: str) -> Endpoint:
 
 @contextmanager
 def etcd_client(url: str) -> Iterator[Any]:
-    """A client of a member with a quorum. Errors in the body become BackendUnavailable, too."""
+    """A client of a member with a quorum."""
     with etcd_errors(url):
         client = _open_any(url)
         try:
@@ -96,13 +95,13 @@ def keep_lease(
 ) -> None:
     """Refresh a lease until `stop` is set or etcd has dropped it.
 
-    While etcd has no leader, leases do not expire, and the next leader extends them. So the same lease is retried.
+    Retry the same lease: without a leader no lease expires, and the next leader extends it.
 
     Args:
         renewed: called with the monotonic time at which the lease expires.
         failed: called after each failure.
     """
-    backoff = Backoff(last_s=ttl_s / 3)  # every lease must be refreshed within its time to live after an outage
+    backoff = Backoff(last_s=ttl_s / 3)  # after an outage, each lease must be refreshed in time
     while not stop.is_set():
         try:
             with etcd_client(url) as client:
@@ -130,7 +129,7 @@ def refused(url: str, cause: str) -> str:
 
 
 def _refresh(client: Any, lease_id: int) -> int:
-    """Returns: seconds to live; 0 if the lease is gone."""
+    """Return the seconds to live; 0 if the lease is gone."""
     requests = iter([etcdrpc.LeaseKeepAliveRequest(ID=lease_id)])
     answers = client.leasestub.LeaseKeepAlive(requests, PROBE_TIMEOUT_S, metadata=HAS_LEADER)
     return int(next(iter(answers)).TTL)
@@ -138,7 +137,7 @@ def _refresh(client: Any, lease_id: int) -> int:
 
 def _open_any(url: str) -> Any:
     members = endpoints(url)
-    random.shuffle(members)  # or thousands of processes would use the first one
+    random.shuffle(members)  # or all processes would use the first one
     last: Exception | None = None
     for member in members:
         client = etcd3.client(host=member.host, port=member.port, timeout=CALL_TIMEOUT_S, grpc_options=list(_CHANNEL))
@@ -158,7 +157,7 @@ def _open_any(url: str) -> Any:
 
 
 def _log_in(client: Any, member: Endpoint, timeout_s: float) -> None:
-    """Add a token to all calls: gRPC refuses etcd3's call credentials on a connection without TLS."""
+    """Add a token to all calls: gRPC refuses etcd3's call credentials without TLS."""
     asked = etcdrpc.AuthenticateRequest(name=member.user, password=member.password)
     token = etcdrpc.AuthStub(client.channel).Authenticate(asked, timeout_s).token
     client.channel = grpc.intercept_channel(client.channel, _Token(token))
@@ -181,7 +180,7 @@ class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientIntercepto
 
 
 def _is_refusal(exc: grpc.RpcError) -> bool:
-    """INVALID_ARGUMENT is etcd's answer to a wrong or missing password."""
+    """etcd answers INVALID_ARGUMENT to a wrong or missing password."""
     if not hasattr(exc, "code"):
         return False
     refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -194,8 +193,6 @@ def _cause(exc: grpc.RpcError) -> str:
 
 
 class Backoff:
-    """Doubling waits with jitter."""
-
     def __init__(self, first_s: float = 0.2, last_s: float = 5.0) -> None:
         self._first_s = first_s
         self._last_s = last_s

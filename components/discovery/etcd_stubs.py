@@ -1,7 +1,7 @@
-"""Make `etcd3` importable with a current protobuf: import `etcd3` and `etcdrpc` from here only.
+"""Make `etcd3` importable with a current protobuf. Import `etcd3` and `etcdrpc` only from here.
 
-etcd3 0.12.0 ships message classes of 2019 that protobuf refuses, except in pure Python, which would make OTLP export
-fifteen times slower. The serialized descriptors in their source are valid, so the modules are built from these.
+protobuf accepts etcd3 0.12.0's message classes only in pure Python, which makes OTLP export fifteen times slower.
+So they are built from the serialized descriptors in etcd3's source.
 """
 
 import ast
@@ -20,7 +20,7 @@ SERIALIZED: Final = re.compile(r"^  serialized_pb=_b\(('.*')\)$", re.MULTILINE)
 
 
 def _serialized_descriptor(source: str) -> bytes:
-    # parsing the whole file would take a tenth of a second at every start
+    # parsing the whole file would take 0.1 s at each start
     found = SERIALIZED.search(source)
     if found is None:
         raise ImportError("this etcd3 release has no serialized descriptors; kvmesh needs etcd3 0.12.0")

@@ -15,20 +15,19 @@ from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0  # interval of looking whether the key is gone
+LOOK_S: Final = 1.0  # between checks of a taken key
 
 
 class Leadership:
-    """By this process's clock: it stops leading before etcd gives the key to another process."""
+    """It ends, by this process's clock, before another process can get the key."""
 
     def __init__(self) -> None:
-        self._until = 0.0  # monotonic
+        self._until = 0.0  # monotonic; 0 without a lease
 
     def is_held(self) -> bool:
         return time.monotonic() < self._until
 
     def held_until(self, monotonic_s: float) -> None:
-        """0: the lease is given up or lost."""
         self._until = monotonic_s
 
 
@@ -53,7 +52,7 @@ class _Campaign:
                 wait_s = backoff.failed()
                 _report(exc, backoff)
                 self.stop.wait(wait_s)
-            except Exception:  # the edge of this thread, which must not die before the process
+            except Exception:  # this thread must not die before the process
                 log.exception("leadership lost, trying again")
                 self.stop.wait(backoff.failed())
             finally:
@@ -66,7 +65,7 @@ class _Campaign:
             if taken:
                 self.stop.wait(LOOK_S)
                 continue
-            asked = time.monotonic()  # before etcd's time to live begins
+            asked = time.monotonic()  # etcd's time to live begins later
             lease = client.lease(self._ttl_s)
             won, _ = client.transaction(
                 compare=[client.transactions.create(self._key) == 0],
@@ -86,7 +85,7 @@ class _Campaign:
                 if not self.stop.is_set():
                     log.warning("no longer leading", extra={"key": self._key})
             if self.stop.is_set():
-                lease.revoke()  # or the next leader would wait for its end
+                lease.revoke()  # or the next leader would wait for it to expire
 
 
 def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
@@ -96,7 +95,7 @@ def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
 
 @asynccontextmanager
 async def lead(url: str, key: str, facts: Mapping[str, str | int], ttl_s: float) -> AsyncIterator[Leadership]:
-    """Take part in the election; yields at once.
+    """Take part in the election; yield at once.
 
     Args:
         key: the leader's.

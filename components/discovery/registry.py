@@ -1,7 +1,7 @@
 """This process's leased record in etcd, and a mirror of all records.
 
-etcd3 blocks, so one thread keeps the lease, and one follows the prefix. An outage of etcd ends no process and
-removes none from the mesh.
+etcd3 blocks: one thread keeps the lease, one follows the prefix. An outage of etcd removes no process from the
+mesh.
 """
 
 import asyncio
@@ -33,27 +33,23 @@ from components.wire.instances import InstanceRecord, dump_record, load_record
 log = logging.getLogger(__name__)
 
 PAGE: Final = 256  # records, a megabyte
-SPREAD_S: Final = 0.02  # per instance: lost registrations return spread, as all processes receive each record
+SPREAD_S: Final = 0.02  # per instance, between returns of lost records
 
 MakeRecord = Callable[[str], InstanceRecord]  # epoch → record
 
 
 class Registration:
-    """One process's id and epoch. It stays registered without etcd, as others keep an instance that answers on NATS."""
-
     def __init__(self, instance_id: str, epoch: str | None = None) -> None:
         self.instance_id = instance_id
         self.epoch = epoch or token_hex(4)
         self.leased_until = 0.0  # monotonic; set by the lease thread
-        self.leaving = False  # the lease was given up on purpose
-        self.revision = 0  # of etcd at the last write; for the lease thread only
+        self.leaving = False
+        self.revision = 0  # of etcd at the last write; only for the lease thread
 
     def is_leased(self) -> bool:
-        """True if etcd has the record for certain."""
         return time.monotonic() < self.leased_until
 
     def check_epoch(self, epoch: str) -> None:
-        """Raises: StaleInstance."""
         if epoch != self.epoch:
             raise StaleInstance(f"instance {self.instance_id} has epoch {self.epoch}, not {epoch}")
 
@@ -73,11 +69,11 @@ class Registry:
         self._stop = threading.Event()
         self._watch_call: Any = None
         self._synced = asyncio.Event()
-        self._revision = 0  # of etcd, reached by the book; written by the event loop
+        self._revision = 0  # of etcd, reached by the book; set by the event loop
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
-        """Leaving revokes the lease, so that no new requests arrive."""
+        """Leaving revokes the lease, so no new requests arrive."""
         registered = asyncio.Event()
         stop = threading.Event()
         record = make_record(registration.epoch)
@@ -119,9 +115,8 @@ class Registry:
                 stop.wait(backoff.failed())
 
     def _register(self, registration: Registration, record: InstanceRecord) -> int:
-        """Returns: the lease's id."""
         with etcd_client(self._url) as client:
-            asked = time.monotonic()  # etcd counts from a moment later
+            asked = time.monotonic()  # etcd's time to live begins later
             lease_id = int(client.lease(self._ttl_s).id)
             self._write(client, registration, record, lease_id)
         registration.renewed(asked + self._ttl_s)
@@ -157,15 +152,13 @@ class Registry:
                     wait_s = backoff.failed()
                     self._report(exc, backoff)
                     self._stop.wait(wait_s)
-            except Exception:  # this thread must not die before the process
+            except Exception:
                 self.connected = False
                 log.exception("mirror failed, trying again")
                 self._stop.wait(backoff.failed())
 
     def _follow(self, client: Any, backoff: Backoff) -> None:
-        """Read the prefix and watch from the next revision, until etcd cancels the watch: after a compaction it never
-        resumes, so the prefix must be read again.
-        """
+        """Read the prefix, then watch it until etcd cancels the watch: after a compaction no watch can resume."""
         records, revision = self._read(client)
         backoff.reset()
         self.connected = True
@@ -211,12 +204,12 @@ class Registry:
 
     def _snapshot_taken(self, records: dict[str, InstanceRecord], revision: int) -> None:
         self.book.replace_all(records)
-        self._revision = revision  # set, not raised: an etcd that lost its data counts from 1 again
+        self._revision = revision  # not max(): an etcd that lost its data counts from 1 again
         self._synced.set()
 
     def _changed(self, kv: Any, kind: int) -> None:
         record = None if kind == 1 else _load(kv.key, kv.value)  # 1: mvccpb.Event.DELETE
-        if record is None:  # an unreadable record counts as absent, as after a read
+        if record is None:  # an unreadable record counts as absent
             self.book.remove(_text(kv.key))
         else:
             self.book.put(_text(kv.key), record)
@@ -234,7 +227,7 @@ class Registry:
 
 @asynccontextmanager
 async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator[Registry]:
-    """The registry with a filled mirror; waits while etcd is unreachable."""
+    """Wait for etcd and fill the mirror."""
     registry = Registry(url, namespace, ttl_s)
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()
@@ -248,7 +241,10 @@ async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator
 
 
 def remove_record(url: str, namespace: str, role: str, instance_id: str) -> None:
-    """Remove the record of an ended process, whose lease would last for seconds. Blocks. Raises: BackendUnavailable."""
+    """Remove an ended process's record before its lease expires. Blocks.
+
+    Raises: BackendUnavailable.
+    """
     with etcd_client(url) as client:
         client.delete(_key(_prefix(namespace), role, instance_id))
 

@@ -1,8 +1,6 @@
-"""uvicorn's HTTP connection, with limits on the size of requests and on how long a client may keep the server waiting.
+"""uvicorn's HTTP connection, with limits on a client's bytes and time.
 
-uvicorn only closes connections that are idle after a request. Without these limits, a client that sends its request byte by
-byte, or does not read its answer, could hold a connection for any time. A check once a second finds late clients, so nothing
-here runs per token.
+uvicorn itself closes only idle connections. A check each second finds late clients, so nothing here runs per token.
 """
 
 import asyncio
@@ -27,21 +25,19 @@ from components.http.limits import (
 from components.http.writer import ConnectionWriter, HeldWrites
 
 PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope
-# For a client to read the last answer: closing a socket that still receives would reset it, and the answer would be lost.
+# Closing a socket that still receives loses the last answer.
 LINGER_S: Final = 2.0
-CHECKS_PER_TURN: Final = 512  # connections checked before other tasks run, about 1 ms
+CHECKS_PER_TURN: Final = 512  # about 1 ms
 
 
 class Waits(StrEnum):
     REQUEST = auto()
     HEAD = auto()
     BODY = auto()
-    END = auto()  # nothing: the last answer is sent, and input is dropped
+    END = auto()  # the last answer is sent; input is dropped
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. If possible, it answers with the reason before it closes."""
-
     def __init__(
         self,
         limits: ClientLimits,
@@ -51,28 +47,27 @@ class Connection(HttpToolsProtocol):
         refusal: WriteRefusal = plain_refusal,
         **options: Any,
     ) -> None:
-        """`options` are uvicorn's."""
         super().__init__(**options)
         self._limits = limits
         self._connections = connections
         self._closed = closed
         self._writes = writes
         self._refusal = refusal
-        self._cycles: deque[RequestResponseCycle] = deque()  # of unanswered requests, in order
+        self._cycles: deque[RequestResponseCycle] = deque()  # unanswered, in order
         self._waits = Waits.REQUEST
         self.since_s = 0.0  # loop time when the wait began
         self._taken_bytes = 0  # received since then
-        self._body_bytes = 0  # of these, bytes of a body
+        self._body_bytes = 0  # those of a body
         self._bare_bytes = 0  # received since the body last grew
-        self._rest_bytes = 0  # of a body, received after its answer
-        self._moved = False  # the last read brought a part of a body, or the end of the wait
+        self._rest_bytes = 0
+        self._moved = False  # the last read had body bytes or ended the wait
         self._fault = Closed.MALFORMED  # why the parser stopped
-        self._unread_since_s = 0.0  # loop time since which unread bytes only became fewer
+        self._unread_since_s = 0.0  # loop time since which unread bytes only decrease
         self._unread_bytes = 0  # at that time
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # uvicorn uses it, too: held writes are sent before a close
+        # uvicorn's closes then send held writes first
         self.transport = self._writer = ConnectionWriter(transport, self._writes, self._lingers)
         self.since_s = self._unread_since_s = self.loop.time()
         if not self._connections.admit(self):
@@ -92,19 +87,19 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._fault)
         except httptools.HttpParserUpgrade:
-            return  # not supported: the request is answered as plain HTTP
+            return  # the request is answered as plain HTTP
         if self._waits is Waits.HEAD and self._taken_bytes > self._limits.head_bytes:
             self._refuse(Closed.HEAD_TOO_LARGE)
         elif self._waits is Waits.BODY:
             self._bound_body(len(data))
 
     def on_message_begin(self) -> None:
-        if self._waits is Waits.REQUEST:  # a pipelined request, in the same bytes as the one before
+        if self._waits is Waits.REQUEST:  # a pipelined request
             self._wait(Waits.HEAD)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._waits is Waits.HEAD:  # else it is a trailer
+        if self._waits is Waits.HEAD:  # else a trailer
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -142,14 +137,14 @@ class Connection(HttpToolsProtocol):
         limits, waited_s = self._limits, now_s - self.since_s
         if self._reads_too_little(now_s):
             self._closed.count(Closed.UNREAD)
-            self.transport.abort()  # a close would first wait to send the rest
+            self.transport.abort()  # a close would wait to send the rest
         elif self.transport.is_closing():
             return
         elif self._waits is Waits.END:
             if waited_s > LINGER_S:
                 self.transport.close()
         elif self.flow.read_paused or (self._waits is Waits.HEAD and self._is_serving):
-            self.since_s = now_s  # the server is the one to act
+            self.since_s = now_s  # the client waits for the server
         elif self._waits is Waits.HEAD and waited_s > limits.head_s:
             self._refuse(Closed.HEAD_LATE)
         elif self._waits is Waits.BODY and waited_s > limits.body_s + self._taken_bytes / limits.bytes_per_s:
@@ -174,16 +169,15 @@ class Connection(HttpToolsProtocol):
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             return Closed.HOST
-        # httptools skips the body of such a request, and would then parse it as the next request
+        # httptools would parse the body as the next request
         if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
             return Closed.UPGRADE
         return Closed.TOO_MANY_REQUESTS if len(self._cycles) >= self._limits.requests else None
 
     def _bound_body(self, size: int) -> None:
-        """Limit chunk sizes, extensions and trailers relative to the body, after a read of `size` bytes.
+        """Limit framing bytes after a read of `size` bytes.
 
-        Reads without a part of a body have a limit of their own. Trailers are such reads, and httptools copies all that it
-        has of a trailer at each read.
+        httptools copies the whole trailer at each read, so reads without body bytes have their own limit.
         """
         limits = self._limits
         self._bare_bytes = 0 if self._moved else self._bare_bytes + size
@@ -199,7 +193,6 @@ class Connection(HttpToolsProtocol):
                 self._refuse(Closed.REST_TOO_LARGE)
 
     def _drop(self, size: int) -> None:
-        """Drop input; after `rest_bytes` abort the connection."""
         self._rest_bytes += size
         if self._rest_bytes > self._limits.rest_bytes:
             self.transport.abort()
@@ -208,7 +201,7 @@ class Connection(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _end_cycles(self) -> None:
-        """Notify all requests that the client has gone. uvicorn notifies only the last, which may be queued behind another."""
+        """Notify all requests of the disconnect; uvicorn notifies only the last."""
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -223,7 +216,7 @@ class Connection(HttpToolsProtocol):
         return self._waits is Waits.REQUEST and not self._is_serving
 
     def _reads_too_little(self, now_s: float) -> bool:
-        """Return whether the client has read too little since a check at which it had bytes to read; none were added since."""
+        """Return whether the client is a slow consumer; added bytes restart the measurement."""
         unsent = self.transport.get_write_buffer_size()
         full = self.flow.write_paused or self.transport.is_closing() or self.is_idle
         if not unsent or not full or unsent > self._unread_bytes:
@@ -250,14 +243,14 @@ class Connection(HttpToolsProtocol):
         self._end()
 
     def _lingers(self) -> bool:
-        """Postpone a close while the client sends a body, so that it can read its answer. Returns whether it did."""
+        """Postpone a close while the client sends a body. Returns whether it did."""
         if self._waits is not Waits.BODY or self._writer.is_closing():
             return False
         self._end()
         return True
 
     def _end(self) -> None:
-        """Send nothing more, and drop input until the client closes or LINGER_S is over."""
+        """Send nothing more, and drop input for LINGER_S."""
         self._wait(Waits.END)
         self._unset_keepalive_if_required()
         self._end_cycles()
@@ -267,7 +260,7 @@ class Connection(HttpToolsProtocol):
 
 
 class BodyPush:
-    """Writes a part of an answer's body at once, without awaiting ASGI's `send`."""
+    """Writes body parts of an answer without awaiting ASGI's `send`."""
 
     __slots__ = ("_cycle",)
 
@@ -293,7 +286,6 @@ def _announces_body(name: bytes, value: bytes) -> bool:
 
 
 async def check_connections(connections: Iterable[Any], limits: ClientLimits) -> None:
-    """Close connections of late clients, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(limits.check_every_s)

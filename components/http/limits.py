@@ -1,4 +1,4 @@
-"""What a client may take of a server: time, bytes and connections, and how a server refuses more."""
+"""Limits on a client's time, bytes and connections, and the refusals."""
 
 import resource
 from collections.abc import Callable, Collection, Sequence
@@ -8,8 +8,8 @@ from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter
 
-SPARE_FILES: Final = 512  # files that a process opens besides its connections
-SHED: Final = 16  # a full server closes one idle connection in so many, and one more
+SPARE_FILES: Final = 512  # files besides connections
+SHED: Final = 16  # a full server closes one in SHED idle connections, plus one
 
 T = TypeVar("T")
 
@@ -17,17 +17,17 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
     head_bytes: int = 64 * 1024  # request line and headers
-    head_s: float = 20.0  # from a request's first byte to the end of its headers
-    body_s: float = 20.0  # for a body, plus its size / bytes_per_s
-    framing: int = 8  # bytes of chunk sizes, extensions and trailers per byte of the body, plus head_bytes
-    rest_bytes: int = 32 * 1024 * 1024  # of a body, read and dropped after its answer
-    requests: int = 100  # unanswered requests of one connection
-    first_s: float = 75.0  # for the first byte of a new connection
-    handshake_s: float = 10.0  # for a TLS handshake
-    unread_s: float = 20.0  # for a client to read what was sent, plus its size / bytes_per_s
+    head_s: float = 20.0  # from first byte to end of headers
+    body_s: float = 20.0  # plus size / bytes_per_s
+    framing: int = 8  # bytes of chunk sizes, extensions and trailers per body byte, plus head_bytes
+    rest_bytes: int = 32 * 1024 * 1024  # of a body, dropped after its answer
+    requests: int = 100  # unanswered, per connection
+    first_s: float = 75.0  # until a connection's first byte
+    handshake_s: float = 10.0  # TLS
+    unread_s: float = 20.0  # without a read, plus size / bytes_per_s
     bytes_per_s: float = 4096.0
     check_every_s: float = 1.0
-    connections: int | None = None  # at once; None: as many as the process may open, less SPARE_FILES
+    connections: int | None = None  # None: the process's file limit less SPARE_FILES
 
 
 class Closed(StrEnum):
@@ -54,7 +54,7 @@ def plain_refusal(_: int, reason: str) -> tuple[bytes, bytes]:
     return b"text/plain; charset=utf-8", reason.encode()
 
 
-# Status and message. The other reasons close a connection without an answer.
+# Other reasons close a connection without an answer.
 REFUSALS: Final = {
     Closed.HEAD_LATE: (408, "The request's headers took too long."),
     Closed.BODY_LATE: (408, "The request's body took too long."),
@@ -89,11 +89,11 @@ def max_connections() -> int:
 
 
 class OpenConnections:
-    """Connections and TLS handshakes of a server. When full, it closes the oldest ones without a request."""
+    """Limits connections and TLS handshakes together."""
 
     def __init__(self, limit: int, closed: CloseCounter) -> None:
-        self.served: Collection[Any] = ()  # uvicorn's own set; a TLS connection joins it after its handshake
-        self._handshakes: dict[object, Callable[[], object]] = {}  # connection to what aborts it; the oldest first
+        self.served: Collection[Any] = ()  # uvicorn's own set; TLS connections join after their handshake
+        self._handshakes: dict[object, Callable[[], object]] = {}  # connection to its abort, oldest first
         self._limit = limit
         self._closed = closed
 
@@ -109,12 +109,12 @@ class OpenConnections:
         self._handshakes.pop(connection, None)
 
     def admit(self, connection: object) -> bool:
-        """Returns False if too many are open and none can be closed."""
+        """Return False if the server stays full."""
         self.remove_handshake(connection)
         return self._make_room(connection)
 
     def _make_room(self, newcomer: object) -> bool:
-        """Abort the oldest handshakes; if there are none, close the connections that have been idle longest."""
+        """Abort the oldest handshakes, or close the longest idle connections."""
         if len(self.served) + len(self._handshakes) <= self._limit:
             return True
         others = [other for other in self._handshakes if other is not newcomer]

@@ -1,4 +1,4 @@
-"""A server's listening socket: bound with a helpful error, and closed without losing a connection."""
+"""Bind a listening socket, and later refuse new connections on it."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,11 @@ from typing import Final
 from components.startup import CannotServe
 
 BACKLOG: Final = 2048
-SEND_BUFFER_BYTES: Final = 256 * 1024  # per connection, in the kernel, which allocates twice that
-SO_ATTACH_FILTER: Final = 26  # Linux; Python has no name for it
-# A socket filter in classic BPF; it sees packets from their TCP header on.
+SEND_BUFFER_BYTES: Final = 256 * 1024  # per connection; the kernel allocates twice that
+SO_ATTACH_FILTER: Final = 26  # Linux's; not in Python
+# Classic BPF; it sees packets from their TCP header on.
 NO_NEW_CONNECTION: Final = (
-    (0x30, 0, 0, 13),  # load the byte with the flags
+    (0x30, 0, 0, 13),  # load the flags
     (0x45, 0, 1, 0x02),  # if SYN is set,
     (0x06, 0, 0, 0),  # drop the packet,
     (0x06, 0, 0, 0xFFFFFFFF),  # else accept it
@@ -29,18 +29,17 @@ ADVICE: Final = {
 
 
 def bind(host: str, port: int, *, share_port: bool) -> socket.socket:
-    """Raises: CannotServe."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if share_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # accepted sockets inherit it: each write is a token that a client waits for
+        # accepted sockets inherit it; a client waits for each token
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # only this makes the port ours: two sockets may be bound to it
+        listener.listen(BACKLOG)  # only this reserves the port: two sockets may bind it
     except OSError as exc:
         listener.close()
         raise CannotServe(cannot_listen(host, port, exc)) from exc
@@ -65,8 +64,8 @@ def has_connections(listener: socket.socket) -> bool:
 def refuse_connections(listener: socket.socket) -> None:
     """Have the kernel drop packets that would open a connection here.
 
-    Clients repeat them after a second, and another process that listens on the port serves them. The only other way to
-    leave a group of processes that share a port is to close the socket, which resets connections in a handshake.
+    Clients repeat them after a second, and another process on the port serves them. Closing the socket instead would
+    reset connections in a handshake.
     """
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_NEW_CONNECTION)
     buffer = ctypes.create_string_buffer(code)

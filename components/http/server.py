@@ -1,7 +1,6 @@
-"""uvicorn, with limits on clients, joined writes, limited TLS handshakes, and a drain that loses no connection.
+"""uvicorn's server, with client limits and a drain that loses no connection.
 
-`connection.py` extends its HTTP protocol, this module its server. uvicorn runs within an event loop of ours and leaves signals
-to the service. Both override private parts of uvicorn; pyproject.toml has the list.
+`connection.py` and this module override private parts of uvicorn; pyproject.toml lists them.
 """
 
 import asyncio
@@ -32,11 +31,11 @@ from components.http.listening import BACKLOG, bind, has_connections, refuse_con
 from components.http.tls import Tls, TlsListener, tls_context
 from components.http.writer import HeldWrites
 
-KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection: the server must not close it during a request
-LAST_HANDSHAKES_S: Final = 0.1  # how long a stop waits for TCP handshakes that have begun
-LAST_REQUESTS_S: Final = 1.0  # how long a stop waits for a request on an open connection
+KEEP_ALIVE_S: Final = 75  # longer than clients do, so that no request meets a close
+LAST_HANDSHAKES_S: Final = 0.1  # a stop's wait for TCP handshakes
+LAST_REQUESTS_S: Final = 1.0  # its wait for requests on open connections
 TICK_S: Final = 0.005
-DATE_S: Final = 1.0  # how often the date of answers is set
+DATE_S: Final = 1.0
 
 
 class ListenSettings(Protocol):
@@ -79,15 +78,15 @@ class _Server(uvicorn.Server):
         return made
 
     async def main_loop(self) -> None:
-        """Run until `ending` is set; uvicorn's own loop polls ten times a second."""
+        """Wait for `ending`; uvicorn polls ten times a second."""
         while not self.ending.is_set():
-            await self.on_tick(0)  # sets the date of answers
+            await self.on_tick(0)  # sets the Date header
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_S):
                     await self.ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # later answers, and those being written, which share this list, close their connections
+        # answers in flight share this list, so they close their connections
         self.server_state.default_headers.append((b"connection", b"close"))
         await self._stop_listening(sockets or [])
         await self._last_requests()
@@ -100,7 +99,7 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)  # waits for at least 0.1 s
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
-        """Accept waiting connections before closing: the kernel resets connections that are not accepted."""
+        """Accept waiting connections first: a close would reset them."""
         began = time.monotonic()
         if self._shares_port:
             for listener in sockets:
@@ -118,10 +117,9 @@ class _Server(uvicorn.Server):
             listener.close()
 
     async def _last_requests(self) -> None:
-        """Answer requests that arrive on open connections.
+        """Wait for requests on new connections, and on idle ones if the port is shared.
 
-        Wait for connections that have not sent a request yet. Wait for idle keep-alive connections only if the port is
-        shared: otherwise their next request fails anyway.
+        Otherwise an idle client's next request fails anyway.
         """
         until = time.monotonic() + min(LAST_REQUESTS_S, self.config.timeout_graceful_shutdown or 0)
         while time.monotonic() < until:
@@ -133,8 +131,8 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(TICK_S)
 
     def _may_send_request(self, connection: object) -> bool:
-        """Return whether to wait for a request on this connection; one with a request in flight closes after its answer."""
-        cycle = getattr(connection, "cycle", None)  # of the request that uvicorn read last
+        """Return whether to wait for a request. A busy connection closes after its answer."""
+        cycle = getattr(connection, "cycle", None)
         if cycle is None:
             return True
         if cycle.response_complete:
@@ -161,8 +159,7 @@ async def serve_http(
 ) -> AsyncGenerator[str, None]:
     """Serve `app` and yield its URL once it listens.
 
-    On exit, stop listening at once, without losing a connection that was made before, and give requests in flight
-    `drain_timeout_s` to finish.
+    On exit, requests in flight get `drain_timeout_s` to finish.
 
     Args:
         share_port: other processes of this user may listen on the port too; the kernel distributes connections.
@@ -204,7 +201,6 @@ async def serve_http(
 
 
 async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
-    """Raises: what ended the server before."""
     event = asyncio.create_task(server.listening.wait())
     await asyncio.wait({event, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not event.done():

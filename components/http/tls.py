@@ -1,7 +1,6 @@
-"""TLS: certificates checked at startup, and connections that count towards the limits during their handshake.
+"""TLS certificates, and handshakes that count as connections.
 
-`create_server(ssl=…)` reports a connection only after its handshake. Silent clients could then hold all files of the process
-for a minute, unseen.
+`create_server(ssl=…)` reports a connection only after its handshake: silent clients could take all file descriptors.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from components.startup import WrongSettings
 if TYPE_CHECKING:  # services.local checks certificates without loading uvicorn
     from components.http.connection import Connection
 
-RETRY_ACCEPT_S: Final = 0.1  # after accept fails, for instance because this process may open no more files
+RETRY_ACCEPT_S: Final = 0.1  # after accept fails for lack of files
 
 
 class Tls(NamedTuple):
@@ -26,7 +25,6 @@ class Tls(NamedTuple):
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
-    """Return a server's context for TLS 1.2 and 1.3. Raises: WrongSettings, naming the files and the fault."""
     for option, path in (("--tls-cert", tls.certificate), ("--tls-key", tls.key)):
         try:
             with open(path, "rb"):  # noqa: PTH123 - only to see whether it can be read
@@ -36,7 +34,7 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ValueError) as exc:  # OpenSSL reports only "[SSL] PEM lib" for a key in place of a certificate
+    except (OSError, ValueError) as exc:  # OpenSSL reports swapped files only as "[SSL] PEM lib"
         raise WrongSettings(
             f"cannot serve TLS with {tls.certificate} and {tls.key}: --tls-cert must be a PEM certificate, --tls-key its "
             f"private key without a password ({_swapped(tls) or exc})"
@@ -52,8 +50,6 @@ def _swapped(tls: Tls) -> str:
 
 
 class TlsListener:
-    """Makes a `Connection` of each TCP connection, after its TLS handshake."""
-
     def __init__(
         self, context: ssl.SSLContext, limits: ClientLimits, connections: OpenConnections, closed: CloseCounter
     ) -> None:
@@ -101,11 +97,11 @@ class TlsListener:
             )
         except ConnectionAbortedError:
             self._closed.count(Closed.HANDSHAKE_LATE)
-        except OSError:  # the client speaks no TLS, or no version of ours; ssl's errors are OSErrors
+        except OSError:  # no TLS, or another version; ssl's errors are OSErrors
             pass
 
     def _handshake_over(self, client: socket.socket, connection: "Connection", task: asyncio.Task[None]) -> None:
         self._handshakes.discard(task)
         self._connections.remove_handshake(connection)
-        if connection.transport is None:  # the handshake failed, or was aborted before it began
+        if connection.transport is None:  # the handshake failed or never began
             client.close()

@@ -1,7 +1,6 @@
-"""Writes to connections, joined into one for each connection where many happen in one turn of the event loop.
+"""Join the writes to a connection in one turn of the event loop.
 
-A write wakes the reader. On a busy machine the reader then takes this processor, so a loop that writes each event by itself
-loses its caches at each.
+Each write wakes its reader, which on a busy machine takes this processor and its caches.
 """
 
 import asyncio
@@ -10,7 +9,7 @@ from typing import Any, Self
 
 
 class HeldWrites:
-    """Holds writes while it is entered, and those of tasks that were woken meanwhile."""
+    """Holds writes while entered, and then those of tasks woken meanwhile."""
 
     def __init__(self) -> None:
         self._waiting: list[ConnectionWriter] = []
@@ -39,12 +38,12 @@ class HeldWrites:
 
 
 class ConnectionWriter(asyncio.Transport):
-    """A connection's transport whose writes can be held; a close sends them first."""
+    """A transport whose writes can be held; a close sends them first."""
 
     def __init__(
         self, transport: asyncio.Transport, writes: HeldWrites, lingers: Callable[[], bool] = lambda: False
     ) -> None:
-        """`lingers` is called before a close; True means that its owner closes later."""
+        """`lingers` is called before a close; True: its owner closes later."""
         super().__init__()
         self._lingers = lingers
         self._transport = transport
@@ -54,11 +53,11 @@ class ConnectionWriter(asyncio.Transport):
         self._ended = False  # later writes are dropped
 
     def expect_head(self) -> None:
-        """Hold the next write, an answer's head, so that it leaves with the first of the body."""
+        """Hold the next write, an answer's head, until the body begins."""
         self._is_head = True
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send `data`. A head leaves at the end of this turn of the loop at the latest, and so does a held write."""
+        """Send `data` before this turn of the loop ends."""
         if self._ended:
             return
         if self._unsent:
@@ -82,7 +81,7 @@ class ConnectionWriter(asyncio.Transport):
                 return
             try:
                 self._transport.write(data)
-            except RuntimeError:  # the transport is closed; other connections' writes must not fail with it
+            except RuntimeError:  # a closed transport must not fail other connections' writes
                 self.abort()
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ class ConnectionWriter(asyncio.Transport):
         self._transport.abort()
 
     def write_eof(self) -> None:
-        """Send what was written, and nothing more. A TLS client learns of the end only from the close."""
+        """Send held writes and the end. A TLS client sees the end only at the close."""
         self.flush()
         self._ended = True
         if self._transport.can_write_eof():

@@ -1,4 +1,4 @@
-"""Poll our aux slots for what peers write: a slot's seal tells that it is whole, and for which room."""
+"""Poll aux slots for complete records of peers."""
 
 import asyncio
 import time
@@ -9,38 +9,33 @@ from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.own_thread import OwnThread
 
 POLL_COMING_S: Final = 0.0002
-POLL_EXPECTED_S: Final = (
-    0.005  # until a peer announces its last pages: frequent polls slow down the prompt's computation
-)
-LINGER_POLLS: Final = 200  # after an arrival: the writer may need our progress for up to a second to complete its write
-COMING_S: Final = 1.0  # an announced slot is polled often for this long
+POLL_EXPECTED_S: Final = 0.005  # frequent polls slow down the prompt's computation
+LINGER_POLLS: Final = 200  # after an arrival: its writer may still need our progress
+COMING_S: Final = 1.0
 
 
 class Arrivals:
-    """Slots are expected on the event loop and polled on the thread; each access to shared state is one atomic
-    operation.
-    """
+    """Event loop and thread share state by atomic operations only."""
 
     def __init__(self, aux: AuxBuffer, thread: OwnThread) -> None:
-        """`thread` is woken to poll, and completes the futures."""
         self._aux = aux
         self._thread = thread
         self._loop = asyncio.get_running_loop()
-        self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}  # slots by seal
-        self._coming: dict[str, float] = {}  # the announced ones among them; polled often until this time
+        self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}  # slot by notification
+        self._coming: dict[str, float] = {}  # announced ones; polled often until this time
         self._look_at_all_s = 0.0  # next time for the others
-        self._linger = 0  # polls to come though nothing is expected
+        self._linger = 0  # polls left while no slot is expected
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
         self._expected[notification] = slot, future
         future.add_done_callback(lambda done: self._forget(notification, done))
-        if len(self._expected) == 1:  # otherwise the thread is polling already
+        if len(self._expected) == 1:  # else the thread polls already
             self._thread.wake()
         return future
 
     def hasten(self, notification: str) -> None:
-        """Complete at once if it has landed."""
+        """Complete the slot if it has landed, else poll it often."""
         if notification in self._expected and not self._look_at(notification):
             is_looking = self._looks_often()
             self._coming[notification] = time.monotonic() + COMING_S
@@ -48,13 +43,12 @@ class Arrivals:
                 self._thread.wake()
 
     def patience_s(self) -> float | None:
-        """Seconds until the next poll; None if nothing is expected or has just arrived."""
         if not self._expected and not self._linger:
             return None
         return POLL_COMING_S if self._looks_often() else POLL_EXPECTED_S
 
     def begin_look(self) -> bool:
-        """Whether peers need our progress: something is expected, or arrived a moment ago."""
+        """Return whether peers need our progress."""
         if self._expected:
             return True
         lingers = self._linger > 0
@@ -62,7 +56,7 @@ class Arrivals:
         return lingers
 
     def look(self) -> None:
-        """Look at announced slots, and from time to time at all: an announcement may be lost, or come to nothing."""
+        """Poll announced slots, and at times all: an announcement may be lost."""
         now_s = time.monotonic()
         if now_s < self._look_at_all_s:
             for notification in list(self._coming):
@@ -70,9 +64,8 @@ class Arrivals:
             return
         self._look_at_all_s = now_s + POLL_EXPECTED_S
         for notification in list(self._expected):
-            if (
-                not self._look_at(notification) and notification in self._coming
-            ):  # announced before, so it was another slot's
+            # before its announcement, a wrong seal is another transfer's
+            if not self._look_at(notification) and notification in self._coming:
                 self._look_for_damage(notification, now_s)
 
     def _looks_often(self) -> bool:
@@ -82,7 +75,7 @@ class Arrivals:
         return any(until_s > now_s for until_s in self._coming.copy().values())
 
     def _look_at(self, notification: str) -> bool:
-        """Complete the future if the slot is written. On either thread."""
+        """Call it on either thread."""
         slot, future = self._expected.get(notification, (0, None))
         if future is None or not self._aux.is_sealed(slot, notification):
             return False

@@ -1,7 +1,4 @@
-"""Aux slots: prefill writes a record into one after the last page, so its arrival means that all pages have landed.
-
-A slot is a head of whole cache lines, and room for checksums.
-"""
+"""Aux slots: prefill writes a record after the last page, so all pages have landed when it arrives."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -17,24 +14,24 @@ from components.wire.logprobs import TokenLogprobs
 MAX_ALTERNATIVES: Final = 20  # OpenAI's limit on `top_logprobs`
 HEAD: Final = np.dtype(
     [
-        ("stamp", "<u8"),  # of the transfer; 0 before it has landed
+        ("stamp", "<u8"),  # of the transfer; 0: not landed
         ("num_pages", "<u4"),  # of decode's page size
         ("first_token", "<i4"),
         ("num_cached_tokens", "<u4"),  # prefix hit on prefill
-        ("checked", "<u4"),  # 1 + number of checksums; 0: not asked for
-        ("told", "<u4"),  # 1 + number of alternatives to the first token; 0: no log-probability
+        ("checked", "<u4"),  # 1 + number of checksums; 0: not requested
+        ("told", "<u4"),  # 1 + number of alternatives; 0: no log-probability
         ("logprob", "<f4"),
         ("top_ids", "<i4", (MAX_ALTERNATIVES,)),
         ("top_logprobs", "<f4", (MAX_ALTERNATIVES,)),
-        ("checksum", "<u4"),  # of the record, if it has checksums
+        ("checksum", "<u4"),  # of the record
         ("reserved", "V52"),  # pads to whole cache lines
-        ("seal", "<u8"),  # hash of the record and its notification; 0: the backend notifies otherwise
+        ("seal", "<u8"),  # hash of record and notification; 0: not polled
     ]
 )
 CHECKSUM: Final = np.dtype("<u4")
 CACHE_LINE: Final = 64  # bytes
 SLOTS: Final = 1024
-DAMAGED_AFTER_S: Final = 1.0  # age of a wrong seal: longer than writing a slot takes
+DAMAGED_AFTER_S: Final = 1.0  # longer than writing a slot takes
 
 
 def slot_bytes(max_checksums: int) -> int:
@@ -51,22 +48,20 @@ class AuxRecord:
     num_pages: int
     first_token: int
     num_cached_tokens: int
-    checksums: tuple[int, ...] | None = None  # of the pages that were sent, in order
+    checksums: tuple[int, ...] | None = None  # of the sent pages, in order
     intact: bool = True  # False if its own checksum is wrong
     logprobs: TokenLogprobs | None = None  # of the first token
 
 
 class AuxBuffer:
-    """Slots in host memory, registered with the transfer backend like the pages."""
-
     def __init__(self, slots: int = SLOTS, max_checksums: int = 0) -> None:
         self._memory = np.zeros((slots, slot_bytes(max_checksums)), dtype=np.uint8)
         self._heads = self._memory[:, : HEAD.itemsize].view(HEAD)[:, 0]
         self._checksums = self._memory[:, HEAD.itemsize :].view(CHECKSUM)
         self._seals = self._heads["seal"]
-        self._free = deque(range(slots))  # oldest first: a late write should find its slot unused
+        self._free = deque(range(slots))  # oldest first: late writes find unused slots
         self._is_taken = bytearray(slots)
-        self._wrong_seals: dict[int, tuple[int, float]] = {}  # seal and when it was first seen, by slot
+        self._wrong_seals: dict[int, tuple[int, float]] = {}  # seal and time first seen, by slot
 
     @property
     def address(self) -> int:
@@ -90,7 +85,6 @@ class AuxBuffer:
         return len(self._free)
 
     def take(self) -> int:
-        """Return a cleared slot. Raises: QueueFull."""
         if not self._free:
             raise QueueFull(f"all {self.num_slots} aux slots are taken: too many transfers at once")
         slot = self._free.popleft()
@@ -105,7 +99,7 @@ class AuxBuffer:
         self._free.append(slot)
 
     def write(self, slot: int, record: AuxRecord) -> None:
-        """Fill a slot on the sending side. The record's checksums must fit."""
+        """Fill a slot; the record's checksums must fit."""
         head = self._heads[slot]
         head["stamp"] = record.stamp
         head["num_pages"] = record.num_pages
@@ -132,19 +126,15 @@ class AuxBuffer:
         )
 
     def seal(self, slot: int, notification: str) -> None:
-        """Mark the record as complete: a receiver that polls the slot for `notification` needs no message."""
+        """Mark the record complete for a receiver that polls for `notification`."""
         self._seals[slot] = self._seal(slot, notification)
 
     def is_sealed(self, slot: int, notification: str) -> bool:
-        """Return whether the record that was sealed for `notification` has arrived, and is complete."""
         found = self._seals[slot]
         return bool(found and found == self._seal(slot, notification))
 
     def is_damaged(self, slot: int, now_s: float) -> bool:
-        """Return whether a wrong seal has not changed for DAMAGED_AFTER_S: then the record will not arrive.
-
-        Call it repeatedly while the record is awaited; `now_s` is monotonic.
-        """
+        """Return whether a wrong seal stays for DAMAGED_AFTER_S. Call it repeatedly; `now_s` is monotonic."""
         seal = int(self._seals[slot])
         if not seal:
             return False
@@ -166,20 +156,17 @@ class AuxBuffer:
         return int.from_bytes(digest.digest(), "little") | 1  # 0 would mean no seal
 
     def raw(self, slot: int) -> bytes:
-        """Return the bytes of a slot's record, without unused room for checksums."""
         num_checksums = max(0, int(self._heads[slot]["checked"]) - 1)
         raw: bytes = self._memory[slot, : HEAD.itemsize + num_checksums * CHECKSUM.itemsize].tobytes()
         return raw
 
     def put(self, slot: int, raw: bytes) -> None:
-        """Fill a slot with the bytes from `raw`, cut to its size. Raises: MalformedMessage."""
         if not (0 <= slot < self.num_slots and len(raw) >= HEAD.itemsize):
             raise MalformedMessage(f"{len(raw)} bytes for aux slot {slot} of {self.num_slots}")
         size = min(len(raw), self.slot_bytes)
         self._memory[slot, :size] = np.frombuffer(raw, dtype=np.uint8)[:size]
 
     def _sum(self, slot: int, count: int) -> int:
-        """Return the checksum of a record with `count` checksums."""
         before = HEAD.fields["checksum"][1]  # type: ignore[index]
         return crc32(self._checksums[slot, :count].data, crc32(self._memory[slot, :before].data))
 

@@ -1,6 +1,4 @@
-"""The interface of a transfer backend: one-sided writes of pages into another process's pool, and a notice when
-they have landed.
-"""
+"""The interface of a transfer backend: one-sided writes into another process's pool."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -19,7 +17,7 @@ class PageRegion(Protocol):
 
     @property
     def address(self) -> int:
-        """of page 0"""
+        """Address of page 0."""
 
     @property
     def num_pages(self) -> int:
@@ -31,11 +29,11 @@ class PageRegion(Protocol):
 
     @property
     def device(self) -> str:
-        """As torch names it: cpu, cuda:0."""
+        """Torch's name, such as cuda:0."""
 
 
 class KvTransfer(Protocol):
-    """One process's end. Methods are called on the event loop; blocking work runs on the backend's thread."""
+    """One process's end. Call it on the event loop; blocking work runs elsewhere."""
 
     @property
     def endpoint(self) -> KvEndpoint:
@@ -46,7 +44,10 @@ class KvTransfer(Protocol):
         pass
 
     async def connect(self, peer: KvEndpoint) -> None:
-        """Prepare writes to `peer`. Raises: IncompatibleLayout, TransferFailed."""
+        """Prepare writes to `peer`.
+
+        Raises: IncompatibleLayout, TransferFailed.
+        """
 
     async def disconnect(self, agent: str) -> None:
         pass
@@ -54,40 +55,40 @@ class KvTransfer(Protocol):
     def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
         """Copy our pages `source` into the peer's pages `target`, of equal size.
 
+        A cancelled caller does not learn of the write's end: shield the call.
         Returns: an awaitable of the bytes that have landed, which may be done already.
         Raises: TransferFailed, when no byte is in flight any more but not all have landed.
         """
 
     def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
-        """Copy `pieces` into a pool with another page size; otherwise as `write_pages`.
+        """Copy at least one piece into a pool with another page size.
 
-        There is at least one. Bytes beside them stay: an earlier write may have filled other rows of the page.
-        There are hundreds of pieces per page, a few kilobytes each, different in each write, so prepared
-        descriptors of whole pages do not help.
+        Other bytes of the target pages stay unchanged.
+
+        Returns: as `write_pages`.
         """
 
     def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
-        """Copy one aux slot, then notify the peer with `notification`. Raises: TransferFailed."""
+        """Copy one aux slot, then notify the peer with `notification`.
+
+        Raises: TransferFailed.
+        """
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        """A future that completes when a peer has written this aux slot with exactly this notification, from now
-        on.
+        """Return a future that completes when a peer has written this aux slot for `notification`.
 
-        Keep it until nothing is written here any more: writes make progress only while something is expected.
+        Keep it until all writes have ended: they progress only while a slot is expected.
         """
 
     def hasten(self, notification: str) -> None:
-        """The peer is about to write the last pages before this notification, so poll often.
-
-        A hint that may be lost, or come for a notification that is not expected any more.
-        """
+        """Poll often: the peer will soon write its last pages. The hint may be lost or late."""
 
 
 class OpenTransfer(Protocol):
     def __call__(
         self, region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
     ) -> AbstractAsyncContextManager[KvTransfer]:
-        """This process's end. `region` outlives it.
+        """Open this process's end; `region` must outlive it.
 
         Args:
             region: the page pool.
@@ -115,7 +116,6 @@ def endpoint_of(backend: str, agent: str, agent_metadata: str, region: PageRegio
 
 
 def check_same_backend(ours: str, theirs: str) -> None:
-    """Raises: IncompatibleLayout, naming both backends."""
     if ours != theirs:
         raise IncompatibleLayout(
             f"prefill and decode must move KV the same way (--kv-transfer: {ours} here, {theirs} there)"

@@ -1,6 +1,6 @@
 """Check whether a KV transfer backend works here: `python -m components.kv_transfer.check <setting>`.
 
-A process of its own, because a backend's library is large and stays loaded.
+It is a process, because a backend's library stays loaded.
 """
 
 import asyncio
@@ -27,7 +27,6 @@ class OnePage:
 
 
 async def check(setting: str) -> None:
-    """Raises: WrongSettings, BackendUnavailable."""
     memory = mmap.mmap(-1, LAYOUT.page_bytes)
     page = OnePage(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
     async with kv_opener(setting)(page, "check", "127.0.0.1", 1):

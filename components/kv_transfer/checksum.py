@@ -1,10 +1,7 @@
-"""Checksums of KV, by prefill over what it sends and by decode over what has landed.
+"""Checksums of KV, over sent pages by prefill and received pages by decode.
 
-One checksum covers the tokens of a page of the larger size. It sums page after page of the smaller size, each in
-the order of memory, so both sides sum the same bytes. A write ends at a page boundary of the smaller size.
-
-CRC-32 of zlib releases the GIL and detects exchanged, truncated and missing pages (docs/decisions/015-kv-
-checksum.md).
+A checksum covers a page of the larger size, in parts of the smaller size, so both sides sum the same bytes.
+zlib's CRC-32 releases the GIL (docs/decisions/015-kv-checksum.md).
 """
 
 import asyncio
@@ -28,7 +25,7 @@ class Sent:
 
 
 class PageChecksums:
-    """For one pool, which must outlive it. Raises: Rejected, for a pool that cannot be read."""
+    """Reads one pool, which must outlive it."""
 
     def __init__(self, region: PageRegion) -> None:
         self._reader = open_reader(region)
@@ -40,11 +37,11 @@ class PageChecksums:
 
 class TransferChecksums:
     def __init__(self, reader: PageReader, page_size: int, peer_page_size: int) -> None:
-        self.sums: list[int] = []  # uint32, one for each page of the larger size
+        self.sums: list[int] = []  # uint32, one per page of the larger size
         self._reader = reader
         self._page_size = page_size
         self._small, self._large = sorted((page_size, peer_page_size))
-        self._page = -1  # of the larger size, in the prompt, of the last sum
+        self._page = -1  # the last sum's page, of the larger size
 
     def num_sums(self, tokens: range) -> int:
         return len(self._pages_of(tokens, self._large))
@@ -59,10 +56,7 @@ class TransferChecksums:
         return self._pages_of(part, self._page_size)
 
     async def add(self, pages: Sequence[int], tokens: range) -> None:
-        """Add `tokens`, which follow the earlier ones, from block table `pages`.
-
-        Works on another thread. Cancelled, it returns when nothing reads the pool any more.
-        """
+        """Add `tokens`, which follow the earlier ones, on another thread. A cancelled call waits for it."""
         if self._small == self._large:  # whole pages move, including rows without a token
             tokens = range(tokens.start, -(-tokens.stop // self._large) * self._large)
         work = asyncio.ensure_future(asyncio.to_thread(self._add, list(pages), tokens))
@@ -78,7 +72,7 @@ class TransferChecksums:
             self._add_page(page, range(max(tokens.start - first, 0), min(tokens.stop - first, self._page_size)), first)
 
     def _add_page(self, page: PageArray, rows: range, first: int) -> None:
-        """`rows` of a page whose row 0 is token `first`."""
+        """Row 0 of `page` is token `first`."""
         for start in range(rows.start, rows.stop, self._small):
             if (first + start) // self._large != self._page:
                 self._page = (first + start) // self._large

@@ -1,6 +1,6 @@
-"""Choose a KV transfer backend by name: ours, or one that another package registers as an entry point.
+"""Choose a KV transfer backend by name: ours, or an entry point of another package.
 
-A name is `<backend>` or `<backend>/<plugin>`. Only the chosen backend's module, with its library, is imported.
+A name is `<backend>` or `<backend>/<plugin>`. Only the chosen backend's library is imported.
 """
 
 import socket
@@ -27,7 +27,6 @@ def known_backends() -> dict[str, EntryPoint]:
 
 
 def check_name(setting: str) -> EntryPoint:
-    """Raises: WrongSettings, listing all known names."""
     name = setting.partition("/")[0]
     backends = known_backends()
     if name not in backends:
@@ -38,7 +37,6 @@ def check_name(setting: str) -> EntryPoint:
 
 
 def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsyncContextManager[KvTransfer]]:
-    """The opener of the backend in the setting `kv_transfer`. Raises: WrongSettings."""
     name, _, plugin = setting.partition("/")
     point = check_name(setting)
     try:
@@ -51,11 +49,11 @@ def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsy
 
 
 def own_address(etcd_url: str) -> str:
-    """The address from which this machine reaches etcd: workers that reach etcd can reach it, too."""
+    """This machine's address towards etcd; other workers can reach it, too."""
     parts = urlsplit(etcd_url.partition(",")[0])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
             probe.connect((parts.hostname or "127.0.0.1", parts.port or 2379))
             return str(probe.getsockname()[0])
-    except OSError:  # no such name, or only IPv6: kv_transfer_host must be set
+    except OSError:  # no such name, or only IPv6
         return "127.0.0.1"

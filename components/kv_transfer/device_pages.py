@@ -1,4 +1,4 @@
-"""Read pages on a GPU: gathered there first, so that many pages are one copy."""
+"""Read pages of a GPU, which first gathers them for one copy."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,17 +9,15 @@ import torch
 from components.kv_transfer.backend import PageRegion
 from components.kv_transfer.page_reader import PageArray
 
-BATCH_BYTES: Final = 32 << 20  # of each copy; the device needs as much for the gathered pages
+BATCH_BYTES: Final = 32 << 20  # per copy; the device needs as much to gather pages
 
 
 class DevicePages:
-    """Holds only the pool and, on a GPU, a stream."""
-
     def __init__(self, pool: torch.Tensor, batch_bytes: int = BATCH_BYTES) -> None:
-        """`pool` is uint8 [pages, stripes, page_size, row_bytes], on any device."""
+        """`pool` is uint8 [pages, stripes, page_size, row_bytes]."""
         self._pool = pool
         self._batch = max(1, batch_bytes // max(1, pool[0].numel()))
-        # not the model's stream: its steps and our copies would wait for each other
+        # not the model's stream: they would wait for each other
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
 
     def read(self, pages: Sequence[int]) -> Iterator[PageArray]:
@@ -41,8 +39,6 @@ class DevicePages:
 
 
 class _Memory:
-    """Implements `__cuda_array_interface__`."""
-
     def __init__(self, region: PageRegion) -> None:
         layout = region.layout
         self.__cuda_array_interface__ = {
@@ -55,7 +51,7 @@ class _Memory:
 
 
 def at(region: PageRegion) -> torch.Tensor:
-    """A view of the pool, not a copy."""
+    """Return a view of the pool."""
     return torch.as_tensor(_Memory(region), device=region.device)
 
 

@@ -1,7 +1,6 @@
-"""A TCP port where peers notify this process, for backends that cannot notify it themselves.
+"""A TCP port where peers notify this process, for backends without notifications.
 
-Anyone who reaches the port can ring. That completes no transfer: decode requires the room's random stamp in the aux
-slot.
+A false ring completes no transfer: decode requires the room's random stamp in the aux slot.
 """
 
 import asyncio
@@ -32,7 +31,6 @@ class Bell:
         self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     def expect(self, notification: str) -> asyncio.Future[None]:
-        """A future that completes when a peer rings with exactly this text."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expected[notification] = future
         future.add_done_callback(lambda _: self._expected.pop(notification, None))
@@ -71,7 +69,7 @@ class Bell:
     def _ring(self, ring: Ring) -> None:
         future = self._expected.get(ring.notification)
         if future is None or future.done():
-            return  # not expected any more; the slot may belong to another transfer by now
+            return  # the slot may belong to another transfer by now
         if self._write_aux is not None and ring.aux:
             self._write_aux(ring.aux_slot, ring.aux)
         future.set_result(None)
@@ -90,13 +88,14 @@ class Line:
         return self._writer.is_closing()
 
     async def ring(self, ring: Ring) -> None:
-        """Return when the peer has acknowledged, without a time limit. Raises: TransferFailed, also after
-        `hang_up`.
+        """Wait for the peer's acknowledgement, without a time limit.
+
+        Raises: TransferFailed, also after `hang_up`.
         """
         asking = asyncio.ensure_future(self._ask(ring))
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
-        await asyncio.shield(asking)  # a cancelled caller must not leave an answer for the next one
+        await asyncio.shield(asking)  # a cancelled caller must not leave an answer for the next
 
     async def hang_up(self) -> None:
         self._writer.transport.abort()  # a peer that reads nothing would block a close
@@ -124,7 +123,6 @@ class Line:
 
 
 async def dial(address: str, agent: str) -> Line:
-    """Connect to the bell of `agent`. Raises: TransferFailed."""
     host, _, port = address.rpartition(":")
     line: Line | None = None
     try:

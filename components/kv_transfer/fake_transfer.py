@@ -1,7 +1,6 @@
-"""The fake backend: all of a transfer except the bytes, to measure the protocol.
+"""The fake backend sends aux slots by doorbell and no KV, to measure the protocol.
 
-Decode uses pages that were never written, so its tokens are meaningless. Stamp, page count and first token are sent
-by doorbell. Each write costs one round trip, so a dead peer fails as it would with another backend.
+Each write costs one round trip, so a dead peer fails as with another backend.
 """
 
 import asyncio
@@ -24,8 +23,6 @@ log = logging.getLogger(__name__)
 
 
 class FakeKvTransfer:
-    """Implements `KvTransfer`."""
-
     def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self.bell = Bell(agent_name, host, self.aux.put)
@@ -52,7 +49,6 @@ class FakeKvTransfer:
         await self._lines.disconnect_all()
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        """Returns when the peer has answered, with a count of 0 bytes."""
         line = self._lines.to(agent)
         runs(source, target, self._region.num_pages, self._num_pages[agent])  # checks that the pages exist
         await line.ring(Ring())
@@ -67,7 +63,6 @@ class FakeKvTransfer:
         await self._lines.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        """A future that completes when a peer has sent exactly this text with the slot."""
         return self.bell.expect(notification)
 
     def hasten(self, notification: str) -> None:

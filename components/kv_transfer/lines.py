@@ -9,7 +9,6 @@ class Lines:
         self._lines: dict[str, Line] = {}
 
     async def connect(self, agent: str, address: str) -> None:
-        """Raises: TransferFailed."""
         line = self._lines.get(agent)
         if line is not None and not line.is_broken:
             return
@@ -21,7 +20,6 @@ class Lines:
             self._lines[agent] = dialled
 
     def to(self, agent: str) -> Line:
-        """Raises: TransferFailed."""
         line = self._lines.get(agent)
         if line is None:
             raise TransferFailed(f"no connection to {agent}")

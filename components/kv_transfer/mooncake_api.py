@@ -1,7 +1,4 @@
-"""Mooncake's engine, with the settings that its library reads from the environment.
-
-Raises: ImportError, with what to install.
-"""
+"""Mooncake's engine, and its settings in the environment."""
 
 import contextlib
 import os
@@ -16,11 +13,11 @@ from components.errors import BackendUnavailable
 
 LISTENER_LOOKS_UP_S: Final = 1.0
 
-os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # default: a dozen lines on stderr for each engine, one per peer
-os.environ.setdefault("MC_FORCE_TCP", "1")  # RDMA has never been tried
-# off, the first write waits for a connection
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # by default a dozen lines on stderr per peer
+os.environ.setdefault("MC_FORCE_TCP", "1")  # RDMA is not tested
+# without it, the first write waits for a connection
 os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
-os.environ["MC_TCP_PROTO"] = "2"  # 1 completes a write when it is sent, so an aux slot could overtake pages
+os.environ["MC_TCP_PROTO"] = "2"  # 1 completes a write when sent, so an aux slot could overtake pages
 
 try:
     _engine: Any = import_module("mooncake.engine")
@@ -34,7 +31,6 @@ TransferEngine: Any = _engine.TransferEngine
 
 
 def start_engine(host: str) -> Any:
-    """An engine on free ports of `host` that peers find without a metadata server. Raises: BackendUnavailable."""
     engine = TransferEngine()
     if engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
         raise BackendUnavailable(f"Mooncake's engine does not start on {host}")
@@ -42,11 +38,9 @@ def start_engine(host: str) -> Any:
 
 
 def prepare_end(engine: Any) -> None:
-    """Make dropping `engine` fast. Blocks for up to a second, without the GIL; the engine works until it is
-    dropped.
+    """Shorten the timeout of the engine's next `accept`, and wait a second for that call.
 
-    Its destructor holds the GIL and waits for a thread that leaves `accept` once a second. A shorter timeout on
-    that socket takes effect with the next `accept`.
+    The destructor holds the GIL until `accept` returns.
     """
     port = engine.get_rpc_port()
     for entry in Path("/proc/self/fd").iterdir():

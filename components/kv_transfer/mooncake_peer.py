@@ -1,8 +1,7 @@
-"""Writes to one peer with Mooncake, with an engine and a thread of their own.
+"""Writes to one peer with Mooncake, on an engine and a thread of their own.
 
-Mooncake cannot cancel a write, but ending the engine closes its sockets. So a stopped peer that resumes later
-receives nothing into pages that were reused. Some calls block for a minute on such a peer, which must not delay
-writes to others.
+A stopped peer that resumes late must not receive writes into reused pages; only ending the engine prevents that.
+Calls may block for a minute on such a peer.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ class Piece:
 class _Write:
     pieces: list[Piece]
     done: asyncio.Future[int]
-    num_open: int  # pieces that have not ended
+    num_open: int  # unfinished pieces
     failure: str = ""
 
 
@@ -44,7 +43,7 @@ class MooncakePeer:
         self.endpoint = endpoint
         self._segment = segment
         self._host = host
-        self._engine: Any = None  # from here on used by the thread only
+        self._engine: Any = None  # from here on used only by the thread
         self._waiting: deque[tuple[_Write, Piece]] = deque()
         self._in_flight: dict[int, _Write] = {}  # by Mooncake's batch id
         self._thread = OwnThread("mooncake", self._poll)
@@ -52,18 +51,14 @@ class MooncakePeer:
         self._opening = asyncio.ensure_future(self._thread.ask(self._open))
 
     async def opened(self) -> None:
-        """Return once it can be written to. Raises: TransferFailed."""
         await asyncio.shield(self._opening)
 
     async def write(self, pieces: list[Piece]) -> int:
-        """Copy all pieces. Returns: bytes. Raises: TransferFailed, when none is in flight any more."""
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._thread.post(lambda: self._add(pieces, done))
-        # a cancelled caller does not learn of the end; callers that need to know shield this call
         return await asyncio.shield(done)
 
     async def stop(self) -> None:
-        """End the engine: nothing leaves any more, and writes that have not landed fail."""
         self._thread.post(self._close)
         await self._thread.stop()
 
@@ -99,7 +94,7 @@ class MooncakePeer:
         return POLL_S if self._in_flight else None
 
     def _begin(self, piece: Piece) -> int:
-        """Mooncake's batch id, or 0."""
+        """Mooncake's batch id; 0: refused."""
         try:
             return int(self._engine.transfer_submit_write(self._segment, piece.source, piece.target, piece.num_bytes))
         except (TypeError, RuntimeError) as exc:  # such as an invalid address

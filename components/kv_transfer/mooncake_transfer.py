@@ -1,7 +1,7 @@
 """The Mooncake backend: host memory over TCP, without a metadata server.
 
-One engine listens and holds the registered pool; each peer has another one for writing. A write completes when the
-peer has acknowledged it, so a later aux slot, and a doorbell rung after that, cannot overtake the pages.
+One engine listens and holds the pool; each peer has another one for writes. A write completes at the peer's
+acknowledgement, so no aux slot or doorbell overtakes pages.
 """
 
 import asyncio
@@ -25,8 +25,6 @@ from components.wire.layout import check_compatible
 
 
 class MooncakeTransfer:
-    """Implements `KvTransfer`."""
-
     def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self.bell = Bell(agent_name, host, None)
@@ -36,7 +34,7 @@ class MooncakeTransfer:
         self._lines = Lines()
         self._peers: dict[str, MooncakePeer] = {}
         self._engine: Any = None
-        self._segment = ""  # the name by which peers find this engine
+        self._segment = ""  # this engine's name for peers
 
     @property
     def endpoint(self) -> KvEndpoint:
@@ -44,7 +42,6 @@ class MooncakeTransfer:
         return endpoint_of("mooncake", self._name, f"{self._segment},{self.bell.address}", self._region, self.aux)
 
     async def start(self) -> None:
-        """Start the listening engine and register the pool. Raises: BackendUnavailable."""
         self._segment = await asyncio.to_thread(self._listen)
 
     async def stop(self) -> None:
@@ -56,7 +53,7 @@ class MooncakeTransfer:
         check_same_backend("mooncake", peer.backend)
         check_compatible(self._region.layout, peer.layout)
         segment, _, bell = peer.agent_metadata.partition(",")
-        await self._lines.connect(peer.agent, bell)  # first, because it answers fast and identifies the process
+        await self._lines.connect(peer.agent, bell)  # first: it answers fast and identifies the process
         known = self._peers.get(peer.agent) or MooncakePeer(peer, segment, self._host)
         self._peers[peer.agent] = known
         try:
@@ -91,12 +88,11 @@ class MooncakeTransfer:
         peer, line = self._peer(agent), self._lines.to(agent)
         source = self.aux.address + source_slot * self.aux.slot_bytes
         target = peer.endpoint.aux_address + target_slot * peer.endpoint.aux_slot_bytes
-        size = min(self.aux.slot_bytes, peer.endpoint.aux_slot_bytes)  # longer ones are not filled further
+        size = min(self.aux.slot_bytes, peer.endpoint.aux_slot_bytes)  # a longer slot's rest stays unused
         await peer.write([Piece(source, target, size)])
         await line.ring(Ring(notification=notification))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        """A future that completes when a peer sends exactly this text, after writing the slot."""
         return self.bell.expect(notification)
 
     def hasten(self, notification: str) -> None:
@@ -127,7 +123,6 @@ class MooncakeTransfer:
 async def open_mooncake(
     region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AsyncIterator[MooncakeTransfer]:
-    """Mooncake over `region`, which must outlive it."""
     if plugin:
         raise WrongSettings(
             f"setting kv_transfer: mooncake moves KV over TCP and has no plugin {plugin!r}: say mooncake"

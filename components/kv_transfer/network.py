@@ -1,7 +1,6 @@
-"""The network interface that NIXL's UCX uses and listens on.
+"""Choose the network interface of NIXL's UCX.
 
-By default UCX listens on every interface. Its protocol has no password, and a few bytes sent to its port end the
-process.
+UCX listens on all interfaces by default, and a few bytes to its port end the process.
 """
 
 import fcntl
@@ -30,10 +29,7 @@ class Listener(NamedTuple):
 
 
 def choose_devices(host: str) -> None:
-    """Restrict UCX to the interface with the address `host`, and to RDMA devices unless that is loopback.
-
-    `UCX_NET_DEVICES` in the environment wins.
-    """
+    """Restrict UCX to the interface of `host`, and to RDMA devices unless that is loopback."""
     if os.environ.get(UCX_DEVICES):
         return
     name = _interface(host)
@@ -48,9 +44,9 @@ def choose_devices(host: str) -> None:
 
 
 def leave_out_rdma() -> None:
-    """Keep UCX from loading its RDMA module if there is no such device, unless the environment decides.
+    """Keep UCX's RDMA module out where no RDMA device exists.
 
-    In nixl 1.5.1's wheel that module, with Debian 12's libibverbs1, ends an exiting process with SIGSEGV.
+    The module of nixl 1.5.1 ends an exiting process with SIGSEGV on Debian 12.
     """
     if not _rdma_devices():
         os.environ.setdefault(UCX_MODULES, NO_RDMA)
@@ -58,7 +54,7 @@ def leave_out_rdma() -> None:
 
 @contextmanager
 def listeners_told() -> Iterator[None]:
-    """Log the sockets opened since the block began; warn about public addresses."""
+    """Log the listening sockets that the block opens."""
     before = listeners()
     yield
     since = sorted(listeners() - before)
@@ -74,7 +70,7 @@ def listeners_told() -> Iterator[None]:
 
 
 def listeners(pid: int | None = None) -> Set[Listener]:
-    """TCP sockets on which a process, by default this one, accepts connections.
+    """TCP listeners of a process, by default this one.
 
     Source: proc_net_tcp of the kernel's documentation.
     """
@@ -94,14 +90,13 @@ def listeners(pid: int | None = None) -> Set[Listener]:
 
 
 def _listener(local: str) -> Listener:
-    """From the kernel's notation: 32-bit words in the machine's byte order, a colon and the port, all hexadecimal."""
+    """Parse hexadecimal words in the machine's byte order, a colon and the port."""
     address, port = local.split(":")
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     return Listener(ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16))
 
 
 def _interface(host: str) -> str | None:
-    """The interface with this IPv4 address."""
     with suppress(ValueError):
         if ip_address(host).is_loopback:
             return "lo"
@@ -115,5 +110,5 @@ def _interface(host: str) -> str | None:
 
 
 def _rdma_devices() -> list[str]:
-    """Device and port of each InfiniBand or RoCE device, in UCX's form."""
+    """`<device>:<port>` of each InfiniBand or RoCE device."""
     return sorted(f"{port.parent.parent.name}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*"))

@@ -1,7 +1,6 @@
 """NIXL's agent, imported without torch.
 
-`import nixl` asks torch for its CUDA version, which takes over a second and 200 MB in a worker that may not need
-torch. Without CUDA either of its builds works.
+`import nixl` imports torch, which takes a second and 200 MB. Without CUDA either build works.
 """
 
 import os

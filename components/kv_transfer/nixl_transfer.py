@@ -1,8 +1,7 @@
-"""The NIXL backend: one agent, whose thread lends it to the event loop for short writes.
+"""The NIXL backend: one agent, with a thread for long writes and polls.
 
-Posting a write copies its bytes in the calling thread (UCX within one machine), and completions must be polled:
-neither long writes nor polling belong on the event loop. Without a progress thread NIXL lets any thread use UCX,
-one at a time (UCS_THREAD_MODE_SERIALIZED). NIXL's errors, exceptions or states, become TransferFailed.
+Within one machine UCX copies bytes in the thread that posts a write. Without a progress thread, other threads may use
+it one at a time (UCS_THREAD_MODE_SERIALIZED).
 """
 
 import asyncio
@@ -33,16 +32,16 @@ log = logging.getLogger(__name__)
 
 
 POLL_WRITES_S: Final = 0.0002
-SHORT_BYTES: Final = 8 << 20  # posted at once on the event loop: about a millisecond, two waits for Python's lock
-DESCRIPTOR_BYTES: Final = 32 << 10  # bytes that could be copied in the time that one more descriptor takes
+SHORT_BYTES: Final = 8 << 20  # posted on the event loop: about a millisecond
+DESCRIPTOR_BYTES: Final = 32 << 10  # bytes copied in the time of one more descriptor
 
 
 @dataclass(slots=True)
 class _Peer:
     endpoint: KvEndpoint
-    pages: Any  # prepared descriptor list of the peer's whole pool
-    aux: "_Slots"  # whole slots, as far as both sides have room
-    heads: "_Slots"  # the parts without checksums
+    pages: Any  # prepared descriptors of the peer's whole pool
+    aux: "_Slots"  # whole slots, where both sides have room
+    heads: "_Slots"  # without checksums
 
 
 @dataclass(slots=True)
@@ -60,8 +59,6 @@ class _Write:
 
 
 class NixlTransfer:
-    """Implements `KvTransfer`."""
-
     def __init__(self, region: PageRegion, agent_name: str, backend: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self._region = region
@@ -73,7 +70,7 @@ class NixlTransfer:
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
-        self._failed: list[_Write] = []  # failed, but NIXL has not released the handle: bytes may be in flight
+        self._failed: list[_Write] = []  # not yet released by NIXL
         self._thread = OwnThread("NIXL", self._poll)
         self._arrivals = Arrivals(self.aux, self._thread)
         self._endpoint: KvEndpoint | None = None
@@ -84,17 +81,16 @@ class NixlTransfer:
         return self._endpoint
 
     async def start(self) -> None:
-        """Create the agent and register the pool, on the owning thread. Raises: WrongSettings."""
         self._thread.start()
         try:
             self._endpoint = await self._thread.ask(self._create_agent)
-        except TransferFailed as exc:  # NIXL's errors, as the thread reports them
+        except TransferFailed as exc:  # an error of NIXL
             raise WrongSettings(
                 f"setting kv_transfer: NIXL's plugin {self._backend} cannot be used here ({exc.message}); the usual one is UCX"
             ) from exc
 
     async def stop(self) -> None:
-        """End the thread. Futures of writes in flight never complete."""
+        """End the thread; writes in flight never complete."""
         await self._thread.stop()
 
     async def connect(self, peer: KvEndpoint) -> None:
@@ -108,13 +104,11 @@ class NixlTransfer:
         await self._thread.ask(lambda: self._disconnect(agent, known))
 
     def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
-        """Copy pages. A few pages within one machine have landed when this returns."""
         if len(source) <= (self._short_pages or len(source)):
             return self._write_some(agent, source, target)
         return self._write_in_steps(agent, source, target)
 
     async def _write_in_steps(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        """Copy on the event loop in steps, and yield between them."""
         step, moved = self._short_pages, 0
         for first in range(0, len(source), step):
             if first:
@@ -135,40 +129,34 @@ class NixlTransfer:
         return self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent, num_bytes, short=False)
 
     def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
-        """Copy one aux slot, sealed with `notification`."""
         self.aux.seal(source_slot, notification)
 
         def make(peer: _Peer) -> Any:
             slots = peer.aux if self.aux.has_checksums(source_slot) else peer.heads
             return self._agent.make_prepped_xfer("WRITE", slots.ours, [source_slot], slots.theirs, [target_slot])
 
-        return self._write(make, agent, 0, short=self._short_pages > 0)  # the aux slot's part, no page's
+        return self._write(make, agent, 0, short=self._short_pages > 0)  # only bytes of pages count
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        """A future that completes when a peer has written this slot with exactly this seal."""
         return self._arrivals.expect(notification, slot)
 
     def hasten(self, notification: str) -> None:
-        """Poll faster: a peer is about to write the slot with this seal, or has."""
         self._arrivals.hasten(notification)
 
     def _write(self, make: Callable[[_Peer], Any], agent: str, num_bytes: int, *, short: bool) -> asyncio.Future[int]:
-        """Completes at the write's end. A cancelled caller does not learn of it: callers that need to know shield
-        this call.
-        """
         done: asyncio.Future[int] = self._loop.create_future()
         post = self._thread.post_short if short else self._thread.post
         post(lambda: self._post(make, agent, num_bytes, done))
         return done
 
-    # Below: on the thread, or on the event loop for a short write, never both at once.
+    # Below: on the thread, or on the event loop for short writes, never both.
 
     def _create_agent(self) -> KvEndpoint:
         leave_out_rdma()
-        if self._region.device != "cpu":  # imported here: a mock worker starts without torch
+        if self._region.device != "cpu":  # a mock worker starts without torch
             import_module("components.kv_transfer.cuda_context").open_context(self._region.device)
         config = nixl_agent_config(
-            enable_prog_thread=False,  # it would spin on a core; this thread makes progress when it polls
+            enable_prog_thread=False,  # it would spin on a core
             backends=[self._backend],
         )
         self._agent = nixl_agent(self._name, config)
@@ -194,6 +182,7 @@ class NixlTransfer:
         return self._agent.prep_xfer_dlist(agent, self._descriptors(address, offsets, size, device))
 
     def _unprepared(self, peer: KvEndpoint, pieces: Pieces) -> Any:
+        # pieces differ in each write, so prepared descriptors do not help
         local = self._descriptors(self._region.address, pieces.source, pieces.length, self._region.device)
         remote = self._descriptors(peer.base_address, pieces.target, pieces.length, peer.device)
         return self._agent.initialize_xfer("WRITE", local, remote, peer.agent)
@@ -215,11 +204,10 @@ class NixlTransfer:
             raise TransferFailed(f"NIXL metadata of {peer.agent!r} names the agent {agent!r}")
         self._agent.make_connection(agent)
         pages = self._prepare(agent, peer.base_address, peer.num_pages, peer.layout.page_bytes, peer.device)
-        size = min(self.aux.slot_bytes, peer.aux_slot_bytes)  # longer ones are not filled further
+        size = min(self.aux.slot_bytes, peer.aux_slot_bytes)  # a longer slot's rest stays unused
         self._peers[agent] = _Peer(peer, pages, self._slots(peer, size), self._slots(peer, HEAD.itemsize))
 
     def _slots(self, peer: KvEndpoint, size: int) -> _Slots:
-        """The first `size` bytes of each slot, on both sides."""
         ours = self.aux
         return _Slots(
             self._prepare("NIXL_INIT_AGENT", ours.address, ours.num_slots, size, "cpu", stride=ours.slot_bytes),
@@ -245,7 +233,7 @@ class NixlTransfer:
         num_bytes: int,
         done: asyncio.Future[int],
     ) -> bool:
-        """Returns whether something is in flight."""
+        """Return whether a write is in flight."""
         peer = self._peers.get(agent)
         if peer is None:
             self._thread.settle(done, error=TransferFailed(f"no connection to {agent}"))
@@ -268,7 +256,6 @@ class NixlTransfer:
         return bool(self._writes or self._failed)
 
     def _poll(self) -> float | None:
-        """Settle ended writes. Returns the seconds until the next poll; None if nothing is in flight or expected."""
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
         if self._arrivals.begin_look():
@@ -280,7 +267,7 @@ class NixlTransfer:
         return POLL_WRITES_S if self._writes or self._failed else self._arrivals.patience_s()
 
     def _make_progress(self) -> None:
-        """Over TCP, bytes of peers arrive only while NIXL is called."""
+        """Call NIXL: over TCP, bytes arrive only then."""
         try:
             self._agent.get_new_notifs()
         except Exception as exc:  # noqa: BLE001  the thread must live: others wait for their writes
@@ -294,7 +281,7 @@ class NixlTransfer:
             return "ERR"
 
     def _finished(self, write: _Write, state: str) -> bool:
-        """Settle an ended write; False while it is in flight."""
+        """Settle an ended write, or return False."""
         if state == "PROC":
             return False
         if state == "DONE":
@@ -304,7 +291,7 @@ class NixlTransfer:
         elif not self._gave_up(write):
             if write.agent in self._peers:
                 self._failed.append(write)
-            else:  # as with writes that had failed when the peer was forgotten
+            else:  # the peer is disconnected
                 self._thread.settle(write.done, error=TransferFailed(f"{write.agent} is gone"))
         return True
 
@@ -327,14 +314,6 @@ def _memory_type(device: str) -> tuple[str, int]:
 async def open_nixl(
     region: PageRegion, agent_name: str, backend: str = "UCX", max_request_pages: int = 0
 ) -> AsyncIterator[NixlTransfer]:
-    """A NIXL agent over `region`, which must outlive it.
-
-    Args:
-        region: the page pool.
-        agent_name: unique in the mesh.
-        backend: NIXL plugin.
-        max_request_pages: number of checksums that an aux slot has room for.
-    """
     transfer = NixlTransfer(region, agent_name, backend, max_request_pages)
     try:
         with listeners_told():
@@ -347,6 +326,5 @@ async def open_nixl(
 def open_nixl_plugin(
     region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AbstractAsyncContextManager[NixlTransfer]:
-    """An `OpenTransfer`; `host` selects the network interface."""
     choose_devices(host)
     return open_nixl(region, agent_name, plugin or "UCX", max_request_pages)

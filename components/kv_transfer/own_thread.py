@@ -12,20 +12,16 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Runs long work and polling. The event loop runs short work itself while the thread is idle, because a hand-
-    over costs more than a short post.
-    """
+    """Runs long work and polls; a handover of short work would cost more than the work."""
 
     def __init__(self, name: str, poll: Callable[[], float | None]) -> None:
-        """`poll` runs on the thread after each piece of work, and again after the seconds that it returns. None:
-        sleep until there is work.
-        """
+        """`poll` runs after each piece of work, and returns the seconds until the next poll; None: no poll."""
         self._name = name
         self._poll = poll
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._using = threading.Lock()  # the library
-        # CPython's SimpleQueue.get with a timeout may hang if its thread is preempted at a bad moment
+        self._using = threading.Lock()  # guards the library
+        # CPython's SimpleQueue.get with a timeout may hang if its thread is preempted
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=name)
         self._stopped = False
@@ -34,20 +30,19 @@ class OwnThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Finish what was posted before, then end."""
         self._stopped = True
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def post(self, work: Callable[[], object]) -> None:
-        """Run `work`, which must not raise, on the thread. Raises: TransferFailed, after `stop`."""
+        """Run `work`, which must not raise, on the thread."""
         self._check_runs()
         self._work.put(work)
 
     def post_short(self, work: Callable[[], bool]) -> None:
-        """Run short `work`, which must not raise, here, or on the thread if that is using the library.
+        """Run `work` here, or on the thread if that uses the library.
 
-        It returns whether there is something to poll for. Raises: TransferFailed, after `stop`.
+        `work` must not raise, and returns whether to poll.
         """
         self._check_runs()
         if not self._using.acquire(blocking=False):
@@ -60,25 +55,27 @@ class OwnThread:
             self._using.release()
 
     def wake(self) -> None:
-        """Poll now, also if the thread sleeps."""
         self._work.put(_nothing)
 
     async def ask(self, work: Callable[[], T]) -> T:
-        """The result of `work`. Raises: MeshError as it is, TransferFailed for anything else."""
+        """Return the result of `work` on the thread.
+
+        Raises: MeshError as it is; TransferFailed for any other error.
+        """
         self._check_runs()
         future: asyncio.Future[T] = self._loop.create_future()
         self._work.put(lambda: self._try(work, future))
         return await future
 
     def settle(self, future: asyncio.Future[Any], result: Any = None, error: MeshError | None = None) -> None:
-        """Complete a future of the loop unless it is cancelled."""
+        """Complete a future of the loop, on either thread."""
         if threading.get_ident() == self._loop_thread:
             _settle(future, result, error)
         else:
             self._loop.call_soon_threadsafe(_settle, future, result, error)
 
     def _check_runs(self) -> None:
-        """After `stop` nothing polls, and the library may be gone."""
+        """Raise TransferFailed after `stop`: the library may be gone."""
         if self._stopped:
             raise TransferFailed(f"{self._name}: this process is leaving")
 

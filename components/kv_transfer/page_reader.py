@@ -1,4 +1,4 @@
-"""The bytes of pages as arrays in main memory, wherever the pool is."""
+"""Read pages of a pool on any device."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,10 @@ class PageReader(Protocol):
     """Reads pages of a pool, which must outlive it, from any thread."""
 
     def read(self, pages: Sequence[int]) -> Iterator[PageArray]:
-        """Yields each page, valid until the next one: it may be the pool itself."""
+        """Yield each page, valid until the next; it may be the pool itself."""
 
 
 class HostPages:
-    """Pages in main memory, not copied."""
-
     def __init__(self, region: PageRegion) -> None:
         layout = region.layout
         pool = (ctypes.c_ubyte * (region.num_pages * layout.page_bytes)).from_address(region.address)
@@ -35,16 +33,14 @@ class HostPages:
 
 
 def check_readable(device: str) -> None:
-    """Raises: Rejected, for pages on an unsupported device."""
     if device.partition(":")[0] not in {"cpu", "cuda"}:
         raise Rejected(f"KV cannot be verified: these pages are on {device}, and are read in main memory or by CUDA")
 
 
 def open_reader(region: PageRegion) -> PageReader:
-    """Raises: Rejected."""
     check_readable(region.device)
     if region.device == "cpu":
         return HostPages(region)
-    # needs torch, which a worker with pages in main memory may lack
+    # needs torch, which a CPU worker may lack
     reader: PageReader = import_module("components.kv_transfer.device_pages").open_device_pages(region)
     return reader

@@ -1,8 +1,7 @@
-"""The copies between two pools that cut the same tokens into pages of different sizes. No I/O.
+"""The copies between two pools with different page sizes.
 
-A page is [kv_heads, layers, 2, page_size, head_dim]. Contiguous in both page sizes is a stripe: consecutive tokens'
-rows of one head, one layer, keys or values. Heads are outermost, so a tensor-parallel rank's share is a slice of
-the stripes.
+A page is [kv_heads, layers, 2, page_size, head_dim]; its contiguous [page_size, head_dim] parts are stripes. Heads are
+outermost, so a tensor-parallel rank's share is a slice of the stripes.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """N copies in bytes: `length[i]` from `source[i]` after our page 0 to `target[i]` after the peer's page 0."""
+    """N copies of `length` bytes; `source` and `target` are offsets from page 0."""
 
     source: Offsets  # [N]
     target: Offsets
@@ -31,10 +30,9 @@ class Pieces:
 def cut(
     ours: KvLayout, theirs: KvLayout, tokens: range, our_pages: Sequence[int], their_pages: Sequence[int]
 ) -> Pieces:
-    """The copies that bring the KV of `tokens` from our pages into theirs.
+    """The copies of `tokens` between pools of compatible layouts.
 
-    The layouts are compatible (`check_compatible`). `tokens` are consecutive positions from the first token of both
-    block tables, whose unused entries are not read.
+    Both block tables begin at token 0; unused entries are not read.
     Returns: at most one piece for each stripe and page of the smaller size; fewer if neighbours touch on both
     sides.
     """
@@ -51,7 +49,7 @@ def cut(
 
 
 def _places(layout: KvLayout, pages: Sequence[int], tokens: Offsets) -> Offsets:
-    """Offsets of the rows of `tokens` after page 0, [tokens * stripes]."""
+    """Byte offsets from page 0, [tokens * stripes]."""
     table = np.asarray(pages, dtype=np.int64)
     rows = table[tokens // layout.page_size] * layout.page_bytes + tokens % layout.page_size * layout.row_bytes
     stripes = np.arange(layout.num_stripes, dtype=np.int64) * (layout.page_size * layout.row_bytes)

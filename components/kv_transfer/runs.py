@@ -1,4 +1,4 @@
-"""Merge pages that are neighbours on both sides. No I/O."""
+"""Merge pages that are neighbours on both sides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from components.errors import TransferFailed
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pages `source` … `source + count - 1` of ours and `target` … `target + count - 1` of the peer."""
+    """`count` of our pages from `source`, and of the peer's from `target`."""
 
     source: int
     target: int

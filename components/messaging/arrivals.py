@@ -1,7 +1,6 @@
-"""Puts the frames of one decode instance in order, and asks for those that are missing.
+"""Orders the frames of one decode instance, and requests missing ones again.
 
-NATS may lose frames during a restart or a reconnect. A later frame reveals the gap; a lost last frame is found by asking an
-instance that is quiet for a second.
+A later frame reveals a gap. For a lost last frame, ask an instance that is quiet.
 """
 
 import asyncio
@@ -14,13 +13,13 @@ from components.wire.generate import FramesResent, TokenFrame
 
 log = logging.getLogger(__name__)
 
-QUIET_S: Final = 1.0  # without a frame while streams are open, until the instance is asked
+QUIET_S: Final = 1.0  # without a frame, until the instance is asked
 LOOK_S: Final = 0.25
-AGAIN_S: Final = 0.5  # after a call that failed
-ARRIVE_S: Final = 0.5  # for frames that the instance has sent again
-MOST_HELD: Final = 4096  # frames after a gap; later ones are asked for again
+AGAIN_S: Final = 0.5  # after a failed call
+ARRIVE_S: Final = 0.5  # for frames that were sent again
+MOST_HELD: Final = 4096  # frames after a gap; later ones are requested again
 
-Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first frame that is missing
+Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing frame
 
 
 class Arrivals:
@@ -31,7 +30,7 @@ class Arrivals:
         lost: Callable[[FramesLost], None],
         resend: Resend,
     ) -> None:
-        """`deal` gets each frame once and in order. `lost` is called for frames that the instance no longer has."""
+        """`deal` gets each frame once, in order. `lost` is called for frames that the instance no longer has."""
         self._instance_id = instance_id
         self._deal = deal
         self._lost = lost
@@ -42,7 +41,7 @@ class Arrivals:
         self._last_frame_s = self._loop.time()
         self._advanced = asyncio.Event()
         self._repairing: asyncio.Task[None] | None = None
-        self.is_wanted = False  # whether streams from this instance are open
+        self.is_wanted = False  # streams from this instance are open
 
     def opened(self) -> None:
         if not self.is_wanted:
@@ -50,7 +49,7 @@ class Arrivals:
             self._last_frame_s = self._loop.time()
 
     def arrived(self, frame: TokenFrame) -> bool:
-        """Deal a frame, or hold it after a gap. Returns False for a duplicate."""
+        """Deal a frame, or hold it after a gap. Return False for a duplicate."""
         if frame.number < self._expected or frame.number in self._held:
             return False
         self._last_frame_s = self._loop.time()
@@ -83,7 +82,7 @@ class Arrivals:
             held = set(self._held)
             try:
                 answer = await self._resend(self._expected)
-            except MeshError as exc:  # if the instance is lost, its streams end, and this with them
+            except MeshError as exc:  # a lost instance ends its streams, and so this loop
                 log.debug(
                     "missing frames were not sent again", extra={"instance": self._instance_id, "cause": exc.message}
                 )
@@ -100,7 +99,7 @@ class Arrivals:
                 return
 
     async def _reached(self, number: int) -> None:
-        """Wait up to ARRIVE_S for the frames before `number`: they may be lost again."""
+        """Wait for the frames before `number`, which may be lost again."""
         try:
             async with asyncio.timeout(ARRIVE_S):
                 while self._expected < number:
@@ -110,7 +109,6 @@ class Arrivals:
             pass
 
     def _skip(self, number: int) -> None:
-        """Give up the frames before `number`: the instance no longer has them."""
         self._lost(FramesLost(f"frames {self._expected} to {number - 1} of decode {self._instance_id} are lost"))
         self._expected = number
         self._held = {n: frame for n, frame in self._held.items() if n >= number}

@@ -1,4 +1,4 @@
-"""One NATS connection: calls with deadlines, publications and subscriptions. NATS's failures become MeshErrors."""
+"""One NATS connection: calls, publications and subscriptions. NATS's errors become MeshErrors."""
 
 import asyncio
 import logging
@@ -38,25 +38,22 @@ log = logging.getLogger(__name__)
 S = TypeVar("S", bound=Struct)
 
 CONNECT_TIMEOUT_S: Final = 2
-# A server without an answer to pings is left after 1.6 s, before peers declare this process silent. nats-py's
-# default would take four minutes.
+# Leave a silent server after 1.6 s, before peers declare this process silent. nats-py's default is four minutes.
 PING_EVERY_S: Final = 0.4
 MOST_PINGS: Final = 3  # unanswered
 RETRY_EVERY_S: Final = 0.5
 WATCH_EVERY_S: Final = 1.0
-PENDING_MESSAGES: Final = (
-    1 << 20
-)  # beyond its limits a subscription drops messages silently; frames are numbered to detect that
+PENDING_MESSAGES: Final = 1 << 20  # a subscription silently drops messages beyond this; frame numbers reveal it
 PENDING_BYTES: Final = 1 << 30
-HEADERS_BYTES: Final = 512  # headers of a call count, too: the server closes the connection for one byte too many
+HEADERS_BYTES: Final = 512  # headers count, too: NATS closes the connection for one byte too many
 
 
 class Bus:
     def __init__(self, client: Client, url: str) -> None:
         self.client = client
         self.url = without_password(url)  # for messages
-        self.refusals = Refusals()  # of incoming messages
-        self.reconnected_at = -math.inf  # monotonic time of the latest reconnect
+        self.refusals = Refusals()
+        self.reconnected_at = -math.inf  # monotonic
         self.clocks = PeerClocks()
         self._replies = Replies(client)
 
@@ -65,7 +62,7 @@ class Bus:
         return bool(self.client.is_connected)
 
     def steady_s(self) -> float:
-        """Seconds since the latest reconnect, infinite if there was none; 0 while disconnected."""
+        """Seconds since the latest reconnect: infinite without one, 0 while disconnected."""
         return time.monotonic() - self.reconnected_at if self.client.is_connected else 0.0
 
     def answers(self) -> AbstractAsyncContextManager[None]:
@@ -74,11 +71,8 @@ class Bus:
     async def call(self, subject: str, request: Struct, *replies: type[S], timeout_s: float) -> S:
         """Send `request` and return the answer, one of the classes `replies`.
 
-        A call without an answer is sent again after a second; the receiver runs it once.
-
         Raises: PeerLost at once if no process listens; DeadlineExceeded after `timeout_s`; BackendUnavailable if
-        NATS
-            was unreachable meanwhile; MessageTooLarge; the error that the receiver answered with.
+        NATS was away meanwhile; MessageTooLarge; the error that the receiver answered with.
         """
         data = self._packed(subject, request)
         try:
@@ -105,21 +99,20 @@ class Bus:
             await publish(self.client, subject, data, reply)
 
     def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
-        """A reply subject for messages to `subject`: NATS reports at once if no process listens, and `callback` is
-        called.
+        """Return a reply subject for messages to `subject`: `callback` is called at once if no process listens.
 
-        There is one per subject: a new callback replaces the earlier one.
+        A new callback replaces the earlier one.
         """
         return self._replies.when_unheard(subject, callback)
 
     @asynccontextmanager
     async def subscription(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """`handler` gets every message of `subject`, one after another. It must not block."""
+        """Pass each message of `subject` to `handler`, one at a time; it must not block."""
         with nats_errors(subject, self.url):
             subscription = await self.client.subscribe(
                 subject, cb=handler, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
             )
-            await self.flush()  # NATS knows the subscription before anything is requested
+            await self.flush()  # NATS must have it before any request leaves
         try:
             yield
         finally:
@@ -128,10 +121,10 @@ class Bus:
                     await subscription.unsubscribe()
 
     async def flush(self) -> None:
-        """Return when NATS has processed everything sent before, including subscriptions.
+        """Wait until NATS has processed everything sent before.
 
-        nats-py writes a flush's PING ahead of queued commands. So the first answer proves that these were written,
-        the second that they were processed.
+        nats-py writes PING ahead of queued commands. So the first answer proves that they were written, the second
+        that they were processed.
 
         Raises: nats.errors.Error, OSError.
         """
@@ -140,7 +133,7 @@ class Bus:
             await self.client.flush()
 
     def check_size(self, subject: str, data: bytes, what: str = "message") -> None:
-        """Raises: MessageTooLarge, for what NATS would refuse."""
+        """Raise MessageTooLarge if NATS would refuse `data`."""
         if len(data) > self.client.max_payload - HEADERS_BYTES:
             error = MessageTooLarge(
                 f"{what} of {len(data)} bytes for {subject} exceeds the {self.client.max_payload} bytes "
@@ -176,14 +169,13 @@ class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice
 
 
 def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
-    """The matching MeshError; None for another kind of exception."""
     if isinstance(error, nats.errors.NoRespondersError):
         return NobodyListens(f"nobody listens on {subject}", subject=subject)
     if isinstance(error, nats.errors.TimeoutError | TimeoutError):
         return DeadlineExceeded(f"no answer on {subject} in time", subject=subject)
     if isinstance(error, nats.errors.MaxPayloadError):
         return MessageTooLarge(f"message for {subject} exceeds the server's max_payload", subject=subject)
-    # nats-py does not catch what uvloop raises for a reset socket, nor errors of its own half-closed state
+    # nats-py does not catch uvloop's error for a reset socket, nor errors of its own half-closed state
     if isinstance(error, nats.errors.Error | OSError | RuntimeError | AttributeError):
         return BackendUnavailable(unreachable(url, error), subject=subject)
     return None
@@ -199,7 +191,7 @@ def unreachable(url: str, exc: BaseException) -> str:
 
 @asynccontextmanager
 async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
-    """A connection that reconnects automatically. While NATS is away at the start, this waits and logs it.
+    """Connect, and reconnect automatically. While NATS is away at the start, wait and log.
 
     Raises: BackendUnavailable, also within the body, if the connection cannot come back.
 
@@ -220,7 +212,7 @@ async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
 
 
 class _ConnectionReports:
-    """Logs once per outage that NATS is away, and why; nats-py reports every attempt."""
+    """Logs an outage of NATS once; nats-py reports every attempt."""
 
     def __init__(self, url: str) -> None:
         self.closing = False
@@ -249,11 +241,11 @@ class _ConnectionReports:
 
 
 class _ServerChoice:
-    """Chooses the server not tried for the longest time, so a frozen one is not tried again and again."""
+    """Chooses the server not tried for longest, so a frozen one is not tried repeatedly."""
 
     def __init__(self) -> None:
         self._tried: dict[str, float] = {}  # monotonic time by host and port
-        self._every_s = RETRY_EVERY_S * random.uniform(0.5, 1.0)  # jitter, or all processes would try in step
+        self._every_s = RETRY_EVERY_S * random.uniform(0.5, 1.0)  # or all processes would retry in step
 
     def connected(self, client: Client) -> None:
         if (url := client.connected_url) is not None:
@@ -269,7 +261,7 @@ class _ServerChoice:
 
 async def _connect(url: str, name: str, reports: "_ConnectionReports") -> Client:
     choice, login = _ServerChoice(), login_of(url)
-    # separate from the addresses: nats-py drops a login from addresses of servers that it discovers
+    # separate from the addresses: nats-py drops a login from servers that it discovers
     options: dict[str, str | None] = {"user": login.user, "password": login.password}
     if login.password is None:
         options = {"token": login.user}
@@ -305,9 +297,9 @@ async def _connected(client: Client, choice: _ServerChoice, reports: "_Connectio
 
 
 async def _watch(client: Client, url: str) -> None:
-    """Restart nats-py's reconnecting if it ends. Raises: BackendUnavailable, if the client has closed itself.
+    """Restart nats-py's reconnecting if it ends.
 
-    A process that NATS cannot reach must not look alive.
+    Raises: BackendUnavailable, if the client has closed itself: the process must not look alive.
     """
     while True:
         await asyncio.sleep(WATCH_EVERY_S)
@@ -316,7 +308,7 @@ async def _watch(client: Client, url: str) -> None:
             raise BackendUnavailable(unreachable(url, cause))
         reconnecting = client._reconnection_task
         if not client.is_connected and (reconnecting is None or reconnecting.done()):
-            # uvloop raises RuntimeError for a socket that is reset within a handshake, which ends nats-py's task
+            # uvloop raises RuntimeError for a socket reset within a handshake, which ends nats-py's task
             log.warning("reconnecting to NATS broke off, trying again", extra={"url": without_password(url)})
             client._status = Client.CONNECTING
             await client._process_op_err(nats.errors.StaleConnectionError())
@@ -325,8 +317,8 @@ async def _watch(client: Client, url: str) -> None:
 async def _close(client: Client) -> None:
     try:
         if client.is_connected:
-            await client.flush(timeout=2)  # the last frames leave before the socket closes
+            await client.flush(timeout=2)
     except (nats.errors.Error, OSError, TimeoutError):
         log.warning("NATS went away before the last messages left")
-    with exact_cancellation():  # this cancels a reconnecting task that waits for the same socket to close
+    with exact_cancellation():  # close() cancels a reconnecting task that waits for the same socket
         await client.close()

@@ -1,8 +1,7 @@
 """Clock skew of other processes, and their deadlines by our clock.
 
-A message with a deadline has its time of sending. Arrival minus sending is the skew plus the delay. A peer's
-smallest recent difference is the skew plus the shortest delay, and corrects its deadlines. The difference of a
-single message would be wrong: one that waited in a frozen process's socket must count as late.
+Arrival minus sending is the skew plus the delay. A peer's smallest recent difference has the shortest delay, and
+corrects its deadlines. One message is not enough: if it waited in a frozen process's socket, it must count as late.
 """
 
 import logging
@@ -21,25 +20,23 @@ from components.wire.codec import Dated
 log = logging.getLogger(__name__)
 
 TOLERATED_MS: Final = 1000  # a smaller skew is ignored: deadlines are tens of seconds away
-WINDOW_S: Final = (
-    30.0  # differences count for one to two windows, so a clock that was set back makes deadlines early this long
-)
-FORGET_S: Final = 600.0  # a peer without messages
-MIN_MESSAGES: Final = 3  # before a positive skew is reported: fewer may all have been late
+WINDOW_S: Final = 30.0  # a clock set back makes deadlines early for one to two windows
+FORGET_S: Final = 600.0  # without messages of the peer
+MIN_MESSAGES: Final = 3  # before a positive skew is reported: fewer may all be late
 
 D = TypeVar("D", bound=Dated)
 
 
 @dataclass(slots=True)
 class _Peer:
-    """In milliseconds; the minimum of this window and of the one before."""
+    """Smallest differences of this window and the one before, in milliseconds."""
 
     since_s: float
     smallest: int
     before: int
     heard_s: float
     count: int = 0
-    told: int = 0  # the last reported skew
+    told: int = 0  # last reported skew
 
     @property
     def skew_ms(self) -> int:
@@ -47,8 +44,6 @@ class _Peer:
 
 
 class PeerClocks(Collector):
-    """The clocks of processes that send to this one. `clock_skew_seconds` is the largest skew."""
-
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
 
@@ -76,7 +71,7 @@ class PeerClocks(Collector):
         if peer is None:
             self._forget()
             peer = self._peers[sender] = _Peer(now_s, difference_ms, difference_ms, now_s)
-        elif now_s - peer.since_s > WINDOW_S:  # only on a message: a frozen process keeps what it knew
+        elif now_s - peer.since_s > WINDOW_S:  # only on a message, so a frozen process keeps its measurement
             peer.since_s, peer.before, peer.smallest = now_s, peer.smallest, difference_ms
         peer.smallest = min(peer.smallest, difference_ms)
         peer.heard_s = now_s
@@ -87,7 +82,6 @@ class PeerClocks(Collector):
         return skew_ms
 
     def _report(self, sender: str, peer: _Peer, skew_ms: int) -> None:
-        """Log a peer's skew once, and again when it changes."""
         is_certain = skew_ms < 0 or peer.count >= MIN_MESSAGES
         if is_certain and abs(skew_ms - peer.told) > max(TOLERATED_MS, abs(peer.told) // 2):
             peer.told = skew_ms

@@ -1,4 +1,4 @@
-"""Deadlines on the wire: wall-clock milliseconds, because monotonic times differ between processes."""
+"""Deadlines on the wire in wall-clock milliseconds: monotonic times differ between processes."""
 
 import time
 
@@ -10,7 +10,6 @@ def now_ms() -> int:
 
 
 def remaining_s(deadline_unix_ms: int) -> float:
-    """Raises: DeadlineExceeded, if none are left."""
     left_s = deadline_unix_ms / 1000 - time.time()
     if left_s <= 0:
         raise DeadlineExceeded(f"the deadline passed {-left_s:.1f} s ago")

@@ -1,10 +1,8 @@
-"""Bounded fan-out: whether decode instances follow prefill instances or ask them, and how often each instance may
-send.
+"""Whether decode instances follow prefill instances or ask them, and how often each instance sends. No I/O.
 
-NATS delivers a message to each follower, so if all decode instances followed all prefill instances, deliveries
-would grow with the product of both. In a large fleet decode instances ask a few prefill instances about each prompt
-(`components/routing/candidates.py`). Frontends follow all decode instances, which send less often as the fleet
-grows. No I/O.
+If all followed all, deliveries would grow with the product of both. So in a large fleet decode asks a few prefill
+instances about each prompt (`components/routing/candidates.py`). Frontends follow all decode instances, which send
+less often as the fleet grows.
 """
 
 from collections import Counter
@@ -15,32 +13,30 @@ from components.discovery.book import InstanceBook
 from components.wire.heartbeat import USUAL_NEXT_S
 from components.wire.instances import InstanceRecord, Role
 
-ALL_PAIRS: Final = 4096  # pairs of a decode and a prefill instance up to which decode instances follow: 64 of each
-AGAIN_BELOW: Final = 0.75  # of ALL_PAIRS: hysteresis for following again
+ALL_PAIRS: Final = 4096  # pairs up to which decode instances follow prefill instances: 64 of each
+AGAIN_BELOW: Final = 0.75  # of ALL_PAIRS: hysteresis
 WATCHERS: Final = 1  # a planner follows the heartbeats of all workers
 # deliveries a second of one kind of message
 DELIVERIES_PER_S: Final = 12_000
-QUESTIONS_PER_S: Final = 11_000  # by all decode instances; a question costs two deliveries, with its answer
+QUESTIONS_PER_S: Final = 11_000  # by all decode instances; each costs two deliveries
 HEARD_PER_S: Final = 2_000  # heartbeats of one role that one process receives
-SOONEST_S: Final = 0.05  # minimum between two messages of an instance
-LONGEST_S: Final = 5.0  # maximum: the budget covers 60,000 pairs of a decode instance and a frontend
+SOONEST_S: Final = 0.05  # between two messages of an instance
+LONGEST_S: Final = 5.0  # enough for 60,000 pairs of a decode instance and a frontend
 
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill")
 
 
 def heartbeat_rest_s(instances: int, followings: int) -> float:
-    """Minimum seconds between heartbeats of each of `instances` workers with `followings` in all."""
     heard = instances * DELIVERIES_PER_S / HEARD_PER_S
     return _rest_s(max(followings + WATCHERS * instances, heard))
 
 
 def kv_events_rest_s(followings: int) -> float:
-    """Minimum seconds between batches of KV events of workers with `followings` in all."""
     return _rest_s(followings)
 
 
 def questions_per_s(decodes: int) -> float:
-    """Questions a second for each of `decodes` instances."""
+    """Questions a second for each decode instance."""
     return QUESTIONS_PER_S / max(decodes, 1)
 
 
@@ -61,7 +57,7 @@ class FleetSizes:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a decode and a prefill instance of any model: subscriptions do not depend on the model."""
+        """Pairs of a decode and a prefill instance; subscriptions do not depend on the model."""
         return self._counts["decode"] * self._counts["prefill"]
 
     def followings(self, role: Role) -> int:
@@ -71,15 +67,13 @@ class FleetSizes:
         return self._counts["decode"] * self._counts["frontend"]
 
     def heartbeat_rest_s(self, role: Role) -> float:
-        """Minimum seconds between heartbeats of a worker of `role`."""
         if role == "prefill" and self.pairs > ALL_PAIRS:
             return USUAL_NEXT_S  # only planners follow them
         return heartbeat_rest_s(self.count(role), self.followings(role))
 
     def kv_events_rest_s(self, role: Role) -> float:
-        """Minimum seconds between batches of KV events of a worker of `role`."""
         if role == "prefill" and self.pairs > ALL_PAIRS:
-            return LONGEST_S  # without followers
+            return LONGEST_S  # no process follows them
         return kv_events_rest_s(self.followings(role))
 
     def questions_per_s(self) -> float:
@@ -93,10 +87,7 @@ class FleetSizes:
 
 
 class Following:
-    """Whether a decode instance follows the prefill instances or asks them, by the size of the fleet."""
-
     def __init__(self, book: InstanceBook, most_pairs: int | None = None) -> None:
-        """`most_pairs`: limit for following; None: ALL_PAIRS."""
         self.followed = InstanceBook()  # all prefill instances, or none
         self.sizes = FleetSizes(book)
         self._most_pairs = ALL_PAIRS if most_pairs is None else most_pairs
@@ -107,7 +98,6 @@ class Following:
         book.subscribe(self._changed)
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when `asks` has changed."""
         self._on_change.append(callback)
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:

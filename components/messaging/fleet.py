@@ -1,4 +1,4 @@
-"""The instances of one role as one process sees them: who is alive, and which one to choose."""
+"""The instances of one role as a process sees them, and the choice among them."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -24,8 +24,6 @@ from components.wire.instances import InstanceRecord
 
 
 class Fleet:
-    """`alive` has the usable instances, `router` chooses among them; etcd and heartbeats update both."""
-
     def __init__(
         self,
         book: InstanceBook,
@@ -36,14 +34,13 @@ class Fleet:
         *,
         kv_index_blocks: int = MAX_BLOCKS,
     ) -> None:
-        """`rng` None: a new source. `kv_index_blocks`: limit of blocks known of all caches."""
         self.rng = rng = rng or Random()
         self.alive = alive
         self.policy = parse_policy(policy)
         self.index = KvIndex(kv_index_blocks) if self.policy.uses_caches(phase) else None
         or_none = phase == "prefill"  # decode can compute prompts itself
         self.router = Router(self.policy.make(phase, rng), rng, time.monotonic, self.index, or_none=or_none)
-        self.inquiries: Inquiries | None = None  # for a fleet that may be too large to follow
+        self.inquiries: Inquiries | None = None  # if the fleet may be too large to follow
         self._phase = phase
         for record in book.of_role(phase):
             self._changed(None, record)
@@ -73,7 +70,7 @@ class Inquiries:
         return self._following.asks
 
     async def about(self, ask: RouteRequest, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> Inquiry:
-        """Ask some of `usable` until one can begin with the prompt at once, or enough were asked.
+        """Ask some of `usable` until one can begin the prompt at once, or enough were asked.
 
         Args:
             ask: the request.
@@ -131,9 +128,11 @@ async def watch_fleet(
     metrics: CollectorRegistry | None = None,
     following: Following | None = None,
 ) -> AsyncIterator[Fleet]:
-    """The fleet of a role. Caches are followed only if the policy needs them.
+    """Watch the fleet of a role.
 
-    `following`: whether instances are followed or asked; None: followed. `metrics` shows the KV index.
+    Args:
+        metrics: shows the KV index.
+        following: whether instances are followed or asked; None: followed.
     """
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context

@@ -1,4 +1,4 @@
-"""NATS subscriptions to the workers of a role, for as long as this process follows them."""
+"""NATS subscriptions to a role's workers, open while this process follows them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,8 +18,6 @@ Handler = Callable[[Msg], Awaitable[None]]
 
 
 class _Subscription:
-    """Open while `following` follows."""
-
     def __init__(self, bus: Bus, subject: str, handler: Handler, following: Following) -> None:
         self._bus = bus
         self._subject = subject
@@ -30,7 +28,6 @@ class _Subscription:
         following.on_change(self._stale.set)
 
     async def update(self) -> None:
-        """Subscribe or unsubscribe. Raises: MeshError."""
         self._stale.clear()
         if self._following.asks:
             await self.close()
@@ -40,14 +37,14 @@ class _Subscription:
             self._open = stack
 
     async def run(self) -> None:
-        """Update after each change. After an outage of NATS the client subscribes again itself."""
+        """Update after each change; after an outage nats-py subscribes again."""
         while True:
             await self._stale.wait()
             try:
                 if self._bus.client.is_connected:
                     await self.update()
                     continue
-            except MeshError:  # the bus reports its own outages
+            except MeshError:
                 self._stale.set()
             await asyncio.sleep(RETRY_S)
 
@@ -59,7 +56,7 @@ class _Subscription:
 
 @asynccontextmanager
 async def subscribed(bus: Bus, subject: str, handler: Handler, following: Following | None) -> AsyncIterator[None]:
-    """`handler` gets a kind of message of a role's workers while `following` follows.
+    """Pass messages of a role's workers to `handler` while `following` follows.
 
     Args:
         subject: with `*` for the instance id.

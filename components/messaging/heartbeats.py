@@ -1,4 +1,4 @@
-"""Liveness from etcd and heartbeats: leases reveal dead instances, heartbeats silent and hanging ones."""
+"""Liveness: leases reveal dead instances, heartbeats silent and hung ones."""
 
 import asyncio
 import logging
@@ -28,14 +28,14 @@ from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = USUAL_NEXT_S  # maximum between two heartbeats; in a large fleet the heartbeat's `next_s`
-LATE_S: Final = 1.0  # tolerated delay of a heartbeat
-SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two missing heartbeats, with the usual `next_s`
-HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk of a prompt on a busy CPU takes seconds
-STILL_AFTER_S: Final = EVERY_S + LATE_S  # without a heartbeat or a step: no new work if another instance is usable
-LONG_STEPS: Final = 2.0  # times its usual step, if that is longer
-LONGEST_STEP_S: Final = 5.0  # upper bound of what counts as usual
-LATEST: Final = 0.5  # weight of the latest step in the usual time, if it took that long: one hang is no habit
+EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet `next_s`
+LATE_S: Final = 1.0  # tolerated delay
+SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two missing heartbeats
+HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU takes seconds
+STILL_AFTER_S: Final = EVERY_S + LATE_S  # without a heartbeat or step: then other instances get new work
+LONG_STEPS: Final = 2.0  # usual steps, if that is longer
+LONGEST_STEP_S: Final = 5.0  # upper bound of a usual step
+LATEST: Final = 0.5  # weight of the latest step in the usual time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
 OnHeard = Callable[[Heartbeat], None]
@@ -46,10 +46,10 @@ NumCached = Callable[[Sequence[bytes]], int]
 class _Pulse:
     record: InstanceRecord
     heard: float  # monotonic
-    advanced: float  # monotonic time of the last change of the step counter, or of the last idle heartbeat
+    advanced: float  # monotonic: last change of the step counter, or last idle heartbeat
     last: Heartbeat | None = None
-    usual_s: float = 0.0  # between two changes of the step counter under load
-    asked: float | None = None  # monotonic time of the oldest unanswered question
+    usual_s: float = 0.0  # between steps under load
+    asked: float | None = None  # monotonic: oldest unanswered question
     is_lost: bool = False
     is_still: bool = False
 
@@ -59,10 +59,10 @@ class _Pulse:
 
 
 class Liveness:
-    """The usable instances of one role. A loss is reported once, whatever reveals it first.
+    """The usable instances of one role. Each loss is reported once.
 
-    A process either follows all heartbeats, or asks some instances for one (`asks`). Then instances that it does
-    not ask count as alive, and one is silent while a question to it is unanswered.
+    A process follows all heartbeats, or asks some instances for one (`asks`). If it asks, an instance is silent
+    while a question is unanswered; the others count as alive.
     """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,28 +71,26 @@ class Liveness:
         self._pulses: dict[str, _Pulse] = {}
         self._on_lost: list[OnLost] = []
         self._on_heard: list[OnHeard] = []
-        self._next_s = EVERY_S  # of the latest heartbeat of any instance
+        self._next_s = EVERY_S  # of the latest heartbeat
         self._asks = False
-        self._watched: Counter[str] = Counter()  # instance ids
-        self._unanswered: set[str] = set()  # ids of instances that owe an answer
-        self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # cache, cleared by any change
+        self._watched: Counter[str] = Counter()  # by instance id
+        self._unanswered: set[str] = set()  # instance ids
+        self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # cleared by any change
         for record in book.of_role(role):
             self._changed(None, record)
         book.subscribe(self._changed)
 
     def on_lost(self, callback: OnLost) -> None:
-        """Call `callback(record, why)` when an instance leaves etcd, registers anew, falls silent or hangs."""
         self._on_lost.append(callback)
 
     def on_heard(self, callback: OnHeard) -> None:
-        """Call `callback(heartbeat)` for each heartbeat of an instance's current epoch."""
         self._on_heard.append(callback)
 
     def usable(self, model: str | None = None, adapter: str = "", *, or_none: bool = False) -> Sequence[InstanceRecord]:
-        """Live instances (with the model and adapter) that accept work and speak our protocol, by instance id.
+        """Return live instances that accept work, sorted by id.
 
-        Momentarily silent or stalled ones are included only if all are so, and never with `or_none`, for callers
-        that have an alternative.
+        Briefly silent or stalled ones are included only if all are so. With `or_none` they never are: the caller
+        has an alternative.
         """
         known = self._usable.get((model, adapter, or_none))
         if known is None:
@@ -126,7 +124,7 @@ class Liveness:
 
     @contextmanager
     def watching(self, instance_id: str) -> Iterator[None]:
-        """Keep asking this instance meanwhile: current work depends on it."""
+        """Keep asking this instance: current work depends on it."""
         self._watched[instance_id] += 1
         try:
             yield
@@ -142,12 +140,12 @@ class Liveness:
             self._unanswered.add(instance_id)
 
     def unanswered_s(self, instance_id: str) -> float:
-        """Age of the oldest unanswered question; 0 if there is none."""
+        """Age of the oldest unanswered question; 0 without one."""
         pulse = self._pulses.get(instance_id)
         return 0.0 if pulse is None or pulse.asked is None else self._clock() - pulse.asked
 
     def to_be_asked(self) -> list[InstanceRecord]:
-        """The watched instances, and those that get no work until they answer well."""
+        """Watched instances, and those that get no work until they answer."""
         return [
             pulse.record
             for instance_id, pulse in self._pulses.items()
@@ -167,7 +165,7 @@ class Liveness:
         return None if pulse is None else pulse.record
 
     def is_lost(self, instance_id: str) -> bool:
-        """Gone, silent or hung; a momentary stall does not count."""
+        """True if it is gone, silent or hung, but not for a brief stall."""
         pulse = self._pulses.get(instance_id)
         return pulse is None or pulse.is_lost
 
@@ -176,14 +174,13 @@ class Liveness:
         return None if pulse is None else pulse.last
 
     def prompts(self, instance_id: str) -> PromptLoad:
-        """Its last report of prompts, if it has sent one."""
         pulse = self._pulses.get(instance_id)
         if pulse is None or pulse.last is None:
             return PromptLoad(0, 0.0)
         return PromptLoad(pulse.last.queued_tokens, pulse.last.prompt_tokens_per_s, self._clock() - pulse.heard)
 
     def heard(self, heartbeat: Heartbeat) -> bool:
-        """Record a heartbeat. Returns False, and ignores it, if the epoch is stale or the instance unknown."""
+        """Record a heartbeat. Return False if the epoch is stale or the instance unknown."""
         pulse = self._pulses.get(heartbeat.instance_id)
         if pulse is None or pulse.record.epoch != heartbeat.epoch:
             return False
@@ -215,7 +212,6 @@ class Liveness:
         return True
 
     def check(self) -> None:
-        """Find silent and hung instances. A process that asks checks those that owe an answer."""
         now = self._clock()
         pulses = [self._pulses[i] for i in self._unanswered] if self._asks else list(self._pulses.values())
         for pulse in pulses:
@@ -238,9 +234,8 @@ class Liveness:
             self._usable.clear()
 
     def _next_s_of(self, pulse: _Pulse) -> float:
-        """Seconds until its next heartbeat; by default as long as the others'."""
         if self._asks:
-            return EVERY_S  # interval at which a question is repeated
+            return EVERY_S  # a question is repeated at this interval
         return self._next_s if pulse.last is None else pulse.last.next_s
 
     def _silent_s(self, pulse: _Pulse, now: float) -> float:
@@ -249,11 +244,11 @@ class Liveness:
         return now - pulse.heard
 
     def _stood_s(self, pulse: _Pulse, now: float) -> float:
-        """Seconds for which its engine has stalled; for a process that asks, as of the last answer."""
+        """Seconds without a step; for a process that asks, as of the last answer."""
         return (pulse.heard if self._asks else now) - pulse.advanced
 
     def forgive(self) -> None:
-        """This process was held up itself, so silence may be its own fault: all instances start afresh."""
+        """Start all instances afresh: this process was held up, so their silence may be its own fault."""
         now = self._clock()
         for pulse in self._pulses.values():
             pulse.heard = pulse.advanced = now
@@ -264,7 +259,7 @@ class Liveness:
         if (now or was) is None or (now or was).role != self._role:  # type: ignore[union-attr]
             return
         self._usable.clear()
-        if was is not None and now is not None and was.epoch == now.epoch:  # a changed record of the same process
+        if was is not None and now is not None and was.epoch == now.epoch:  # the same process changed its record
             self._pulses[now.instance_id].record = now
             return
         if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
@@ -287,7 +282,6 @@ class Liveness:
 
 
 def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:
-    """Log once per process that a registered instance speaks another protocol and is not used."""
     if now.is_understood or (was is not None and not was.is_understood):
         return
     facts = {"role": now.role, "instance": now.instance_id, "protocol": now.protocol, "from": now.oldest_protocol}
@@ -295,12 +289,12 @@ def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:
 
 
 def silent_after_s(next_s: float) -> float:
-    """Seconds of silence after which an instance is lost that announced its next heartbeat in `next_s`."""
+    """Seconds of silence after which an instance is lost."""
     return SILENT_AFTER_S + 2 * _beyond_usual_s(next_s)
 
 
 def _beyond_usual_s(next_s: float) -> float:
-    """Bounded, so one bad heartbeat cannot keep an instance alive for good."""
+    """The result is bounded, so one bad heartbeat cannot keep an instance alive."""
     return min(max(EVERY_S, next_s), LONGEST_S) - EVERY_S
 
 
@@ -308,10 +302,7 @@ def _beyond_usual_s(next_s: float) -> float:
 async def watch_heartbeats(
     bus: Bus, namespace: str, role: Role, book: InstanceBook, following: Following | None = None
 ) -> AsyncIterator[Liveness]:
-    """The liveness of the instances in `book`.
-
-    While `following` asks, heartbeats come through `Questions`.
-    """
+    """While `following` asks, `Questions` delivers the heartbeats instead."""
     liveness = Liveness(book, role)
     if following is not None:
         liveness.asks = following.asks
@@ -412,12 +403,11 @@ def heartbeat_of(
 
 
 def _none_cached(_hashes: Sequence[bytes]) -> int:
-    """For workers without KV events, or that are not asked about prompts."""
     return 0
 
 
 class HeartbeatSender:
-    """Publishes heartbeats soon after a step, and at least each `EVERY_S`, or `rest_s` if that is longer."""
+    """Publishes soon after a step, and at least each `EVERY_S`, or `rest_s` if longer."""
 
     def __init__(
         self,
@@ -434,12 +424,11 @@ class HeartbeatSender:
         self._num_cached = num_cached
         self._step = 0
         self._made_of_step = -1
-        self._moved_s = time.monotonic()  # the step counter moved, or the engine was idle
+        self._moved_s = time.monotonic()  # last step or idle heartbeat
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
 
     def stepped(self, step: int) -> None:
-        """The engine's counter is at `step`; counts of a step are complete when it has ended."""
         if step != self._step:
             self._step = step
             self._news.set()
@@ -494,7 +483,6 @@ async def send_heartbeats(
 
     Args:
         subject: prefix of this instance.
-        make: the current report.
         rest_s: minimum seconds between heartbeats unless one is urgent; may change. See `FleetSizes`.
         num_cached: counts cached hashes of a question; see `EventLog.num_cached`.
     """

@@ -1,4 +1,4 @@
-"""A frontend's side of token streams: frames arrive from decode instances, their items are pushed to readers."""
+"""A frontend's side of token streams: pushes the items of decode's frames to readers."""
 
 import asyncio
 import logging
@@ -34,14 +34,14 @@ ASK_TIMEOUT_S: Final = 2.0
 
 class Reader(Protocol):
     def take(self, item: StreamItem) -> None:
-        """Called with all that arrived in one turn of the event loop, joined into one item."""
+        """Take the items of one turn of the event loop, joined into one."""
 
     def fail(self, error: MeshError) -> None:
-        """The stream is over. Called once, after the last item."""
+        """End the stream; called once, after the last item."""
 
 
 class InStream:
-    """One stream from a decode instance. Its items wait until `start`, then they are pushed."""
+    """One stream from a decode instance. Its items wait for `start`."""
 
     def __init__(self, stream_id: int, instance_id: str, epoch: str, refusals: Refusals | None = None) -> None:
         self.stream_id = stream_id
@@ -50,21 +50,20 @@ class InStream:
         self._refusals = refusals or Refusals()
         self._items: list[StreamItem] = []
         self._error: MeshError | None = None
-        self.failure = Failure()  # for a caller that waits for something else of this stream
+        self.failure = Failure()  # for a caller that waits for another event of this stream
         self._reader: Reader | None = None
         self._next_seq = 0
 
     def start(self, reader: Reader) -> None:
-        """Push to `reader` what has arrived, and from now on all that arrives."""
         self._reader = reader
         self.deal()
         if self._error is not None:
             self._end(self._error)
 
     def put(self, item: StreamItem) -> bool:
-        """Add an item. Drop a number seen before; a missing number ends the stream.
+        """Add an item. Drop a duplicate; fail the stream at a gap.
 
-        Returns: whether a reader is there and this is its first new item, so that `deal` must follow.
+        Returns: whether `deal` must follow: a reader is there, and this is its first new item.
         """
         if item.seq < self._next_seq:
             self._refusals.count("tokens", DUPLICATE)
@@ -118,7 +117,14 @@ class _Source:
 
 
 class StreamInbox:
-    """All streams of one frontend, on one NATS subject."""
+    """All streams of one frontend, on one NATS subject.
+
+    Args:
+        subject: of this frontend's frames.
+        resend: asks an instance to send its frames again, from a number on.
+        refusals: counts dropped frames and items.
+        together: entered while the items of one turn of the loop are pushed.
+    """
 
     def __init__(
         self,
@@ -127,18 +133,11 @@ class StreamInbox:
         refusals: Refusals | None = None,
         together: AbstractContextManager[object] | None = None,
     ) -> None:
-        """
-        Args:
-            subject: NATS subject of this frontend's frames.
-            resend: asks an instance to send its frames again, from a number on.
-            refusals: counts what is dropped.
-            together: entered while the items of one turn of the loop are pushed.
-        """
         self.subject = subject
         self._resend = resend
         self._refusals = refusals or Refusals()
         self._together = together or nullcontext()
-        self._waiting: list[InStream] = []  # streams with items to push
+        self._waiting: list[InStream] = []  # with items to push
         self._sources: dict[str, _Source] = {}  # by instance id
         self._ids = count()
 
@@ -146,10 +145,7 @@ class StreamInbox:
         return sum(len(source.streams) for source in self._sources.values())
 
     def open(self, instance_id: str, epoch: str) -> InStream:
-        """Open a stream from an instance; its id goes into the request.
-
-        Streams that are opened one right after another have consecutive ids.
-        """
+        """Open a stream from an instance. Calls in a row return consecutive ids."""
         source = self._source(instance_id)
         stream = InStream(next(self._ids), instance_id, epoch, self._refusals)
         source.streams[stream.stream_id] = stream
@@ -176,7 +172,7 @@ class StreamInbox:
     async def receive(self, message: Msg) -> None:
         try:
             frame = unpack_frame(message.data)
-        except OtherFrameVersion as exc:  # its streams would wait to their deadline
+        except OtherFrameVersion as exc:  # its streams would wait until their deadline
             self._refusals.count("tokens", exc)
             log.warning("frame refused", extra={"cause": exc.message})
             self.fail_instance(exc.instance_id, DecodeLost(exc.message))
@@ -217,7 +213,7 @@ class StreamInbox:
         streams, waiting = self._sources[frame.instance_id].streams, self._waiting
         is_first = not waiting
         for item in frame.items:
-            stream = streams.get(item.stream_id)  # None: closed while its last items were on their way
+            stream = streams.get(item.stream_id)  # None: closed before its last items arrived
             if stream is not None and stream.put(item):
                 waiting.append(stream)
         if is_first and waiting:
@@ -251,7 +247,7 @@ def _broken(cause: Exception) -> InvariantBroken:
 async def open_inbox(
     bus: Bus, subject: str, together: AbstractContextManager[object] | None = None
 ) -> AsyncIterator[StreamInbox]:
-    """`subject`: `<namespace>.frontend.<instance id>.tokens`."""
+    """`subject` is `<namespace>.frontend.<instance id>.tokens`."""
     namespace = subject.partition(".")[0]
 
     async def resend(instance_id: str, first: int) -> FramesResent:

@@ -10,8 +10,6 @@ from components.routing.kv_index import KvIndex
 
 
 class KvMirrorMetrics(Collector):
-    """`kv_index_*` for blocks, `kv_mirror_*` for following instances."""
-
     def __init__(self, index: KvIndex, mirror: KvMirror) -> None:
         self._index = index
         self._mirror = mirror

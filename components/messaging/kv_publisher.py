@@ -1,4 +1,4 @@
-"""Publish the changes of a worker's prefix cache in numbered batches, and dump all of it on request."""
+"""Publish changes of a worker's prefix cache in numbered batches, and dump it on request."""
 
 import asyncio
 import time
@@ -24,35 +24,34 @@ from components.wire.kv_events import (
     pack_hashes,
 )
 
-EVERY_S: Final = 0.05  # minimum between two batches; more in a large fleet
-MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB while NATS accepts nothing; beyond that they are dropped
-SIGN_AFTER_S: Final = 0.5  # then an empty batch shows whether the last one was lost
-SIGN_AT_LEAST_S: Final = 60.0  # the pauses double up to this
+EVERY_S: Final = 0.05  # between two batches; longer in a large fleet
+MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB; more are dropped while NATS is away
+SIGN_AFTER_S: Final = 0.5  # then an empty batch reveals whether the last one was lost
+SIGN_AT_LEAST_S: Final = 60.0  # maximum of the doubling pauses
 MAX_DUMPS: Final = 8  # concurrent dumps of several parts
-DUMP_IDLE_S: Final = 10.0  # without a request for the next part a dump is dropped
+DUMP_IDLE_S: Final = 10.0  # without a request for the next part
 
 
 class EventLog:
     """Changes of one worker's cache as numbered batches. No I/O.
 
-    Changes wait for `seal`; a block that comes and goes in between is not mentioned. When too many wait, they are
-    dropped with a number, so readers notice the gap. Numbers are never reused.
+    A block stored and removed before `seal` is not reported. When too many changes wait, they are dropped with a
+    number, so readers notice the gap. Numbers are never reused.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING_BLOCKS, max_batch: int = MAX_BATCH_BLOCKS) -> None:
         self.number = 0  # of the latest batch, sent or dropped
-        self.dropped = 0  # dropped numbers since start
+        self.dropped = 0  # numbers since start
         self._max_waiting = max_waiting
         self._max_batch = max_batch
         self._cached: dict[bytes, None] = {}  # in order of arrival: parents first
-        self._waiting: dict[bytes, bool] = {}  # block: stored or removed since the latest batch
+        self._waiting: dict[bytes, bool] = {}  # by block: stored (True) or removed since the latest batch
 
     def __len__(self) -> int:
-        """Number of waiting blocks."""
         return len(self._waiting)
 
     def take(self, changes: Iterable[tuple[bytes, bool]]) -> None:
-        """Blocks stored (True) or removed, in order. Redundant changes are ignored."""
+        """Add blocks stored (True) or removed, in order. Redundant changes are ignored."""
         cached, waiting = self._cached, self._waiting
         for block, is_stored in changes:
             if is_stored == (block in cached):
@@ -69,7 +68,7 @@ class EventLog:
             self.drop()
 
     def num_cached(self, hashes: Sequence[bytes]) -> int:
-        """Number of `hashes`, in rising depth, up to the last cached one: its parents are cached, too."""
+        """Count `hashes`, in rising depth, up to the last cached one: its parents are cached, too."""
         return next((at for at in range(len(hashes), 0, -1) if hashes[at - 1] in self._cached), 0)
 
     def seal(self, instance_id: str, epoch: str) -> list[KvEventBatch]:
@@ -80,7 +79,7 @@ class EventLog:
         ]
 
     def sign(self, instance_id: str, epoch: str) -> KvEventBatch:
-        """An empty batch, with which a reader detects that it missed the one before. Only if nothing waits."""
+        """An empty batch, which reveals to a reader that it missed the one before."""
         assert not self._waiting
         return self._batch(instance_id, epoch, [])
 
@@ -90,9 +89,9 @@ class EventLog:
         self.dropped += 1
 
     def dump(self) -> bytes:
-        """All cached hashes as of the latest batch. Only if nothing waits.
+        """All cached hashes as of the latest batch.
 
-        Otherwise a block in the dump might go before any batch mentioned it, and then no batch would.
+        Nothing may wait: readers would never learn that a block in the dump was removed before `seal`.
         """
         assert not self._waiting
         return pack_hashes(self._cached)
@@ -108,7 +107,7 @@ class EventLog:
 class _Dump:
     number: int
     blocks: bytes
-    asked: float  # monotonic time of the latest request
+    asked: float  # monotonic: latest request
 
 
 class KvEventPublisher:
@@ -122,7 +121,6 @@ class KvEventPublisher:
         on: bool = True,
         rest_s: Callable[[], float] = lambda: EVERY_S,
     ) -> None:
-        """`rest_s`: minimum seconds between batches; may change."""
         self.log = EventLog()
         self._bus = bus
         self._subject = f"{subject}.kv_events"
@@ -135,7 +133,6 @@ class KvEventPublisher:
         self._wake = asyncio.Event()
 
     def take(self, changes: Iterable[tuple[bytes, bool]]) -> None:
-        """The blocks that one step stored (True) or removed, in order."""
         self.log.take(changes)
         if self.log:
             self._wake.set()
@@ -144,7 +141,10 @@ class KvEventPublisher:
         return [Endpoint("kv_dump", FetchKvDump, self.dump)] if self._on else []
 
     async def dump(self, request: FetchKvDump) -> KvDumpPart:
-        """Begin or continue a dump. Raises: StaleInstance; Overloaded; Rejected, for one that was dropped."""
+        """Begin or continue a dump.
+
+        Raises: StaleInstance; Overloaded; Rejected, if the dump was dropped.
+        """
         if not self._epoch() or request.epoch != self._epoch():
             raise StaleInstance(f"instance {self._instance_id} has epoch {self._epoch() or 'none'} now")
         return self._next_part(request) if request.dump_id else self._begin(request)
@@ -179,7 +179,7 @@ class KvEventPublisher:
                 continue
             try:
                 await self._bus.publish_bytes(self._subject, pack_batch(batch))
-            except MeshError:  # the bus reports its own outages; the missing number reveals this one
+            except MeshError:  # readers notice the missing number
                 self.log.dropped += 1
 
     def _begin(self, request: FetchKvDump) -> KvDumpPart:
@@ -229,9 +229,11 @@ async def publish_kv_events(
     on: bool = True,
     rest_s: Callable[[], float] = lambda: EVERY_S,
 ) -> AsyncIterator[KvEventPublisher]:
-    """Publishes batches; `epoch` is "" while the worker is not registered.
+    """Publish batches and answer dumps, unless `on` is False.
 
-    Off, it publishes and answers nothing. `rest_s`: see `FleetSizes.kv_events_rest_s`.
+    Args:
+        epoch: "" while the worker is not registered.
+        rest_s: minimum seconds between batches; may change. See `FleetSizes.kv_events_rest_s`.
     """
     publisher = KvEventPublisher(bus, subject, instance_id, epoch, on=on, rest_s=rest_s)
     if not on:

@@ -1,6 +1,4 @@
-"""A router's mirror of the caches of a role's instances, kept from their events. Instances without events have no
-entries.
-"""
+"""A router's mirror of the caches of a role's instances, kept from their KV events."""
 
 import asyncio
 import logging
@@ -28,20 +26,18 @@ log = logging.getLogger(__name__)
 
 DUMP_TIMEOUT_S: Final = 2.0  # for each part
 DUMPS_AT_ONCE: Final = 16
-SLICE_BLOCKS: Final = 1024  # of a dump between two turns of the event loop: about a millisecond
+SLICE_BLOCKS: Final = 1024  # of a dump per turn of the event loop: about a millisecond
 FIRST_WAIT_S: Final = 0.1  # after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
-CALM_S: Final = 10.0  # since the last dump: then the waits start afresh
-LOOK_EVERY_S: Final = 0.5  # between checks of the connection
+CALM_S: Final = 10.0  # without a dump; then the waits start afresh
+LOOK_EVERY_S: Final = 0.5
 
 
 @dataclass(slots=True)
 class FollowCounts:
-    """Counts since start."""
-
     batches: int = 0
     gaps: int = 0
-    dumps: int = 0  # complete ones, including those without changes
+    dumps: int = 0  # including those without changes
     failed_dumps: int = 0
 
 
@@ -51,7 +47,7 @@ class _Instance:
     follower: Follower
     task: asyncio.Task[None] | None = None  # fetches a dump
     wait_s: float = 0.0  # before the next dump
-    dumped: float = 0.0  # monotonic time
+    dumped: float = 0.0  # monotonic
 
 
 class KvMirror:
@@ -64,7 +60,7 @@ class KvMirror:
         self._instances: dict[str, _Instance] = {}
         self._asking: set[str] = set()  # instances that need a dump
         self._said_full = False
-        self._asked_again: _Instance | None = None  # whose blocks had no room
+        self._asked_again: _Instance | None = None  # its blocks had no room
         self._wake = asyncio.Event()
         self._turns = asyncio.Semaphore(DUMPS_AT_ONCE)
         for record in book.of_role(role):
@@ -73,7 +69,7 @@ class KvMirror:
 
     @property
     def missing(self) -> int:
-        """Upper bound of blocks that the index had no room for."""
+        """Upper bound of blocks without room in the index."""
         return sum(instance.follower.missing for instance in self._instances.values())
 
     def is_current(self, instance_id: str) -> bool:
@@ -81,7 +77,6 @@ class KvMirror:
         return instance is not None and not instance.follower.needs_dump
 
     async def receive(self, message: Msg) -> None:
-        """Take a batch; ignored if the epoch is stale or the instance unknown."""
         try:
             batch = unpack_batch(message.data)
         except MalformedMessage as exc:
@@ -113,7 +108,7 @@ class KvMirror:
                 self._asking.clear()
 
     async def look(self) -> None:
-        """After a reconnect fetch all dumps, for events were lost; with room again, those that had none."""
+        """Fetch all dumps after a reconnect, as events were lost. Fetch refused ones once the index has room."""
         seen = self._bus.client.stats["reconnects"]
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -146,9 +141,7 @@ class KvMirror:
         self._wake.set()
 
     async def _sync(self, instance: _Instance) -> None:
-        """Fetch dumps until one is followed by everything published since, or the instance is not followed any
-        more.
-        """
+        """Fetch dumps until the instance is current or no longer followed."""
         follower = instance.follower
         while follower.needs_dump and self._is_followed(instance):
             if time.monotonic() - instance.dumped > CALM_S:
@@ -168,7 +161,6 @@ class KvMirror:
         instance.task = None
 
     async def _fetch(self, instance: _Instance) -> None:
-        """Load one dump into the index. Raises: MeshError."""
         record, follower = instance.record, instance.follower
         have = follower.dump_asked()
         part = await self._part(record, FetchKvDump(epoch=record.epoch, have=have))
@@ -230,9 +222,10 @@ async def follow_kv_events(
     rng: Random | None = None,
     following: Following | None = None,
 ) -> AsyncIterator[KvMirror]:
-    """Keep in `index` what the instances in `book` publish of their caches.
+    """Mirror in `index` the caches of the instances in `book`.
 
-    With `following`, `book` is its `followed`.
+    Args:
+        book: `following.followed`, if `following` is given.
     """
     mirror = KvMirror(bus, role, book, index, rng or Random())
     async with (

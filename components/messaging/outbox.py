@@ -1,6 +1,6 @@
-"""Decode's side of token streams: all tokens to one frontend leave in numbered frames, which are kept a while.
+"""Decode's side of token streams: numbered frames to each frontend, kept for a while.
 
-NATS delivers at most once, so a frontend asks for the frames that it misses.
+NATS delivers at most once, so a frontend requests lost frames again.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-KEPT_S: Final = 60.0  # age of the frames that are kept
-KEPT_BYTES: Final = 64 << 20  # of all frontends together
+KEPT_S: Final = 60.0  # age of kept frames
+KEPT_BYTES: Final = 64 << 20  # of all frontends
 RESENT_BYTES: Final = 4 << 20  # in answer to one call
 PROBE_S: Final = 1.0  # between frames that also ask NATS whether the frontend listens
 GONE_AFTER_S: Final = 6.0  # without a listener: longer than a reconnect takes
-QUICK_INTERVALS: Final = 4  # between two sendings of a stream that makes more than a token in each
+QUICK_INTERVALS: Final = 4  # between two sendings of a stream with several tokens in each
 
 
 class OutStream:
@@ -35,8 +35,8 @@ class OutStream:
     def __init__(self, reply_to: str, stream_id: int) -> None:
         self.reply_to = reply_to
         self.stream_id = stream_id
-        self.gathered: list[int] = []  # tokens that are not sent; they have the stream's last numbers
-        self.last_left_s = 0.0  # monotonic: when tokens were last sent
+        self.gathered: list[int] = []  # unsent; they have the stream's last numbers
+        self.last_left_s = 0.0  # monotonic
         self.next_seq = 0
 
     def tokens(
@@ -69,12 +69,11 @@ class OutStream:
         self.gathered += token_ids
 
     def leave(self, until_seq: int, frame: FrameDraft) -> None:
-        """The numbers of the gathered tokens end before `until_seq`."""
+        """Move the gathered tokens to `frame`; their numbers end before `until_seq`."""
         token_ids, self.gathered = self.gathered, []
         frame.tokens(self.stream_id, until_seq - len(token_ids), token_ids)
 
     def _take(self, count: int) -> int:
-        """Returns: the first of `count` numbers."""
         seq = self.next_seq
         self.next_seq += count
         return seq
@@ -85,10 +84,10 @@ class _Lane:
 
     def __init__(self, reply_to: str) -> None:
         self.reply_to = reply_to
-        self.oldest = 0  # number of the first frame that is kept
+        self.oldest = 0  # number of the first kept frame
         self.frames: deque[bytes] = deque()
-        self.probed_s = 0.0  # monotonic: when a frame last asked NATS for listeners
-        self.is_probing = False  # and NATS has not denied one
+        self.probed_s = 0.0  # monotonic
+        self.is_probing = False  # NATS has not denied the last probe
         self.deaf_since_s: float | None = None
 
     @property
@@ -97,16 +96,14 @@ class _Lane:
 
 
 class SentFrames:
-    """The frames of the last KEPT_S, by frontend, in at most KEPT_BYTES."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lanes: dict[str, _Lane] = {}
-        self._order: deque[tuple[float, _Lane]] = deque()  # when each frame was made, oldest first
+        self._order: deque[tuple[float, _Lane]] = deque()  # oldest first
         self._bytes = 0
 
     def lane(self, reply_to: str) -> _Lane:
-        """The lane to a frontend. Its numbers never restart in this process."""
+        """A frontend's lane; its numbers never restart in this process."""
         lane = self._lanes.get(reply_to)
         if lane is None:
             lane = self._lanes[reply_to] = _Lane(reply_to)
@@ -124,7 +121,7 @@ class SentFrames:
 
 
 class StreamOutbox:
-    """Sends items as frames: at once after a pause, else each `interval_s`, as a frame costs two context switches."""
+    """Sends items as frames: at once after a pause, else each `interval_s`. A frame costs two context switches."""
 
     def __init__(
         self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
@@ -135,7 +132,7 @@ class StreamOutbox:
         self._step = step
         self._interval_s = interval_s
         self._gathering: list[OutStream] = []  # streams with unsent tokens, some of them twice
-        self._frames: dict[str, list[FrameDraft]] = {}  # to be sent next, by frontend
+        self._frames: dict[str, list[FrameDraft]] = {}  # by frontend
         self._sent = SentFrames()
         self._on_gone: list[Callable[[str], None]] = []
         self._wake = asyncio.Event()
@@ -148,7 +145,7 @@ class StreamOutbox:
             stream.leave(item.seq, frames[-1])
         stream.last_left_s = time.monotonic()
         frames[-1].add(item)
-        if item.prompt_logprobs is not None:  # those of two long prompts may be more than NATS carries
+        if item.prompt_logprobs is not None:  # those of two long prompts may exceed NATS's limit
             frames.append(FrameDraft())
         self._begin()
 
@@ -201,7 +198,7 @@ class StreamOutbox:
         self._wake.set()
 
     def _due(self, now_s: float) -> dict[str, list[FrameDraft]]:
-        """Frames to send now, by frontend. A quick stream waits until more of its tokens have gathered."""
+        """Frames to send now. A quick stream waits until it has gathered more tokens."""
         gathering, self._gathering = self._gathering, []
         quick_until_s = now_s - QUICK_INTERVALS * self._interval_s
         for stream in gathering:
@@ -224,7 +221,7 @@ class StreamOutbox:
         frame = self._packed(draft, lane.next)
         try:
             self._bus.check_size(reply_to, frame)
-        except MessageTooLarge as exc:  # it could never be sent: its streams end instead
+        except MessageTooLarge as exc:  # it can never be sent, so its streams end
             frame = self._packed(draft.failed(exc), lane.next)
         self._sent.keep(lane, frame)
         try:
@@ -238,11 +235,11 @@ class StreamOutbox:
         return draft.pack(self._instance_id, self._epoch(), self._step(), number)
 
     def _probe(self, lane: _Lane) -> str:
-        """The subject on which NATS reports that no one listens; "": do not ask with this frame."""
+        """The subject on which NATS reports that no process listens, or ""."""
         now = time.monotonic()
         if now - lane.probed_s < PROBE_S:
             return ""
-        if lane.is_probing:  # the last probe was not denied
+        if lane.is_probing:
             lane.deaf_since_s = None
         lane.probed_s, lane.is_probing = now, True
 

@@ -1,8 +1,6 @@
 """Ask instances whose records have left etcd whether they still live.
 
-A record leaves etcd when its instance ends, but also when the instance cannot reach etcd for longer than its lease,
-or when etcd loses its data. A healthy worker must not be dropped for that, so each process keeps it while it
-answers over NATS.
+An instance may have lost etcd, or etcd its data. So a process keeps it while it answers over NATS.
 """
 
 import asyncio
@@ -22,28 +20,24 @@ from components.messaging.service import Endpoint
 from components.wire.instances import AskPresent, InstanceRecord, Present
 
 ASK_TIMEOUT_S: Final = 2.0
-AGAIN_S: Final = 5.0  # between questions to an instance that is missing in etcd
-SPREAD_S: Final = 0.1  # per missing instance: if etcd loses all of them, most return before they are asked
-STEADY_S: Final = 5.0  # since our own reconnect: after a restart of NATS other processes may reconnect later
+AGAIN_S: Final = 5.0  # between questions to a missing instance
+SPREAD_S: Final = 0.1  # per missing instance: most return before they are asked
+STEADY_S: Final = 5.0  # since our own reconnect: other processes may reconnect later
 AT_ONCE: Final = 64  # concurrent questions
 
 
 def present_endpoint(registration: Registration) -> Endpoint:
-    """An instance's answer that it lives. Raises: StaleInstance; PeerLost, if it is leaving."""
-
     async def present(asked: AskPresent) -> Present:
         registration.check_epoch(asked.epoch)
         if registration.leaving:
             raise PeerLost("this instance is leaving")
         return Present(instance_id=registration.instance_id)
 
-    # Every peer asks when we leave, and a refusal is the answer.
+    # Every peer asks when we leave, and expects a refusal.
     return Endpoint("present", AskPresent, present, immediate=True, refusal_level=logging.DEBUG)
 
 
 class PresenceCheck:
-    """Asks the doubted instances of a book and drops those that are gone."""
-
     def __init__(self, bus: Bus, book: InstanceBook, rng: Random) -> None:
         self._bus = bus
         self._book = book
@@ -70,7 +64,7 @@ class PresenceCheck:
                         group.create_task(self._ask(key), name=f"ask {key}")
 
     async def _next_due(self) -> None:
-        """Wait until a question is due and may leave."""
+        """Wait until a question is due and may be sent."""
         self._wake.clear()
         wait_s = min(self._due.values(), default=float("inf")) - time.monotonic()
         if wait_s <= 0 and len(self._asking) < AT_ONCE:
@@ -96,13 +90,13 @@ class PresenceCheck:
             self._due[key] = time.monotonic() + self._rng.uniform(0.5, 1.0) * again_s
 
     async def _is_gone(self, record: InstanceRecord) -> bool:
-        """Whether NATS or the instance itself says so; silence proves nothing."""
+        """True if NATS or the instance reports it; silence proves nothing."""
         asking = AskPresent(epoch=record.epoch)
         try:
             await self._bus.call(f"{record.subject}.present", asking, Present, timeout_s=ASK_TIMEOUT_S)
         except NobodyListens:
             return self._bus.steady_s() >= STEADY_S
-        except PeerLost:  # it is leaving, or is another process
+        except PeerLost:  # it is leaving, or has another epoch
             return True
         except MeshError:
             return False
@@ -111,7 +105,7 @@ class PresenceCheck:
 
 @asynccontextmanager
 async def keep_present(bus: Bus, book: InstanceBook, rng: Random | None = None) -> AsyncIterator[None]:
-    """Keep in `book` those instances missing in etcd that answer over NATS."""
+    """Keep in `book` the instances missing in etcd that answer over NATS."""
     check = PresenceCheck(bus, book, rng or Random())
     async with background(check.run(), "presence"):
         try:

@@ -1,4 +1,4 @@
-"""Profiles of a worker over NATS: one is recorded at a time and fetched in parts."""
+"""Profiles of a worker over NATS: one is recorded at a time, and fetched in parts."""
 
 import asyncio
 import tempfile
@@ -16,17 +16,18 @@ from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted
 
 MAX_SECONDS: Final = 60.0  # a second is up to 10 MB, unpacked
 PART_BYTES: Final = 512 * 1024  # half of NATS's default payload
-WAIT_S: Final = 2.0  # for a profile that is not ready, before that is the answer
-KEPT: Final = 2  # profiles; the oldest is removed when a new one begins
+WAIT_S: Final = 2.0  # for a profile to be ready, before an empty answer
+KEPT: Final = 2  # profiles; a new one removes the oldest
 
 
 class Profiler(Protocol):
     async def start(self) -> None:
-        """Raises: Rejected, if there is nothing to record."""
+        """Raise Rejected if there is nothing to record."""
 
     async def finish(self, seconds: float, path: Path) -> tuple[float, int]:
-        """Record for `seconds` and write to `path`. Returns: seconds and steps recorded. Cancelled, it stops at
-        once.
+        """Record for `seconds` and write to `path`; stop at once if cancelled.
+
+        Returns: seconds and steps recorded.
         """
 
 
@@ -39,11 +40,10 @@ class Ordered:
 
 class Profiles:
     def __init__(self, who: str, profiler: Profiler) -> None:
-        """`who`: for errors."""
         self._who = who
         self._profiler = profiler
         self._home: tempfile.TemporaryDirectory[str] | None = (
-            None  # made with the first profile, since a kill -9 would leave it behind
+            None  # made with the first profile: a kill -9 leaves it behind
         )
         self._ordered: dict[str, Ordered] = {}
         self._starting = False
@@ -55,7 +55,6 @@ class Profiles:
         ]
 
     async def start(self, request: StartProfile) -> ProfileStarted:
-        """Raises: Overloaded, while another profile is recorded or written; Rejected."""
         if not 0 < request.seconds <= MAX_SECONDS:
             raise Rejected(f"seconds must be above 0 and at most {MAX_SECONDS:.0f}", param="seconds")
         self._refuse_second()
@@ -77,7 +76,10 @@ class Profiles:
         return ProfileStarted(profile_id=profile_id)
 
     async def part(self, request: FetchProfile) -> ProfilePart:
-        """Some bytes of a profile; none while it is not ready. Raises: Rejected, or what went wrong."""
+        """Some bytes of a profile; none while it is not ready.
+
+        Raises: Rejected, or the error of the recording.
+        """
         ordered = self._ordered.get(request.profile_id)
         if ordered is None:
             raise Rejected(f"{self._who} has no profile {request.profile_id[:16]!r}", param="profile_id")

@@ -1,7 +1,4 @@
-"""Ask workers for a heartbeat and for cached blocks of a prompt, in a fleet too large to follow.
-
-All questions of a process count against its allowance.
-"""
+"""Ask workers for a heartbeat and for cached blocks of a prompt, in a fleet too large to follow."""
 
 import asyncio
 import time
@@ -19,41 +16,35 @@ from components.routing.candidates import Allowance
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord
 
-ANSWER_WITHIN_S: Final = 0.1  # after that the prompt is routed without the answer
-GIVEN_UP_AFTER_S: Final = 1.0  # before the bus would repeat the question; `run` asks again
-LONGEST_WAIT_S: Final = 5.0  # maximum between two questions to a lost instance
+ANSWER_WITHIN_S: Final = 0.1  # then the prompt is routed without the answer
+GIVEN_UP_AFTER_S: Final = 1.0  # before the bus repeats the question; `run` asks again
+LONGEST_WAIT_S: Final = 5.0  # between two questions to a lost instance
 
 
 class Questions:
-    """The questions of one process. `alive` records answers and missing ones."""
-
     def __init__(self, bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random) -> None:
-        """`per_s`: questions a second that this process may ask; may change."""
         self._bus = bus
         self._alive = alive
         self._per_s = per_s
         self._rng = rng
         self._allowance = Allowance()
-        self._asking: dict[str, asyncio.Task[int | None]] = {}  # by instance id, the latest question
+        self._asking: dict[str, asyncio.Task[int | None]] = {}  # latest question, by instance id
         self._tasks: set[asyncio.Task[int | None]] = set()
-        self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and their end
+        self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and monotonic end
 
     def take(self, wanted: int) -> int:
         """Reserve up to `wanted` questions of the allowance."""
         return self._allowance.take(wanted, self._per_s(), time.monotonic())
 
     async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:
-        """Ask these instances and wait for at most ANSWER_WITHIN_S.
-
-        An instance that owes an answer for longer is left to `run`.
+        """Ask instances and wait for at most ANSWER_WITHIN_S. Skip those with an older unanswered question.
 
         Args:
             records: the instances.
             hashes: by instance id, blocks of a prompt in rising depth, 16 bytes each.
 
-        Returns: by instance id, how many of its `hashes` are cached, None if the answer is late; without instances
-        that take no
-            new work or do not exist any more.
+        Returns: by instance id, how many of its `hashes` are cached; None if the answer is late. Instances that
+        take no new work are left out.
         """
         asked = {
             record.instance_id: self._ask(record, hashes[record.instance_id])
@@ -68,7 +59,6 @@ class Questions:
         return {**late, **usable}
 
     async def run(self) -> None:
-        """Ask the instances whose state matters (`Liveness.to_be_asked`), in random order."""
         while True:
             await asyncio.sleep(EVERY_S)
             if not self._alive.asks or not self._bus.client.is_connected:
@@ -97,13 +87,12 @@ class Questions:
         return task
 
     async def _answer(self, record: InstanceRecord, hashes: bytes) -> int | None:
-        """The answer of one instance, or None."""
         instance_id = record.instance_id
         self._alive.asked(instance_id)
         subject = f"{record.subject}.ask_heartbeat"
         try:
             beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=GIVEN_UP_AFTER_S)
-        except MeshError:  # `alive` knows that it owes an answer
+        except MeshError:
             if self._alive.is_lost(instance_id):
                 wait_s = min(2 * self._waits.get(instance_id, (EVERY_S / 2, 0.0))[0], LONGEST_WAIT_S)
                 self._waits[instance_id] = wait_s, time.monotonic() + wait_s
@@ -122,7 +111,7 @@ class Questions:
 async def ask_heartbeats(
     bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random
 ) -> AsyncIterator[Questions]:
-    """Questions to the instances in `alive`, at most `per_s()` a second."""
+    """Ask the instances in `alive`, at most `per_s()` times a second."""
     questions = Questions(bus, alive, per_s, rng)
     try:
         async with background(questions.run(), "ask-heartbeats"):

@@ -1,6 +1,6 @@
-"""Records shared by all processes on a NATS: a JetStream stream that keeps the last message of each key.
+"""Records shared by all processes on a NATS: a JetStream stream with the last message of each key.
 
-It is bounded in records, bytes and age, and survives its writers and a restart of NATS.
+They survive their writers and a restart of NATS.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Records:
         self._stream, self._prefix = _names(name)
 
     async def put(self, key: str, value: bytes) -> None:
-        """Store or replace; every process sees it when this returns.
+        """Store or replace a record; every process sees it when this returns.
 
         Raises: MessageTooLarge, BackendUnavailable, DeadlineExceeded.
         """
@@ -44,7 +44,6 @@ class Records:
             await self._jetstream.publish(f"{self._prefix}.{key}", value, stream=self._stream, timeout=TIMEOUT_S)
 
     async def get(self, key: str) -> bytes | None:
-        """Raises: BackendUnavailable, DeadlineExceeded."""
         with _errors(self._prefix, self._bus.url):
             try:
                 found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}", direct=True)
@@ -54,15 +53,14 @@ class Records:
         return data
 
     async def delete(self, key: str) -> None:
-        """Raises: BackendUnavailable, DeadlineExceeded."""
         with _errors(self._prefix, self._bus.url):
             await self._jetstream.purge_stream(self._stream, subject=f"{self._prefix}.{key}")
 
 
 async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
-    """Open or make the records under `name`; `bounds` replace earlier ones.
+    """Open or create the records under `name`; `bounds` replace earlier ones.
 
-    Raises: BackendUnavailable, also if NATS has no JetStream; DeadlineExceeded.
+    Raises: BackendUnavailable, also without JetStream; DeadlineExceeded.
     """
     stream, prefix = _names(name)
     config = StreamConfig(
@@ -87,7 +85,7 @@ async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
 
 
 def _names(name: str) -> tuple[str, str]:
-    """Names of the stream and of its subjects up to the key."""
+    """Stream name and subject prefix."""
     return name.replace(".", "-"), f"{name}.records"
 
 

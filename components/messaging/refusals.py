@@ -10,14 +10,14 @@ from prometheus_client.registry import Collector
 from components.errors import MeshError
 
 # reasons beside the class names of errors
-BAD_TRACEPARENT: Final = "BadTraceparent"  # the message is accepted and may begin a trace of its own
+BAD_TRACEPARENT: Final = "BadTraceparent"  # the message is accepted and may begin a new trace
 DUPLICATE: Final = "Duplicate"
 GAP: Final = "Gap"
 STRANGER: Final = "Stranger"  # its sender is not registered, has another epoch, or does not own the stream
 
 
 class Refusals(Collector):
-    """`messages_refused_total{message, reason}`: labels are our own names, never content."""
+    """Labels are our own names, never content."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()

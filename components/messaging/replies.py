@@ -1,8 +1,8 @@
-"""Calls over NATS: messages with a reply subject of ours, and one subscription for all answers.
+"""Calls over NATS with reply subjects of ours, and one subscription for all answers.
 
-nats-py's `request` asks the kernel for random bytes at each call, which releases Python's lock to the engine's
-thread for up to half a millisecond. It also waits with `asyncio.wait_for`, which in Python 3.11 loses a
-cancellation that comes with the answer.
+nats-py's `request` reads random bytes from the kernel at each call. That releases Python's lock to the engine's
+thread for up to half a millisecond. Its `asyncio.wait_for` loses a cancellation that arrives with the answer
+(Python 3.11).
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from nats.aio.msg import Msg
 
 from components.aio import exact_cancellation
 
-AGAIN_S: Final = 1.0  # then a call without an answer is sent again
+AGAIN_S: Final = 1.0  # then an unanswered call is sent again
 EVERY_SECOND: Final = 8  # repetitions each second; later ones are rarer
-GONE_AFTER: Final = 2  # consecutive repetitions without a listener
+GONE_AFTER: Final = 2  # repetitions without a listener
 STATUS: Final = "Status"  # header of the server's own messages
 NO_RESPONDERS: Final = "503"
 
@@ -27,7 +27,7 @@ NO_RESPONDERS: Final = "503"
 async def publish(
     client: Client, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None
 ) -> None:
-    """Send a message. nats-py may wait for the socket and lose a cancellation meanwhile: here it counts."""
+    """Send a message. nats-py may lose a cancellation while it waits for the socket; this does not."""
     with exact_cancellation():
         await client.publish(subject, data, reply=reply, headers=headers)
 
@@ -35,9 +35,8 @@ async def publish(
 class Replies:
     """The answers to the calls of one connection.
 
-    NATS delivers at most once, so a call or its answer may be lost while a server or connection restarts. A call
-    without an answer is sent again with the same reply subject, by which its receiver recognises it and does not
-    run it twice.
+    NATS may lose a call or its answer during a restart. An unanswered call is sent again with the same reply
+    subject, so its receiver recognises it and runs it once.
     """
 
     def __init__(self, client: Client) -> None:
@@ -51,8 +50,9 @@ class Replies:
         self._probes: dict[str, str] = {}  # reply subjects by probed subject
 
     async def call(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
-        """Send `data` and wait for the answer. Raises: nats.errors.NoRespondersError at once, TimeoutError; as
-        `publish`.
+        """Send `data` and wait for the answer.
+
+        Raises: nats.errors.NoRespondersError at once; TimeoutError; errors of `publish`.
         """
         reply = f"{self._prefix}{next(self._numbers)}"
         call = self._waiting[reply] = _Call(self._client, subject, data, reply, headers)
@@ -76,7 +76,6 @@ class Replies:
         return reply
 
     async def receive(self, message: Msg) -> None:
-        """Answers that are not awaited any more are dropped."""
         call = self._waiting.get(message.subject)
         if call is None:
             if _no_responders(message) and (unheard := self._unheard.get(message.subject)) is not None:
@@ -89,17 +88,17 @@ class _Call:
     __slots__ = ("_answered", "_client", "_message", "_refused", "_repeating", "_repeats", "_timer")
 
     def __init__(self, client: Client, *message: Any) -> None:
-        """`message`: the arguments of `publish`."""
+        """`message` is the arguments of `publish`."""
         self._client = client
         self._message = message
         self._answered: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         self._repeats = 0
-        self._refused = 0  # repetitions for which the server reported no listener
+        self._refused = 0
         self._repeating: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def answer(self) -> Msg | None:
-        """Repeat the call until `end`. Returns: the answer; None: too late."""
+        """Repeat the call until `end`. Return None if it is too late."""
         self._repeat_after(AGAIN_S)
         try:
             await publish(self._client, *self._message)
@@ -119,7 +118,6 @@ class _Call:
         self.end(message)
 
     def end(self, message: Msg | None) -> None:
-        """`answer` None: too late."""
         if not self._answered.done():
             self._answered.set_result(message)
 
@@ -127,14 +125,13 @@ class _Call:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._repeat, seconds)
 
     def _repeat(self, waited_s: float) -> None:
-        """Send the call again: each second at first, then after 2, 4 s and so on."""
         self._repeats += 1
         if self._repeating is None or self._repeating.done():
             self._repeating = asyncio.ensure_future(self._publish_again())
         self._repeat_after(waited_s if self._repeats < EVERY_SECOND else 2 * waited_s)
 
     async def _publish_again(self) -> None:
-        # an error fails the call by its time limit, unless a later try succeeds
+        # the call fails at its timeout, unless a later try succeeds
         with suppress(nats.errors.Error, OSError, RuntimeError, AttributeError):
             await publish(self._client, *self._message)
 

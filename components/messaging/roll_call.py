@@ -1,4 +1,4 @@
-"""Ask all workers of a role for a heartbeat, for a process that does not follow them."""
+"""Ask a role's workers for a heartbeat, for a process that does not follow them."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import Role
 
 ANSWER_TIMEOUT_S: Final = 0.5
-KEPT_S: Final = 1.0  # lifetime of answers: each roll call costs two messages a worker
+KEPT_S: Final = 1.0  # of answers: a roll call costs two messages a worker
 
 
 class Answers:
@@ -48,9 +48,7 @@ class RollCall:
         self._turn = asyncio.Lock()
 
     async def answers(self) -> Answers:
-        """Of all registered instances that answer within ANSWER_TIMEOUT_S, at most KEPT_S old. None while NATS is
-        away.
-        """
+        """Answers that arrive within ANSWER_TIMEOUT_S, at most KEPT_S old; none while NATS is away."""
         async with self._turn:
             if self._clock() - self._answered_s > KEPT_S:
                 beats: dict[str, Heartbeat] = {}
@@ -61,12 +59,11 @@ class RollCall:
             return self._answers
 
     async def _ask(self, beats: dict[str, Heartbeat]) -> None:
-        """Add the answers to `beats`. Raises: MeshError."""
         missing = {record.instance_id: record.epoch for record in self._book.of_role(self._role)}
         complete = asyncio.Event()
 
         async def receive(message: Msg) -> None:
-            if not message.data:  # from NATS itself: no listener
+            if not message.data:  # NATS reports no listener
                 return
             try:
                 beat = unpack(message.data, Heartbeat)
@@ -86,6 +83,6 @@ class RollCall:
             subject = f"{self._namespace}.{self._role}.ask_heartbeat"
             with nats_errors(subject, self._bus.url):
                 await publish(self._bus.client, subject, pack(AskHeartbeat()), reply=inbox)
-            with suppress(TimeoutError):  # the missing ones did not answer
+            with suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await complete.wait()

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 VERSION: Final = "0.1.0"
 STOP_S: Final = 2.0  # for NATS to process our leaving
 KEPT_S: Final = 30.0  # answers, for repeated calls
-KEPT_BYTES: Final = 32 << 20  # of all of them
+KEPT_BYTES: Final = 32 << 20  # of all kept answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Endpoint:
 
     name: str
     request: type[Struct]
-    handler: Callable[[Any], Awaitable[Struct]]  # request message → answer message; a MeshError becomes Refused
-    span: str | None = None  # of the span around the handler; None: no span
-    immediate: bool = False  # it never waits, so calls need no tasks
-    refusal_level: int = logging.INFO  # of the log line for a refused call
+    handler: Callable[[Any], Awaitable[Struct]]  # returns the answer; a MeshError becomes Refused
+    span: str | None = None  # around the handler; None: no span
+    immediate: bool = False  # never waits, so needs no task
+    refusal_level: int = logging.INFO  # of a refused call's log line
 
 
 class SentAnswers:
-    """Recent answers by reply subject, so that a repeated call gets the same answer and does not run twice."""
+    """Recent answers by reply subject: a repeated call gets the same answer and runs once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._answers: OrderedDict[str, bytes | None] = OrderedDict()  # None: the call is running
-        self._sent: deque[tuple[float, str]] = deque()  # times, in order
+        self._sent: deque[tuple[float, str]] = deque()  # in order
         self._bytes = 0
 
     def begin(self, reply: str) -> bool:
@@ -62,7 +62,6 @@ class SentAnswers:
         return True
 
     def find(self, reply: str) -> bytes | None:
-        """The answer; None while the call is running."""
         return self._answers.get(reply)
 
     def sent(self, reply: str, answer: bytes) -> None:
@@ -76,10 +75,10 @@ class SentAnswers:
 
 
 class CallServer:
-    """Runs each call in a task of its own, unless it is immediate."""
+    """Runs each call in its own task, unless it is immediate."""
 
     def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals, clocks: PeerClocks) -> None:
-        self._url = url  # of NATS, for errors
+        self._url = url  # for errors
         self._refusals = refusals
         self._clocks = clocks
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,11 +86,9 @@ class CallServer:
         self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
 
     def stats(self, endpoint: EndpointStats) -> dict[str, int]:
-        """Added to `$SRV.STATS`."""
         return {"errors": self._errors[endpoint.name], "in_flight": len(self._tasks)}
 
     def receive(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
-        """Called by nats.micro; returns at once."""
         if endpoint.immediate:
             return partial(self._answer, endpoint)
 
@@ -125,7 +122,7 @@ class CallServer:
             log.log(endpoint.refusal_level, "call refused", extra=facts)
             # every release asks another instance after PeerLost, and that one may know this message
             answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
-        except Exception as exc:  # the edge of one request
+        except Exception as exc:
             self._errors[endpoint.name] += 1
             log.exception("call failed", extra={"call": endpoint.name})
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
@@ -161,8 +158,8 @@ class CallServer:
 class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
     """An endpoint without a queue group: only one instance listens on its subject.
 
-    A NATS cluster delivers to one member of a queue group. After a reconnect the subscription at a frozen old
-    server may still count, and half of the calls would be lost there.
+    After a reconnect, a NATS cluster may deliver half of a group's calls to the old subscription at a frozen
+    server.
     """
 
     async def _start(self) -> None:
@@ -200,9 +197,7 @@ async def serve_calls(
         yield
     finally:
         if bus.client.is_connected:
-            with suppress(
-                nats.errors.Error, OSError, TimeoutError
-            ):  # NATS hangs or has just gone: no call arrives any more
+            with suppress(nats.errors.Error, OSError, TimeoutError):  # NATS hangs or is gone, so no call arrives
                 async with asyncio.timeout(STOP_S):
                     await service.stop()  # new calls are refused at once, not lost
         await server.drain()

@@ -28,14 +28,14 @@ MAX_PARTS: Final = 1024  # of one message
 
 
 class TextPart(Strict):
-    """A text. Images, audio and files are refused; no URL is ever fetched."""
+    """Images, audio and files are refused; the server fetches no URL."""
 
     type: Literal["text"]
     text: str
 
 
 def _content(value: JsonValue) -> str | None:
-    """Return a message's text. Parts are joined by newlines, as in vLLM."""
+    """Join parts by newlines, as in vLLM."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -77,18 +77,17 @@ class Message(Strict):
 
     @property
     def text(self) -> str:
-        """The content, or the refusal in its place."""
+        """The content, or the refusal."""
         return self.content if self.content is not None else self.refusal or ""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no content and no tool call."""
         if self.content is not None or self.tool_calls:
             return False
         return self.role != "assistant" or self.refusal is self.reasoning_content is self.reasoning is None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message for chat templates. They have no developer role; it becomes system."""
+        """Return the message for chat templates, which have no developer role."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             turn["name"] = self.name
@@ -123,7 +122,7 @@ class ChatRequest(ConstrainedFields):
     ) = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    # not honoured yet
+    # not supported yet
     store: Annotated[JsonValue, only(False)] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None
     functions: Annotated[JsonValue, only([])] = None
@@ -136,7 +135,7 @@ class ChatRequest(ConstrainedFields):
 
     @property
     def token_limit(self) -> int | None:
-        """Return the maximum of generated tokens. Raises: Rejected, if its two names contradict."""
+        """Raises: Rejected if the two names contradict."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise Rejected(
@@ -150,11 +149,9 @@ class ChatRequest(ConstrainedFields):
 
     @property
     def continues(self) -> bool:
-        """Whether the answer continues the last message."""
         return bool(self.continue_final_message)
 
     def check(self) -> None:
-        """Raises: Rejected, if fields contradict each other."""
         super().check()
         check_ending(self.messages, add=self.add_generation_prompt, go_on=self.continue_final_message)
         if self.echo and not self.continue_final_message:
@@ -182,7 +179,7 @@ class ChatRequest(ConstrainedFields):
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raises: Rejected, if a message is empty, or tool calls and results do not match."""
+    """Raises: Rejected if a message is empty, or tool calls and results do not match."""
     calls: set[str] = set()  # ids of earlier calls
     answers = False  # whether tool messages may follow
     for i, message in enumerate(messages):
@@ -202,7 +199,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _check_answer(message: Message, at: str, calls: Set[str]) -> None:
-    """Raises: Rejected, if a tool message belongs to none of these calls."""
+    """Raises: Rejected if a tool message has none of these calls."""
     if message.tool_call_id is None:
         code = "missing_required_parameter"
         raise Rejected(f"Missing required parameter: '{at}.tool_call_id'.", param=f"{at}.tool_call_id", code=code)
@@ -221,7 +218,7 @@ def _check_answer(message: Message, at: str, calls: Set[str]) -> None:
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raises: Rejected, if two tools have one name, or the choice names an unknown tool."""
+    """Raises: Rejected if two tools have one name, or the choice names an unknown tool."""
     names: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.function.name in names:
@@ -246,7 +243,7 @@ class CallMade(BaseModel):
     """A tool call by the model."""
 
     class Called(BaseModel):
-        """Name and arguments; the arguments are JSON text."""
+        """The arguments are JSON text."""
 
         name: str
         arguments: str
@@ -265,7 +262,7 @@ def ending_of(add: bool | None, go_on: bool | None, special: bool | None) -> End
 
 
 def check_ending(messages: Sequence[Message], *, add: bool | None, go_on: bool | None) -> None:
-    """Raises: Rejected, if a conversation asks both for a new turn and to continue the last one, or cannot continue it."""
+    """Raises: Rejected if the last message cannot be continued, or a new turn is requested, too."""
     if add and go_on:
         raise Rejected(
             "'continue_final_message' and 'add_generation_prompt' cannot both be true.", param="continue_final_message"

@@ -41,7 +41,7 @@ def prompts(value: JsonValue, most: int = MAX_PROMPTS) -> list[str | list[int]]:
 
 
 def token_ids(value: JsonValue, at: str = "") -> list[int]:
-    """Validate a list of token ids; `at` is its path below the field."""
+    """`at`: path below the field."""
     if not isinstance(value, list) or not value:
         raise invalid("must be a list of token ids, not empty", at=at)
     ids = [item for item in value if type(item) is int]  # a bool is an int to isinstance
@@ -57,12 +57,11 @@ class CompletionRequest(ConstrainedFields):
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    # not honoured yet
+    # not supported yet
     suffix: Annotated[JsonValue, only("")] = None
 
     @property
     def token_limit(self) -> int | None:
-        """Return the maximum of tokens generated per prompt."""
         return self.max_tokens
 
     @property
@@ -78,7 +77,7 @@ class CompletionRequest(ConstrainedFields):
         return True
 
     def check(self) -> None:
-        """Raises: Rejected, if fields contradict each other, or `best_of` exceeds `n`."""
+        """Raises: Rejected if fields contradict each other."""
         super().check()
         choices = len(self.prompt) * (self.n or 1)
         if choices > MAX_BRANCHES:
@@ -97,7 +96,6 @@ class CompletionRequest(ConstrainedFields):
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: Rejected, if a token id is not in the vocabulary."""
     worst = max(ids, default=0)
     if worst >= vocab_size:
         raise Rejected(

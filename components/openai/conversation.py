@@ -15,21 +15,21 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: list[dict[str, Any]]  # in the form of chat templates
-    tools: Sequence[Tool] = ()  # to choose from
+    tools: Sequence[Tool] = ()
     choice: ToolChoice = ToolChoice("auto")  # noqa: RUF009  # a tuple
-    parallel: bool = True  # whether one answer may have several calls
-    effort: Effort | None = None  # of reasoning; None: the model's default
+    parallel: bool = True  # several calls in one answer
+    effort: Effort | None = None  # None: the model's default
     variables: Mapping[str, JsonValue] = field(default_factory=dict)  # of the template, set by the client
     ending: Ending = Ending()  # noqa: RUF009  # a tuple
 
     @property
     def begun(self) -> str:
-        """The text that the answer continues; "" if it is a turn of its own."""
+        """The text that the answer continues."""
         return str(self.messages[-1]["content"]) if self.ending.continue_last else ""
 
 
 def name_answers(messages: Sequence[dict[str, Any]]) -> None:
-    """Set the tool name of each tool message, which some templates need and clients leave out."""
+    """Set the tool name of tool messages: some templates need it, and clients omit it."""
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", ()):

@@ -13,7 +13,7 @@ from components.openai.fields import INT32_MAX, Priority, Strict
 from components.openai.parts import Parts, filled
 from components.wire.embed import EmbeddingModel
 
-MAX_INPUTS: Final = 2048  # OpenAI's bound
+MAX_INPUTS: Final = 2048  # OpenAI's limit
 
 
 def _inputs(value: JsonValue) -> list[str | list[int]]:
@@ -29,16 +29,14 @@ class EmbeddingRequest(Strict):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    # extensions, by the names that users of vLLM know
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = (
-        None  # keep the last n; -1: as many as fit
-    )
+    # vLLM's extensions
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # -1: as many as fit
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     priority: Priority | None = None
 
     def check(self, model: EmbeddingModel) -> None:
-        """Raises: Rejected, if the vectors cannot be cut to `dimensions`."""
+        """Raises: Rejected if the vectors cannot be cut to `dimensions`."""
         wanted = self.dimensions
         if wanted is None or wanted == model.dimensions:
             return

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: one table from the mesh's errors to (HTTP status, type, code)."""
+"""Errors in OpenAI's form: one table from mesh errors to (HTTP status, type, code)."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from components.errors import MeshError, Overloaded
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row. Without `text` a client reads the error's own message, which must then be safe to show."""
+    """Without `text` a client reads the error's own message, which must be safe to show."""
 
     status: int
     type: str
@@ -71,7 +71,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.NonFiniteLogits: Row(500, _SERVER, "non_finite_logits", _NOT_FINITE),
 }
 
-WHY_NO_KV: Final[dict[str, str]] = {  # by the class named in `KvUnavailable.fields["cause"]`
+WHY_NO_KV: Final[dict[str, str]] = {  # by `KvUnavailable.fields["cause"]`
     e.KvCorrupt.__name__: "it was corrupted on the way.",
     e.DeadlineExceeded.__name__: "it took too long.",
     e.PrefillLost.__name__: "the instance was lost.",
@@ -106,7 +106,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every failed request, for /openapi.json."""
+    """The body of every failed request."""
 
     error: ErrorDetail
 
@@ -121,7 +121,7 @@ class ApiError:
     retry_after_s: float | None = None
 
     def body(self) -> bytes:
-        """Return the JSON of a failed request, or of an event that ends a stream."""
+        """JSON of a failed request, or of an event that ends a stream."""
         inner = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": inner}, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -132,7 +132,7 @@ class ApiError:
 
 
 def from_mesh(error: MeshError, request_id: str) -> ApiError:
-    """Convert a mesh error. An unknown class of a newer peer becomes its nearest known parent."""
+    """A newer peer's unknown class becomes its nearest known parent."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     message = row.text or error.message
     if isinstance(error, e.KvUnavailable):
@@ -146,7 +146,7 @@ def from_mesh(error: MeshError, request_id: str) -> ApiError:
 
 
 def in_other_words(error: ApiError, params: Mapping[str, str]) -> ApiError:
-    """Rename the parameter of `error`. The first pattern in `params` that fits counts; unknown parameters keep their name."""
+    """Rename the parameter of `error` by the first pattern in `params` that fits."""
     for pattern, name in params.items() if error.code != "unknown_parameter" else ():
         found = re.fullmatch(pattern, error.param or "")
         if found is not None:
@@ -160,22 +160,22 @@ def _text(value: object) -> str | None:
 
 
 def from_status(status: int, message: str | None = None) -> ApiError:
-    """Return a refusal by the web server, such as an unknown URL or a wrong method."""
+    """A refusal by the web server, such as a wrong method."""
     code, text = HTTP.get(status, (None, _OURS if status >= 500 else HTTP[400][1]))
     return ApiError(status, message or text, _SERVER if status >= 500 else _INVALID, None, code)
 
 
 def http_refusal(status: int, reason: str) -> tuple[bytes, bytes]:
-    """Return content type and body of a refusal by the HTTP server, for `serve_http`."""
+    """Content type and body of a refusal by the HTTP server, for `serve_http`."""
     return b"application/json", from_status(status, reason).body()
 
 
 def from_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return a refusal of a parameter in the URL."""
+    """A refusal of a parameter in the URL."""
     param = str(faults[0]["loc"][-1])
     return ApiError(400, f"Invalid '{param}': {faults[0]['msg']}.", _INVALID, param, "invalid_value")
 
 
 def internal(request_id: str) -> ApiError:
-    """Return the answer to a bug. Its traceback is only in the log, under the request id."""
+    """The answer to a bug. Only the log has its traceback."""
     return ApiError(500, f"{_OURS} (request {request_id})", _SERVER, None, "internal_error")

@@ -1,4 +1,4 @@
-"""Server-sent events of one stream, as bytes. Constant parts are serialised once; a token only has its text quoted."""
+"""Server-sent events of one stream, as bytes. Constant parts are serialised once."""
 
 import json
 from collections.abc import Sequence
@@ -13,17 +13,16 @@ from components.output.calls import CallDelta
 DONE: Final = b"data: [DONE]\n\n"
 
 _encode: Final = json.JSONEncoder(ensure_ascii=False).encode
-# line ends for str.splitlines, with which some clients split the stream, but not for JSON
+# line ends for str.splitlines, which some clients use, but not for JSON
 _LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 def quote(text: str) -> bytes:
-    """Return `text` as a JSON string without any line separator."""
+    """Return `text` as a JSON string without line ends."""
     return _in_one_line(_encode(text))
 
 
 def as_json(value: object) -> bytes:
-    """Return a JSON value or model as `quote` does."""
     return _in_one_line(value.model_dump_json() if isinstance(value, BaseModel) else _encode(value))
 
 
@@ -49,18 +48,18 @@ NOTHING: Final = More()
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """One stream's events. Chat and completions differ only in what surrounds the text."""
+    """One stream's events. Chat and completions differ only around the text."""
 
     head: bytes  # up to the choice's index
     before_text: bytes
     after_text: bytes
-    empty: bytes  # a choice's payload without text, for the finish event
-    opening: bytes | None  # a choice's payload before any text
+    empty: bytes  # a choice without text, for the finish event
+    opening: bytes | None  # a choice before any text
     usage_head: bytes
 
     @classmethod
     def chat(cls, response_id: str, created: int, model: str, *, usage_follows: bool, empty: bool = True) -> Self:
-        """Make events of `chat.completion.chunk`. `empty`: the content begins as "", not as null."""
+        """`empty`: the content begins as "", not as null."""
         head, usage_head = _heads(response_id, "chat.completion.chunk", created, model, usage_follows=usage_follows)
         opening = b',"delta":{"role":"assistant","content":%b}' % (b'""' if empty else b"null")
         return cls(head, b',"delta":{"content":', b"}", b',"delta":{}', opening, usage_head)
@@ -71,7 +70,7 @@ class Events:
         return cls(head, b',"text":', b"", b',"text":""', None, usage_head)
 
     def open(self, index: int, more: More = NOTHING) -> bytes:
-        """Return what precedes a choice's first text: in a chat, its role."""
+        """The event before a choice's text: in a chat, its role."""
         return b"" if self.opening is None else self._event(index, self.opening, b"null", more)
 
     def text(self, index: int, text: str, logprobs: BaseModel | None = None, more: More = NOTHING) -> bytes:
@@ -95,7 +94,7 @@ class Events:
         logprobs: BaseModel | None = None,
         more: More = NOTHING,
     ) -> bytes:
-        """Return events for text, reasoning and tool calls of a chat. The first event has the log-probabilities."""
+        """Events for a chat's text, reasoning and calls. The first one has the log-probabilities."""
         deltas = [b'"content":%b' % quote(text)] if text else []
         if reasoning:
             quoted = quote(reasoning)
@@ -114,7 +113,7 @@ class Events:
         return self._event(index, self.empty, quote(reason), more)
 
     def usage(self, usage: Usage) -> bytes:
-        """Return the usage chunk, which has no choices."""
+        """The usage chunk, which has no choices."""
         return b'%b[],"usage":%b}\n\n' % (self.usage_head, usage.model_dump_json().encode())
 
     def _event(self, index: int, payload: bytes, reason: bytes, more: More) -> bytes:

@@ -1,7 +1,6 @@
-"""Fields that several endpoints share, and the parsing of a body into a request or an error that names the parameter.
+"""Shared fields, and parsing of a body into a request or an error that names the parameter.
 
-A known field that is not supported declares its neutral values; other values are refused. So is an undeclared field. Nothing
-is ignored silently.
+Unknown fields are refused. A known, unsupported field declares its neutral values; others are refused.
 """
 
 from collections.abc import Mapping
@@ -34,14 +33,14 @@ MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BIAS: Final = 100
-MAX_PRIORITY: Final = 127  # a limit, since each step lets 256 later requests overtake
+MAX_PRIORITY: Final = 127  # each step lets 256 later requests overtake
 INT32_MAX: Final = 2**31 - 1
 CODES: Final = {  # pydantic's error types to OpenAI's codes; others are invalid_value
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
     "unsupported": "unsupported_parameter",
 }
-SHAPES: Final = {  # in JSON's words rather than Python's
+SHAPES: Final = {  # in JSON's words, not Python's
     "model_type": "Input should be an object",
     "dict_type": "Input should be an object",
     "list_type": "Input should be an array",
@@ -78,7 +77,7 @@ def _same(value: JsonValue, allowed: JsonValue) -> bool:
 
 
 def invalid(message: str, at: str = "") -> PydanticCustomError:
-    """Return the error for a bad value; `at` is the path below the field, such as `[0].type`."""
+    """`at`: path below the field, such as `[0].type`."""
     return PydanticCustomError("value_error", message.replace("{", "{{").replace("}", "}}"), {"at": at})
 
 
@@ -93,7 +92,7 @@ class _ByType(Discriminator):
 
 
 def by_type(*kinds: str, default: str = "") -> Discriminator:
-    """Choose the model of a union by an object's `type`, or by `default` if it has none."""
+    """Choose a union's model by an object's `type`, or else by `default`."""
 
     def tag(value: Any) -> str:
         kind = value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", default)
@@ -162,7 +161,7 @@ Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower goe
 
 
 class AskedConstraint(NamedTuple):
-    """What an answer must be, and the field that asks for it, which errors name."""
+    """The form of an answer, and the field that requests it, for errors."""
 
     constraint: Constraint
     param: str
@@ -189,7 +188,7 @@ class GenerationFields(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias = None
-    # extensions, by the names that users of vLLM know
+    # vLLM's extensions
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # -1 and 0: all
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
@@ -198,23 +197,19 @@ class GenerationFields(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     priority: Priority | None = None
-    # keys for routing by session; the first one set counts
+    # keys for session affinity; the first one counts
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    # how text is made from tokens
     skip_special_tokens: bool | None = None  # true by default
     spaces_between_special_tokens: bool | None = None  # no effect with fast tokenizers, as in vLLM
     include_stop_str_in_output: bool | None = None  # also the text of the token that ends the answer
-    add_special_tokens: bool | None = (
-        None  # default: true for a text, false for a conversation, whose template has them
-    )
+    add_special_tokens: bool | None = None  # default: true for a text, false for a conversation
     echo: bool | None = None  # with `continue_final_message`: return the continued turn, too
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # alternatives per token
 
     @property
     def session(self) -> str:
-        """The key for routing by session."""
         return self.prompt_cache_key or self.user or ""
 
     @property
@@ -233,22 +228,21 @@ class GenerationFields(Strict):
 
     @property
     def continues(self) -> bool:
-        """Whether the answer continues the prompt's text."""
         return False
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives to return with each token; None: no log-probabilities."""
+        """Alternatives per token; None: no log-probabilities."""
         return None
 
     @property
     def echo_alternatives(self) -> int | None:
-        """The same for the prompt's tokens, if the answer includes them."""
+        """Alternatives per prompt token, if the answer includes the prompt."""
         return None
 
     @property
     def prompt_alternatives(self) -> int | None:
-        """How many alternatives to request from the model for each prompt token."""
+        """Alternatives that the model computes per prompt token."""
         asked = [count for count in (self.prompt_logprobs, self.echo_alternatives) if count is not None]
         return max(asked, default=None)
 
@@ -257,7 +251,7 @@ class GenerationFields(Strict):
         return None
 
     def check(self) -> None:
-        """Raises: Rejected, if fields contradict each other."""
+        """Raises: Rejected if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -265,7 +259,7 @@ class GenerationFields(Strict):
 
 
 T = TypeVar("T")
-# vLLM's extensions of an answer: a member that is present only if requested
+# a member that is present only if requested, as in vLLM
 IfAsked = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 
 
@@ -296,12 +290,11 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 def parse_body(cls: type[R], body: bytes) -> R:
-    """Return the request in `body`. Raises: Rejected, with the first error and its parameter."""
+    """Raises: Rejected, with the first error and its parameter."""
     return parse_value(cls, _read_json(body))
 
 
 def parse_value(cls: type[R], value: Any) -> R:
-    """Return the request in a parsed body. Raises: Rejected."""
     try:
         request = cls.model_validate(value)
     except ValidationError as exc:
@@ -312,9 +305,9 @@ def parse_value(cls: type[R], value: Any) -> R:
 
 
 def _read_json(body: bytes) -> Any:
-    """Parse `body`. A duplicate key is an error, since another parser in front of us may read the other value.
+    """Refuse duplicate keys: a parser in front of us may read the other value.
 
-    NaN and numbers beyond a float's range pass; their fields refuse them by name. Raises: Rejected.
+    NaN and numbers beyond a float pass: their fields refuse them by name.
     """
     check_text(body)
     try:
@@ -345,6 +338,6 @@ def _rejection(fault: ErrorDetails) -> Rejected:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """Return a path such as `messages[0].content`, as OpenAI writes it, without the tags of unions."""
+    """A path such as `messages[0].content`, without the tags of unions."""
     steps = [*loc[:1], *(step for step in loc[1:] if not str(step).startswith("<"))]
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")

@@ -145,7 +145,7 @@ def _assistants_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
-    """Add to a turn; its `reasoning_content` is a list until all is added."""
+    """`reasoning_content` is a list until all is added."""
     if isinstance(item, MessageItem):
         turn["content"] = turn["content"] or []
         turn["content"] += _texts(item.content)

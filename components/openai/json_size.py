@@ -1,7 +1,7 @@
-"""Limits on the contents of a JSON text, checked before it is parsed: a parser creates all objects in one go and holds the GIL.
+"""Limits on a JSON text's contents, before parsing: a parser creates all objects at once and holds the GIL.
 
-A text of 4 MB may hold a million empty objects. Useful requests have fewer and longer strings; only token ids are many. So
-strings, objects and arrays have one limit, and token ids another.
+A text of 4 MB may hold a million empty objects. Useful requests have few strings, objects and arrays, but may have
+many token ids. So there are two limits.
 """
 
 import re
@@ -13,21 +13,21 @@ from components.errors import Rejected
 
 MAX_VALUES: Final = 100_000  # strings (keys, too), objects and arrays; also items of lists other than token ids
 MAX_ITEMS: Final = 1 << 19  # of all lists: half a million token ids take 30 ms to parse
-MAX_DIGITS: Final = 400  # of a number in a large text: a float has at most 309, and long integers take quadratic time
+MAX_DIGITS: Final = 400  # a float has at most 309, and long integers take quadratic time
 MAX_KEYS: Final = 2048  # per object: pydantic creates an error for each unknown key
 TOKEN_FIELDS: Final = frozenset({"prompt", "input", "tokens"})
-SLICE_BYTES: Final = 32 * 1024  # checked in one go, in 0.1 to 2 ms
+SLICE_BYTES: Final = 32 * 1024  # checked at once, in 0.1 to 2 ms
 SMALL_BYTES: Final = 64 * 1024  # smaller texts need no check
 DIGITS: Final = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else byte for byte in range(256))
 ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 
 
 def check_text(body: bytes) -> None:
-    """Check a text before it is parsed, even if it is not JSON. Raises: Rejected."""
+    """Check a text, even if it is not JSON. Raises: Rejected."""
     if len(body) <= SMALL_BYTES:
         return
     opened = quotes = commas = 0
-    rest = b""  # a backslash that ended the slice before
+    rest = b""  # a backslash that ended the last slice
     for start in range(0, len(body), SLICE_BYTES):
         some = rest + body[start : start + SLICE_BYTES]
         if b"\\" in some:
@@ -45,7 +45,7 @@ def check_text(body: bytes) -> None:
 
 
 def check_value(body: bytes, value: Any) -> None:
-    """Check a parsed value: objects have few keys, and long lists are token ids. Raises: Rejected."""
+    """Check that objects have few keys, and long lists are token ids. Raises: Rejected."""
     if body.count(b":") <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
         return
     if isinstance(value, dict):
@@ -75,7 +75,7 @@ def _check_keys(found: dict[str, Any]) -> None:
 
 
 def _bounded(name: str, field: Any) -> Iterable[Any]:
-    """Yield the objects and arrays of a field that are limited: all except lists of token ids, or lists of these."""
+    """Yield a field's limited objects and arrays: all but lists of token ids, or lists of these."""
     if name not in TOKEN_FIELDS or not isinstance(field, list):
         return _containers([field])
     return chain.from_iterable(_containers(item) if isinstance(item, list) else (item,) for item in _containers(field))

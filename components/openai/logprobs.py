@@ -1,7 +1,6 @@
 """Log-probabilities in an answer: a chat's list of tokens, and the parallel lists of completions.
 
-There is one entry for each token that `usage` counts, as in vLLM: also for tokens that the text does not show, such as
-those of a stop string.
+Each token that `usage` counts has an entry, as in vLLM, also in a stop string.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +11,14 @@ from pydantic import BaseModel, TypeAdapter
 from components.openai.parts import Items, items_of
 from components.wire.logprobs import TokenLogprobs
 
-LEAST: Final = -9999.0  # OpenAI's value for "very improbable"; JSON has no infinity
+LEAST: Final = -9999.0  # OpenAI's "very improbable"; JSON has no infinity
 TOKENS_AT_ONCE: Final = 32  # with 20 alternatives each, 2 ms
 
 
 class ShownToken(NamedTuple):
     token: bytes  # maybe part of a character
     logprob: float | None  # None for a prompt's first token
-    top: list[tuple[bytes, float]]  # the most probable tokens at its position, best first
+    top: list[tuple[bytes, float]]  # most probable first
     offset: int  # in characters of the choice's text
 
 
@@ -38,7 +37,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """For a choice, or for what one chunk adds to it."""
+    """Log-probabilities of a choice, or of one chunk."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -49,7 +48,7 @@ class ChatLogprobs(BaseModel):
 
     @staticmethod
     def parts(tokens: Sequence[ShownToken]) -> dict[str, Items]:
-        """Yield the items of the lists of `of(tokens)`, for `filled`."""
+        """The list items of `of(tokens)`, for `filled`."""
         return {"content": (_token(token).model_dump_json().encode() for token in tokens)}
 
 
@@ -60,9 +59,9 @@ def _token(shown: ShownToken) -> TokenLogprob:
 
 
 class CompletionLogprobs(BaseModel):
-    """For a choice, or for what one chunk adds to it: lists with one entry per token.
+    """Lists with one entry per token of a choice, or of one chunk.
 
-    `top_logprobs` includes the token itself, even if it is not among the most probable.
+    `top_logprobs` includes the token itself, even if it is improbable.
     """
 
     text_offset: list[int]
@@ -76,7 +75,7 @@ class CompletionLogprobs(BaseModel):
 
     @staticmethod
     def parts(tokens: Sequence[ShownToken]) -> dict[str, Items]:
-        """Yield the items of the lists of `of(tokens)`, for `filled`."""
+        """The list items of `of(tokens)`, for `filled`."""
 
         def filling(column: Callable[[ShownToken], Any]) -> Items:
             return items_of(tokens, lambda some: [column(token) for token in some], TOKENS_AT_ONCE)
@@ -92,14 +91,14 @@ class PromptLogprob(BaseModel):
     decoded_token: str
 
 
-# one entry per token, keyed by token id, the token itself first; None for the first token
+# one entry per token, by token id, the token itself first; None for the first token
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 def prompt_parts(
     token_ids: Sequence[int], told: Sequence[TokenLogprobs], alternatives: int, name: Callable[[int], bytes]
 ) -> Items:
-    """Yield the items of a prompt's `PromptLogprobs`; `told` starts with the prompt's second token."""
+    """Yield the items of a prompt's `PromptLogprobs`; `told` starts with the second token."""
     yield b"null"
     for i, of in enumerate(told, 1):
         yield _places.dump_json(_place(token_ids[i], of, alternatives, name))
@@ -128,7 +127,7 @@ def _top(shown: ShownToken) -> dict[str, float] | None:
     return found
 
 
-_COLUMNS: Final[dict[str, Callable[[ShownToken], Any]]] = {  # of CompletionLogprobs, in their order
+_COLUMNS: Final[dict[str, Callable[[ShownToken], Any]]] = {  # in the order of CompletionLogprobs
     "text_offset": lambda shown: shown.offset,
     "token_logprobs": lambda shown: None if shown.logprob is None else max(shown.logprob, LEAST),
     "tokens": lambda shown: _text(shown.token, "bytes:"),
@@ -137,7 +136,7 @@ _COLUMNS: Final[dict[str, Callable[[ShownToken], Any]]] = {  # of CompletionLogp
 
 
 def _text(token: bytes, prefix: str = "") -> str:
-    r"""Return a token's text; of a part of a character `\xf0\x9f` after `prefix`, as OpenAI does."""
+    r"""A token's text; `\xf0\x9f` after `prefix` for part of a character, as in OpenAI's API."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
-    """One model. `max_model_len` limits prompt and answer together; `parent` is an adapter's base model. Both as in vLLM."""
+    """A model. `max_model_len` limits prompt and answer; `parent` is an adapter's base model. Both as in vLLM."""
 
     id: str
     object: Literal["model"] = "model"

@@ -56,7 +56,7 @@ class Worker(BaseModel):
     model: str | None
     adapters: list[str]
     max_model_len: int | None
-    # silent: registered, but without a heartbeat or with a hung engine; None: its role sends no heartbeats
+    # silent: registered, but without a heartbeat or with a hung engine; None: without heartbeats
     state: WorkerState | None
     load: WorkerLoad | None = None
 

@@ -1,4 +1,4 @@
-"""Long answers as JSON in parts, each quick to write, so that other tasks run in between."""
+"""Long answers as JSON in parts, so that other tasks run in between."""
 
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ Items = Iterable[bytes | Iterable[bytes]]  # one or more items, or one item in p
 
 
 def some_of(parts: Parts) -> bytes:
-    """Return the next parts, at least AT_ONCE_BYTES except at the end."""
+    """Return at least AT_ONCE_BYTES of the next parts, except at the end."""
     taken, size = [], 0
     for part in parts:
         taken.append(part)
@@ -26,9 +26,9 @@ def some_of(parts: Parts) -> bytes:
 
 
 def filled(answer: BaseModel, **lists: Items) -> Parts:
-    """Yield the JSON of `answer` with items for its empty lists of these names.
+    """Yield the JSON of `answer`, with items for its empty `lists`, in the order of fields.
 
-    The names must be in the order of the fields. No text can contain such a name: its quotes are escaped.
+    No text can contain such a name: its quotes are escaped.
     """
     rest = answer.model_dump_json().encode()
     for name, items in lists.items():
@@ -50,14 +50,14 @@ def filled(answer: BaseModel, **lists: Items) -> Parts:
 def items_of(
     values: Sequence[T], shown: Callable[[Sequence[T]], Sequence[Any]] = list, at_once: int = PART
 ) -> Iterator[bytes]:
-    """Yield a list's items, many at a time; `shown` converts values before they are written."""
+    """Yield a list's items, many at a time; `shown` converts values."""
     for start in range(0, len(values), at_once):
         some = shown(values[start : start + at_once])
         yield json.dumps(some, ensure_ascii=False, separators=(",", ":"))[1:-1].encode()
 
 
 def text_filled(answer: BaseModel, text: str) -> Parts:
-    """Yield the JSON of `answer`; `text` fills its first string, which is empty."""
+    """Yield the JSON of `answer`; `text` fills its first empty string."""
     head, behind = answer.model_dump_json().encode().split(b'""', 1)
     yield head + b'"'
     for start in range(0, len(text), PART):

@@ -29,12 +29,10 @@ DELTAS: Final = {
 
 
 def item_id(block: Block, request_id: str) -> str:
-    """Return a unique id: the request's id and the item's number."""
     return f"{PREFIXES[block.kind]}{request_id}{block.index:02d}"
 
 
 def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[TokenLogprob] = ()) -> OutputItem:
-    """Return the item of a finished block."""
     own = item_id(block, request_id)
     if block.kind == "call":
         return OutputCall(id=own, status=status, call_id=block.id, name=block.name, arguments=block.text)
@@ -45,11 +43,11 @@ def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[To
 
 
 class ResponseEvents:
-    """One stream. Events are numbered."""
+    """One stream, with numbered events."""
 
     def __init__(self, request_id: str) -> None:
         self.blocks = Blocks()
-        self.items: list[OutputItem] = []  # finished
+        self.items: list[OutputItem] = []
         self._request_id = request_id
         self._number = 0
         self._head = b""  # an event of the open block, from its number to the text

@@ -24,7 +24,7 @@ Logprobs = Literal["message.output_text.logprobs"]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
-PARAMS: Final = {  # a pattern of a chat's parameter to its name here, where they differ
+PARAMS: Final = {  # a chat's parameters to their names here
     r"messages.*": "input",
     r"max_tokens|max_completion_tokens": "max_output_tokens",
     r"response_format(?:\.json_schema)?(.*)": r"text.format\1",
@@ -95,7 +95,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """How much the model reasons. Reasoning is returned in full; there are no summaries."""
+    """Reasoning is returned in full; there are no summaries."""
 
     effort: JsonValue = None  # checked by the chat
     summary: Annotated[JsonValue, only("auto")] = None
@@ -135,7 +135,7 @@ class ResponsesRequest(Strict):
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    # not honoured yet
+    # not supported yet
     truncation: Annotated[JsonValue, only("disabled")] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None
     max_tool_calls: Annotated[JsonValue, only()] = None
@@ -145,11 +145,9 @@ class ResponsesRequest(Strict):
 
     @property
     def stored(self) -> bool:
-        """Whether it must be stored; None: where possible."""
         return bool(self.store or self.background)
 
     def check(self) -> None:
-        """Raises: Rejected, if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         if self.top_logprobs is not None and not self.include:
@@ -167,7 +165,7 @@ class ResponsesRequest(Strict):
             )
 
     def chat(self, earlier: Sequence[InputItem]) -> ChatRequest:
-        """Return the request as a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names."""
+        """Return a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         wanted: dict[str, Any] = {
             "model": self.model,
@@ -284,7 +282,7 @@ class ResponseObject(BaseModel):
     def begun(
         cls, response_id: str, created: int, request: ResponsesRequest, *, store: bool, temperature: float, top_p: float
     ) -> "ResponseObject":
-        """Return the answer before any output, with sampling parameters after defaults."""
+        """The answer before any output. Sampling parameters include defaults."""
         choice = request.tool_choice
         return cls(
             id=response_id,

@@ -1,4 +1,4 @@
-"""The form that an answer's text must have: `response_format`, and vLLM's fields for it."""
+"""The form of an answer's text: `response_format`, and vLLM's fields for it."""
 
 import json
 from functools import cached_property
@@ -56,7 +56,7 @@ class ConstrainedFields(GenerationFields):
 
     @cached_property
     def asked_constraint(self) -> AskedConstraint | None:
-        """The requested constraint. Raises: Rejected, if there are several, or it is invalid."""
+        """Raises: Rejected if there are several, or it is invalid."""
         asked = [*self._of_response_format(), *self._of_structured_outputs(), *self._guided()]
         if len(asked) > 1:
             raise Rejected(
@@ -67,7 +67,6 @@ class ConstrainedFields(GenerationFields):
         return asked[0] if asked else None
 
     def check(self) -> None:
-        """Raises: Rejected, if fields contradict each other."""
         super().check()
         _ = self.asked_constraint
 
@@ -126,7 +125,7 @@ def _json(schema: Schema, param: str) -> AskedConstraint:
 
 
 def _choice(choice: list[str], param: str) -> AskedConstraint:
-    """Return one terminal: as grammar rules, thousands of alternatives would all be open at once."""
+    """One terminal: with rules, thousands of alternatives would be open at once."""
     text = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
     return AskedConstraint(Constraint(kind="lark", text=_bounded(text, param)), param)
 

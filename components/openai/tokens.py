@@ -24,7 +24,7 @@ class TokenizeRequest(Strict):
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # None: the first one served
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, whose template has them
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -32,7 +32,6 @@ class TokenizeRequest(Strict):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
-        """Raises: Rejected, if fields contradict each other."""
         if (self.prompt is None) == (self.messages is None):
             raise Rejected("Send either 'prompt' or 'messages'.", param="prompt")
         for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):

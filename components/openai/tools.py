@@ -15,7 +15,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _parameters(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Check the outline of a schema; the compiler checks schemas that constrain the answer."""
+    """Check a schema's outline; the compiler checks schemas that constrain the answer."""
     kind = schema.get("type", "object")
     if kind != "object":
         raise invalid("must describe an object", at=".type")
@@ -43,9 +43,7 @@ def _check_property(schema: JsonValue, at: str) -> None:
 class Function(Strict):
     name: Name
     description: str | None = None
-    parameters: Annotated[dict[str, JsonValue], AfterValidator(_parameters)] | None = (
-        None  # JSON Schema; None: it has none
-    )
+    parameters: Annotated[dict[str, JsonValue], AfterValidator(_parameters)] | None = None
     strict: bool | None = None
 
 
@@ -54,7 +52,7 @@ class Tool(Strict):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """Return it for chat templates: without unset fields, except for the parameters, which templates iterate."""
+        """Return the tool without unset fields, but with parameters, which templates iterate."""
         told = self.function.model_dump(exclude_none=True, exclude={"strict"})
         told.setdefault("parameters", {"type": "object", "properties": {}})
         return {"type": "function", "function": told}
@@ -92,15 +90,13 @@ class CalledFunction(Strict):
 
 
 class CalledTool(Strict):
-    """A call of an earlier turn."""
-
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # left by clients that join a call from a stream
 
     def for_template(self) -> dict[str, Any]:
-        """Return it for chat templates: arguments as an object, or as text if they are not one."""
+        """Return the call with arguments as an object, or as text if they are not one."""
         arguments: Any = self.function.arguments
         try:
             read = from_json(arguments or "{}")  # as strict as for bodies: no lone surrogates, no deep nesting

@@ -1,4 +1,4 @@
-"""An answer as blocks of reasoning, text and calls, in order: the form of the Responses and Messages APIs."""
+"""An answer as blocks of reasoning, text and calls: the form of the Responses and Messages APIs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Self
@@ -9,7 +9,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class Block:
-    """A block while it grows. `id` and `name` are a call's, whose text is its arguments."""
+    """`id` and `name` are a call's; its text is the arguments."""
 
     __slots__ = ("_pieces", "id", "index", "kind", "name")
 
@@ -29,8 +29,6 @@ class Block:
 
 
 class Step(NamedTuple):
-    """A block ends, begins, or grows by some text."""
-
     block: Block
     text: str = ""
     begins: bool = False
@@ -38,11 +36,11 @@ class Step(NamedTuple):
 
 
 class Blocks:
-    """Every block of one answer; the last one is open. Deltas of a call are consecutive."""
+    """The last block is open. Deltas of a call are consecutive."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
-        self._call = -1  # its index, if the open block is a call
+        self._call = -1  # index of the open call; -1: none is open
 
     @classmethod
     def of(cls, reasoning: str, text: str, calls: Sequence[Call]) -> Self:

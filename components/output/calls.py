@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class CallDelta(NamedTuple):
-    """The first delta of a call has `id` and `name` and no arguments; later ones have arguments only."""
+    """A call's first delta has `id` and `name`; later ones have arguments only."""
 
     index: int  # type: ignore[assignment]  # of the call in its choice, from 0; hides the tuple's method
     id: str | None

@@ -1,8 +1,7 @@
 # ruff: noqa: RUF001, RUF002  # the bars in DeepSeek's tokens are wide
-"""DeepSeek's calls: special tokens around each of them and around all.
+"""DeepSeek's calls: special tokens around each and around all.
 
-V3 and R1 write `function<｜tool▁sep｜>name`, a line end, and the arguments in a fence; V3.1 writes
-`name<｜tool▁sep｜>{…}`.
+V3 and R1: `function<｜tool▁sep｜>name`, a line end, and arguments in a fence. V3.1: `name<｜tool▁sep｜>{…}`.
 """
 
 from typing import Final

@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning by name, and which one a chat template uses."""
+"""Formats of tool calls and reasoning by name, and by chat template."""
 
 import random
 import string
@@ -44,8 +44,8 @@ def mistral_id() -> str:
 class ToolFormat:
     name: ToolParserName
     read: Format
-    tokens: tuple[str, ...] = ()  # its markers; special tokens among them must be shown to it
-    style: CallStyle | None = None  # for a grammar; None: calls under a grammar are plain JSON
+    tokens: tuple[str, ...] = ()  # its markers; the detokenizer must show special tokens among them
+    style: CallStyle | None = None  # for a grammar; None: calls are plain JSON
     new_id: Callable[[], str] = call_id
 
 
@@ -54,7 +54,7 @@ class ReasoningFormat:
     name: ReasoningParserName
     begin: str
     end: str
-    always: bool = False  # the model reasons unless the prompt prevents it, and may leave out `begin`
+    always: bool = False  # the model reasons unless the prompt prevents it, and may omit `begin`
 
 
 _DEEPSEEK: Final = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
@@ -111,7 +111,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
 
 
 def tool_format_of(template: str, name: ToolParserName | None = None) -> ToolFormat:
-    """The format called `name`, else the one that `template` describes or repeats calls in."""
+    """The format called `name`, or else the template's."""
     found = TOOL_FORMATS[name or _shown_by(template)]
     return replace(found, style=MISTRAL_NAMED) if found.name == "mistral" and ARGS in template else found
 
@@ -129,14 +129,14 @@ _MARKS: Final[tuple[tuple[str, ToolParserName], ...]] = (
     (TOOL_CALLS, "mistral"),
     (START, "pythonic"),
     (PYTHON_TAG, "llama3_json"),
-    ('"parameters": ', "llama3_json"),  # as Llama 3.2's does, without a tag
+    ('"parameters": ', "llama3_json"),  # Llama 3.2 has no tag
     ("[func_name", "pythonic"),
     ("ipython", "llama3_json"),
 )
 
 
 def reasoning_format_of(template: str) -> ReasoningFormat | None:
-    """The format that `template` describes or opens; None if it does not mention reasoning."""
+    """The format that `template` mentions, if any."""
     for name in ("qwen3", "mistral"):
         found = REASONING_FORMATS[name]
         if found.begin in template or found.end in template:
@@ -146,22 +146,20 @@ def reasoning_format_of(template: str) -> ReasoningFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    tool_format: Literal["auto", "template", "hermes"] = (
-        "auto"  # what describes the tools to the model; auto: the template, if it can
-    )
+    tool_format: Literal["auto", "template", "hermes"] = "auto"  # auto: the template, if it describes tools
     tool_parser: ToolParserName | None = None
     reasoning_parser: ReasoningParserName | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    tools: ToolFormat | None  # None: tools cannot be offered to it
-    instructed: bool  # our own words describe the tools, as the template cannot
+    tools: ToolFormat | None  # None: the model cannot get tools
+    instructed: bool  # our own words describe the tools, not the template
     reasoning: ReasoningFormat | None
 
     @classmethod
     def of(cls, template: str, options: FormatOptions) -> Self:
-        """Raises: ValueError, if the options contradict the chat template."""
+        """Raises: ValueError if the options contradict the chat template."""
         told = "tools" in variables_of(template)
         ours = options.tool_format == "hermes" or (options.tool_format == "auto" and not told)
         if ours and options.tool_parser not in {None, "hermes"}:

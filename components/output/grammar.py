@@ -1,4 +1,4 @@
-"""Answers as a grammar in llguidance's Lark: tool calls in the model's format, restricted to their parameters.
+"""Answers as a grammar in llguidance's Lark: tool calls in the model's format, limited to their parameters.
 
 Source: llguidance's docs/syntax.md. A special token is written `<[id]>`: its text would match other tokens.
 """
@@ -14,21 +14,21 @@ from llguidance import regex_to_lark
 from components.output.reader import Schema
 from components.structured.grammar import ASCII, WHITESPACE
 
-MAX_CALLS: Final = 32  # of one answer restricted to calls: a small model would never stop
+MAX_CALLS: Final = 32  # of one answer with only calls: a small model would never stop
 TEXT: Final = r"/(?s:.*)/"
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a format writes calls: `before`, calls with `separator` between them, `after`; `{}` is the name."""
+    """`before`, calls with `separator` between them, `after`; `{}` is the name."""
 
     head: str  # up to the arguments
     tail: str
     separator: str
     before: str = ""
     after: str = ""
-    marker: str = ""  # starts the first call and no other answer; "": other answers do not start with a bracket
+    marker: str = ""  # starts the first call and no other answer; "": other answers start without a bracket
 
 
 class CallableTool(NamedTuple):
@@ -38,8 +38,6 @@ class CallableTool(NamedTuple):
 
 
 class Thinking(NamedTuple):
-    """Reasoning before anything else."""
-
     begin: str
     end: str
     opened: bool  # by the prompt
@@ -47,7 +45,6 @@ class Thinking(NamedTuple):
 
 class Grammar:
     def __init__(self, special: Mapping[str, int]) -> None:
-        """`special`: ids of the formats' special tokens."""
         self._special = special
         self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         self._rules = ["%llguidance {}"]
@@ -72,13 +69,12 @@ class Grammar:
         return " ".join(atom for atom in [*atoms, _quoted(text[at:])] if atom)
 
     def up_to(self, name: str, marker: str) -> str:
-        """Any text up to and including `marker`."""
         if marker in self._special:
             return f"{self.rule(name.upper(), TEXT)} <[{self._special[marker]}]>"
         return self.rule(f"{name}[lazy]", rf"/(?s:.*){_escaped(marker)}/")
 
     def calls(self, style: CallStyle, tools: Sequence[CallableTool], *, single: bool, within_text: bool = False) -> str:
-        """One call or more; `within_text`: the first one's marker has been written."""
+        """`within_text`: the first call's marker is already written."""
         before, head = style.before, style.head
         if within_text:
             before, head = before.removeprefix(style.marker), head if before else head.removeprefix(style.marker)
@@ -130,7 +126,7 @@ def calls_or(
     *,
     single: bool,
 ) -> str:
-    """An answer by the rule `answer`, made by `answer_rule`, or, with `style`, calls."""
+    """`answer`: a rule from `answer_rule`. `style`: the answer may also be calls."""
     before = grammar.thinking(thinking)
     either = grammar.rule("answer", answer)
     if style is not None:
@@ -149,7 +145,7 @@ def answer_rule(kind: str, text: str) -> str:
 
 
 def _schema(tool: CallableTool) -> dict[str, Any]:
-    """The parameters as the compiler accepts them. Of tools that are not strict, only supported keywords count."""
+    """The parameters as the compiler accepts them. If not strict, unsupported keywords are ignored."""
     schema: dict[str, Any] = dict(tool.parameters or {"type": "object", "properties": {}})
     schema.setdefault("type", "object")
     whole = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}

@@ -6,14 +6,14 @@ from typing import Final
 from components.output.reader import Reader, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")  # keys that models use for them
-OTHER_KEYS: Final = ("type", "id")  # allowed in a bare call; with any other key an object is an answer
+OTHER_KEYS: Final = ("type", "id")  # allowed in a bare call; an object with any other key is an answer
 HERMES: Final = ("<tool_call>", "</tool_call>")
 PYTHON_TAG: Final = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def hermes(r: Reader) -> Steps[None]:
-    """`<tool_call>{…}</tool_call>`: Hermes, Qwen 2.5 and 3, and many later models."""
+    """`<tool_call>{…}</tool_call>`, as in Hermes and Qwen 2.5 and 3."""
     begin, end = HERMES
     while (yield from r.until([begin], r.say)):
         r.hold()
@@ -26,7 +26,7 @@ def hermes(r: Reader) -> Steps[None]:
 
 
 def llama3_json(r: Reader) -> Steps[None]:
-    """Llama 3: the answer is one call or several separated by semicolons, or they follow a tag."""
+    """Llama 3: the answer is calls separated by semicolons, or they follow a tag."""
     yield from _bare(r, [PYTHON_TAG])
     while (yield from r.until([PYTHON_TAG], r.say)):
         r.hold()
@@ -39,13 +39,12 @@ def llama3_json(r: Reader) -> Steps[None]:
 
 
 def plain_json(r: Reader) -> Steps[None]:
-    """The answer is a call or a list of calls, and nothing else."""
     yield from _bare(r, [])
     yield from r.until([], r.say)
 
 
 def mistral(r: Reader) -> Steps[None]:
-    """Mistral: a list after one token, or since version 11 of its tokenizer `f[ARGS]{…}` after a token each."""
+    """Mistral: a list after one token, or since tokenizer version 11 `f[ARGS]{…}` after a token each."""
     while (yield from r.until([TOOL_CALLS], r.say)):
         r.hold()
         r.skip(len(TOOL_CALLS))
@@ -62,7 +61,6 @@ def mistral(r: Reader) -> Steps[None]:
 
 
 def _named(r: Reader) -> Steps[bool]:
-    """`f[ARGS]{…}`, with an optional id in between."""
     name: list[str] = []
     yield from r.until([ARGS, CALL_ID, "{", "\n", TOOL_CALLS], name.append)
     if (yield from r.literal(CALL_ID)):
@@ -78,7 +76,7 @@ def _named(r: Reader) -> Steps[bool]:
 
 
 def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """A call, or several in a list or separated by semicolons, at the beginning of the text."""
+    """Calls at the beginning of the text, in a list or separated by semicolons."""
     r.hold()
     yield from r.spaces()
     listed = yield from r.literal("[")
@@ -92,7 +90,7 @@ def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
 
 
 def _more(r: Reader, separator: str, ends: Sequence[str]) -> Steps[None]:
-    """Further objects. A separator is text if no call follows it."""
+    """A separator without a call is text."""
     while True:
         yield from r.spaces()
         r.hold()
@@ -104,19 +102,18 @@ def _more(r: Reader, separator: str, ends: Sequence[str]) -> Steps[None]:
 
 
 def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[bool]:
-    """Read one object with its keys in any order, and following spaces and surplus brackets, which models
-    miscount.
+    """Read one object with keys in any order, and surplus brackets after it, which models miscount.
 
     Args:
         r: in front of it.
         ends: markers that end arguments that are no JSON.
         bare: without a marker, so it must name an offered tool, have arguments and no keys that calls lack.
-    Returns: whether it became a call, which what follows its arguments cannot change.
+    Returns: whether it became a call, whatever follows its arguments.
     """
     if not (yield from r.literal("{")):
         return False
     name: str | None = None
-    early: list[str] = []  # arguments that came before the name
+    early: list[str] = []  # these came before the name
     while True:
         key = yield from _key(r)
         if key in ARGUMENTS and name is not None and (yield from r.char()) == "{":
@@ -146,7 +143,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
 
 
 def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """The arguments of the current call; if they are no JSON, everything up to one of `ends`."""
+    """The call's arguments. If they are no JSON, they extend to one of `ends`."""
     if (yield from r.value(r.argue)) or (yield from r.until(ends, r.argue)):
         r.end_call()
 

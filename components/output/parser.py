@@ -1,4 +1,4 @@
-"""Split one generated text into reasoning, answer and tool calls."""
+"""Split a generated text into reasoning, answer and tool calls."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -18,7 +18,7 @@ NOTHING: Final = Parsed("", "", ())
 
 
 class OutputParser:
-    """Reasoning first, then the answer with calls. The result does not depend on how the text is cut."""
+    """The result does not depend on how the text is cut."""
 
     __slots__ = ("_calls", "_reasoning")
 
@@ -28,7 +28,7 @@ class OutputParser:
 
     @property
     def done(self) -> bool:
-        """The single call that was requested is complete; the rest is ignored."""
+        """The one requested call is complete."""
         return self._calls is not None and self._calls.done
 
     @property
@@ -37,18 +37,18 @@ class OutputParser:
 
     @property
     def held(self) -> str:
-        """The end of the text so far, if only later text can tell what it is."""
+        """The end of the text, if only later text can decide what it is."""
         if self._reasoning is not None and not self._reasoning.over:
             return self._reasoning.held
         return "" if self._calls is None else self._calls.held
 
     @property
     def undecided(self) -> bool:
-        """Whether the text so far ends within a call, or within a possible call or marker."""
+        """Whether the text ends within a call, or within a possible call or marker."""
         return bool(self.held.strip()) or (self._calls is not None and self._calls.calling)
 
     def begin(self) -> Parsed:
-        """Call this before the first text, to read the text before it. Returns: its parts."""
+        """Read the earlier text, and return its parts."""
         return NOTHING
 
     def feed(self, text: str) -> Parsed:
@@ -61,7 +61,7 @@ class OutputParser:
         return Parsed(said, thought, calls)
 
     def flush(self) -> Parsed:
-        """The text is over. Returns: what was held back."""
+        """Return the held text at the end."""
         thought = text = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.flush()
@@ -73,25 +73,24 @@ class OutputParser:
 
 
 class ContinuingParser(OutputParser):
-    """Parses the continuation of a text that `begin` reads.
+    """Parses the continuation of a text, which `begin` reads.
 
-    Of the text before, nothing is reported unless `tells`, except a call that it ends within.
+    Unless `tells`, the earlier text is not reported, except a call that it ends within.
     """
 
     __slots__ = ("_before", "_earlier", "_known", "_tells", "_untold")
 
     def __init__(self, reasoning: Reasoning | None, calls: Reader | None, before: str, *, tells: bool) -> None:
-        """`tells`: report the parts of `before`, too."""
         super().__init__(reasoning, calls)
-        self._untold = NOTHING  # parts of `before` to report with what follows
+        self._untold = NOTHING  # parts of `before` to report later
         self._before = before
         self._tells = tells
-        self._known = ""  # its end, if held back: it is not new when it is shown
+        self._known = ""  # held end of `before`: not new when it is shown
         self._earlier = 0  # complete calls in it
 
     @property
     def called(self) -> bool:
-        """Complete calls before do not count unless they are reported."""
+        """Earlier complete calls count only if they are reported."""
         return super().called and self._calls is not None and self._calls.num_calls > self._earlier
 
     def begin(self) -> Parsed:

@@ -1,4 +1,4 @@
-"""How the texts of one request are parsed, decided once."""
+"""How one request's texts are parsed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class OutputPlan:
     before: str = ""  # the model continues this text
 
     def parser(self, *, tells_before: bool = False) -> OutputParser:
-        """A new parser for what follows `before`; with `tells_before` it reports that, too."""
+        """`tells_before`: report the parts of `before`, too."""
         reasoning, tools = self.reasoning, self.tools
         thoughts = None if reasoning is None else Reasoning(reasoning.begin, reasoning.end, opened=self.opened)
         calls = None if tools is None else Reader(tools.read, self.offered, tools.new_id, single=self.single)

@@ -1,4 +1,4 @@
-"""Calls in Python, `[f(a="x"), g()]`, as in Llama 4. A call's arguments are reported when it is complete."""
+"""Calls in Python, `[f(a="x"), g()]`, as in Llama 4. A call's arguments are reported when complete."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ from typing import Any, Final
 from components.output.reader import Reader, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
-LONGEST: Final = 65536  # characters given to Python's parser
+LONGEST: Final = 65536  # characters for Python's parser
 
 
 def pythonic(r: Reader) -> Steps[None]:
@@ -22,7 +22,7 @@ def pythonic(r: Reader) -> Steps[None]:
 
 
 def _calls(r: Reader) -> Steps[bool]:
-    """The calls and the list's end. Returns: False if anything else follows, which stays held."""
+    """The calls and the list's end. Returns False, without consuming text, if anything else follows."""
     while True:
         yield from r.spaces()
         call = _read((yield from _source(r)), r.tools)
@@ -42,7 +42,7 @@ def _calls(r: Reader) -> Steps[bool]:
 
 
 def _source(r: Reader) -> Steps[str]:
-    """Past `name(…)`, respecting strings and brackets. Returns: its source; "" for anything else."""
+    """Skip `name(…)`, with strings and brackets. Returns: its source; "" for anything else."""
     source: list[str] = []
     depth = 0
     quote = ""
@@ -83,7 +83,7 @@ def _read(source: str, tools: Container[str]) -> tuple[str, str] | None:
 
 
 def python_value(source: str) -> Any:
-    """The constant in `source`. Raises: ValueError, RecursionError."""
+    """Raises: ValueError, RecursionError."""
     return ast.literal_eval(_parse(source))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Coder's calls: an element for the function and one per parameter, typed by the tool's schema."""
+"""Qwen3-Coder's calls: an element per function and parameter, typed by the tool's schema."""
 
 import json
 from typing import Final
@@ -32,7 +32,6 @@ def qwen3_coder(r: Reader) -> Steps[None]:
 
 
 def _tag(r: Reader) -> Steps[str]:
-    """The name in the rest of `<parameter=a>`, if there is one."""
     name: list[str] = []
     if (yield from r.until([">", "<", "\n"], name.append)) != ">":
         return ""
@@ -41,7 +40,7 @@ def _tag(r: Reader) -> Steps[str]:
 
 
 def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
-    """All parameters up to the function's end. A cut-off one leaves the JSON object open, so that clients notice."""
+    """All parameters. A cut-off value leaves the JSON object open, so that clients notice."""
     r.argue("{")
     comma = ""
     while (yield from r.until([PARAMETER, FUNCTION_END, CALL_END], _ignore)) == PARAMETER:
@@ -60,7 +59,7 @@ def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
 
 
 def _value(r: Reader, schema: JsonValue) -> Steps[bool]:
-    """Strings are passed on as they arrive, other values when complete. Returns: whether the value has an end."""
+    """Strings are reported at once, other values when complete. Returns: whether the value has an end."""
     if _is_text(schema):
         r.argue('"')
         end = yield from r.until(VALUE_ENDS, lambda text: r.argue(json.dumps(text, ensure_ascii=False)[1:-1]))
@@ -90,7 +89,7 @@ def _is_text(schema: JsonValue) -> bool:
 
 
 def _as_json(text: str) -> str:
-    """The value of `text` in JSON or in Python, else a string."""
+    """Read JSON or Python, or else a string."""
     constants = {"true": "true", "false": "false", "null": "null", "none": "null"}
     if (constant := constants.get(text.lower())) is not None:
         return constant

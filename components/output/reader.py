@@ -1,7 +1,6 @@
-"""A reader for text that is still arriving, on which the formats of tool calls are written.
+"""A reader for text that is still arriving, for the formats of tool calls.
 
-A format is a generator function over a `Reader`, written as if the whole text were there. It yields where it needs
-more text, and is resumed when there is some.
+A format is a generator function over a `Reader`. It yields where it needs more text.
 """
 
 import re
@@ -34,15 +33,14 @@ class Found(NamedTuple):
     calls: Sequence[CallDelta]
 
 
-class Enough(Exception):
-    """The rest will not be read."""
+class Enough(Exception): ...
 
 
 class Reader:
     def __init__(
         self, read: Format, tools: Mapping[str, Schema], new_id: Callable[[], str], *, single: bool = False
     ) -> None:
-        """`tools`: parameters of the offered tools by name; `single`: nothing is read after the first call."""
+        """`tools`: parameters by tool name; `single`: stop after the first call."""
         self.tools = tools
         self.done = False  # the rest will not be read
         self.num_calls = 0
@@ -55,13 +53,13 @@ class Reader:
         self._ended = False
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
-        self._spaces = ""  # after the answer's text: shown if more text follows, or if no call does
+        self._spaces = ""  # after the answer's text: shown if more text follows, or no call
         self._said = False
         self._steps = read(self)
 
     @property
     def held(self) -> str:
-        """The end of the text so far, if only later text can tell whether it belongs to a call."""
+        """The end of the text, if only later text can decide whether it belongs to a call."""
         return "" if self.calling else self._spaces + self._buffer[self._kept :]
 
     @property
@@ -93,8 +91,6 @@ class Reader:
         self._text, self._calls = [], []
         return found
 
-    # Primitives that formats read with.
-
     def char(self) -> Steps[str]:
         """The next character, not consumed; "" at the end."""
         while self._at >= len(self._buffer):
@@ -111,7 +107,7 @@ class Reader:
             self._at += 1
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Skip what `pattern` matches, which must accept any number of characters of a kind."""
+        """Skip a match of `pattern`, which must match any number of characters."""
         found = []
         while (yield from self.char()):
             match = pattern.match(self._buffer, self._at)
@@ -123,7 +119,6 @@ class Reader:
         return "".join(found)
 
     def literal(self, text: str) -> Steps[bool]:
-        """Skip `text` if it follows."""
         for i in range(len(text)):
             while self._at + i >= len(self._buffer):
                 if self._ended:
@@ -135,12 +130,12 @@ class Reader:
         return True
 
     def closing(self, text: str) -> Steps[None]:
-        """Skip `text`, or its beginning if the whole text is cut off, if it follows."""
+        """Skip `text`, even if cut off."""
         if not (yield from self.literal(text)) and self._ended and text.startswith(self._buffer[self._at :]):
             self._at = len(self._buffer)
 
     def until(self, markers: Sequence[str], tell: Callable[[str], None]) -> Steps[str]:
-        """Pass on the text before the first of `markers`. Returns: that marker, not consumed; "" at the end."""
+        """Report the text before the first of `markers`. Returns: that marker, not consumed; "" at the end."""
         while True:
             found = [(at, marker) for marker in markers if (at := self._buffer.find(marker, self._at)) >= 0]
             # of two at one place the longer counts
@@ -158,7 +153,7 @@ class Reader:
         self._mark = self._at
 
     def give_back(self, count: int = 0) -> None:
-        """It was no call: its first `count` characters are text, and the rest may be anything."""
+        """There is no call: the first `count` characters are text, the rest may be anything."""
         assert self._mark is not None
         self._at, self._mark = self._mark + count, None
         if count:
@@ -166,8 +161,6 @@ class Reader:
 
     def release(self) -> None:
         self._mark = None
-
-    # What formats report.
 
     def say(self, text: str) -> None:
         whole = self._spaces + text
@@ -193,21 +186,17 @@ class Reader:
         if self._single:
             raise Enough
 
-    # JSON.
-
     def string(self) -> Steps[str | None]:
-        """Skip a JSON string without escapes: names and keys need none. Returns: its value; None for anything
-        else.
-        """
+        """Skip a JSON string without escapes, such as a name. Returns: its value; None for anything else."""
         if not (yield from self.literal('"')):
             return None
         text = yield from self.run(_PLAIN)
         return text if (yield from self.literal('"')) else None
 
     def value(self, tell: Callable[[str], None]) -> Steps[bool]:
-        """Pass on a JSON value as it arrives, numbers and names whole.
+        """Report a JSON value as it arrives, numbers and names whole.
 
-        Returns: False in front of a fault. Unescaped control characters in strings are passed on escaped.
+        Returns: False in front of a fault. Control characters in strings become escapes.
         """
         opened: list[str] = []  # expected closing brackets
         first = False  # directly after an opening bracket
@@ -326,7 +315,7 @@ def _joined(deltas: Sequence[CallDelta]) -> list[CallDelta]:
 
 
 def beginning(text: str, start: int, markers: Sequence[str]) -> int:
-    """The number of characters at the end of `text`, from `start` on, that may begin a marker."""
+    """The length of a possible marker's beginning at the end of `text[start:]`."""
     longest = max(map(len, markers), default=1)
     for at in range(max(start, len(text) - longest + 1), len(text)):
         if any(marker.startswith(text[at:]) for marker in markers):

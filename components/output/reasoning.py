@@ -14,10 +14,9 @@ class Thought(NamedTuple):
 
 
 class Reasoning:
-    """Reasoning between two markers at the beginning, then the answer, both without surrounding spaces.
+    """Reasoning between two markers, then the answer, both without surrounding spaces.
 
-    A text without the first marker has no reasoning, unless the prompt ends with that marker. Reasoning may be
-    unfinished.
+    Without the first marker there is no reasoning, unless the prompt ends with it.
     """
 
     __slots__ = ("_begin", "_end", "_held", "_inside", "_opened", "_said", "over")
@@ -38,7 +37,6 @@ class Reasoning:
 
     @property
     def held(self) -> str:
-        """The end of the text so far, if only later text can tell what it is."""
         return self._held
 
     def feed(self, text: str) -> Thought:

@@ -1,4 +1,4 @@
-"""The variables that a chat template reads. Other variables have no effect."""
+"""The variables that a chat template reads."""
 
 import re
 from functools import lru_cache
@@ -10,7 +10,7 @@ WORD = re.compile(r"[A-Za-z_]\w*")
 
 @lru_cache
 def variables_of(template: str) -> frozenset[str]:
-    """For a template in a Jinja dialect, such as transformers' with `{% generation %}`, every word in it."""
+    """Of a template that Jinja cannot parse, such as transformers' `{% generation %}`, return every word."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  # nothing is rendered
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))

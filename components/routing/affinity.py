@@ -1,4 +1,4 @@
-"""Policies that keep requests with an equal key at one instance: hashing, which shares no state, and sessions."""
+"""Policies that send requests with an equal key to one instance: hashing and sessions."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -18,7 +18,7 @@ _MIX_AGAIN: Final = 0xD6E8FEB86659FD93
 
 
 class Rendezvous:
-    """A leaving instance moves only its own keys, and a new one takes an equal share from all others.
+    """A leaving instance moves only its own keys. A new one takes an equal share from the others.
 
     Source: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates".
     """
@@ -27,7 +27,7 @@ class Rendezvous:
         self._names: dict[str, int] = {}
 
     def scores(self, key: bytes, members: Sequence[HasInstanceId]) -> list[int]:
-        """64 bits for each of `members`, equal in every process; the highest has the key."""
+        """64 bits per member, equal in every process. The highest score has the key."""
         hashed = _hash(key)
         names = self._of(members)
         mixed = [((name ^ hashed) * _MIX) & _MASK for name in names]
@@ -38,7 +38,7 @@ class Rendezvous:
         try:
             return [known[m.instance_id] for m in members]
         except KeyError:
-            if len(known) > 2 * len(members):  # drop instances that are gone
+            if len(known) > 2 * len(members):  # drop instances that have left
                 known.clear()
             for m in members:
                 known[m.instance_id] = _hash(m.instance_id.encode())
@@ -61,7 +61,7 @@ def prefix_only(request: RouteRequest) -> bytes:
 
 
 class BoundedHashing:
-    """If the instance with the key is too full: the next by score, where the key's requests meet again, or the least loaded.
+    """If the key's instance is too full, choose the next by score, or the least loaded.
 
     Source: Mirrokni et al. 2018, "Consistent hashing with bounded loads", arXiv:1608.01350.
     """
@@ -107,17 +107,17 @@ class BoundedHashing:
         return PolicyChoice(members[other], f"{members[first].instance_id} is too full for its key")
 
 
-IDLE_S: Final = 1800.0  # then a session without requests is forgotten
+IDLE_S: Final = 1800.0  # a session without requests expires
 SESSIONS: Final = 100_000
-SPILL: Final = 2.0  # multiple of the mean load, plus the tokens below, above which a session moves
+SPILL: Final = 2.0  # multiple of the mean load, plus `SPILL_TOKENS`, above which a session moves
 SPILL_TOKENS: Final = 8192
 _id = attrgetter("instance_id")
 
 
 class SessionAffinity:
-    """`inner` chooses for a session's first request, and when the session's instance is gone or too full.
+    """`inner` chooses for new sessions, and if the instance has left or is too full.
 
-    A new instance moves no session, unlike with hashing. Routers do not share sessions.
+    Unlike with hashing, a new instance moves no session.
     """
 
     def __init__(self, inner: Policy, load: Load, *, idle_s: float = IDLE_S, sessions: float = SESSIONS) -> None:
@@ -125,7 +125,7 @@ class SessionAffinity:
         self._load = load
         self._idle_s = idle_s
         self._limit = sessions
-        # → (instance id, time of the last request), oldest first
+        # (instance id, last request's time), oldest first
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Guess which instances hold blocks, from where requests were sent: for workers without KV events."""
+"""Guess which instances hold blocks, for workers without KV events."""
 
 import time
 from collections import OrderedDict
@@ -13,7 +13,7 @@ EXPIRED_PER_CALL: Final = 4096
 
 
 class ApproximateIndex:
-    """Blocks are kept for `ttl_s`; the oldest go when there are more than `max_blocks` pairs of block and instance."""
+    """Blocks expire after `ttl_s`. Above `max_blocks` pairs of block and instance, the oldest are evicted."""
 
     def __init__(
         self, ttl_s: float = TTL_S, max_blocks: int = MAX_BLOCKS, clock: Callable[[], float] = time.monotonic
@@ -25,11 +25,9 @@ class ApproximateIndex:
         self._expires: OrderedDict[tuple[str, bytes], float] = OrderedDict()  # soonest first
 
     def __len__(self) -> int:
-        """Pairs of block and instance, with those of removed instances until they expire."""
         return len(self._expires)
 
     def find(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Number of the prompt's leading blocks that each instance probably holds."""
         self._expire()
         return self._index.find(block_hashes)
 
@@ -37,7 +35,7 @@ class ApproximateIndex:
         self._expire()
         blocks = block_hashes[: self._max_blocks]
         expires_s = self._clock() + self._ttl_s
-        for block in reversed(blocks):  # the end of a prefix expires first: without its beginning it is useless
+        for block in reversed(blocks):  # the end expires first: alone it is useless
             pair = (instance_id, block)
             self._expires[pair] = expires_s
             self._expires.move_to_end(pair)

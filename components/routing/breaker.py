@@ -1,4 +1,4 @@
-"""A circuit breaker: after some failures in a row an instance gets no requests for a while, then one on trial."""
+"""A circuit breaker: after failures in a row, an instance gets no requests, then one on trial."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from components.lifecycle import Lifecycle
 
 class BreakerState(StrEnum):
     CLOSED = auto()
-    OPEN = auto()  # no requests until the back-off ends
-    HALF_OPEN = auto()  # one request is on trial
+    OPEN = auto()  # until the back-off ends
+    HALF_OPEN = auto()
 
 
 B = BreakerState
@@ -26,7 +26,7 @@ NEXT: Final[dict[BreakerState, Set[BreakerState]]] = {
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
     failures: int = 3  # in a row
-    first_s: float = 1.0  # first back-off, doubled by each failed trial
+    first_s: float = 1.0  # back-off, doubled by each failed trial
     most_s: float = 30.0
     try_s: float = 10.0  # limit of a trial
 
@@ -39,18 +39,17 @@ class Breaker:
         self._rng = rng
         self._settings = settings
         self._lifecycle = Lifecycle(f"breaker {name}", NEXT, B.CLOSED)
-        self._failures = 0  # in a row
+        self._failures = 0
         self._tries = 0  # failed trials in a row
-        self._until_s = 0.0  # end of the back-off or of the trial
+        self._until_s = 0.0  # end of the back-off or trial
 
     @property
     def state(self) -> BreakerState:
-        """As of the last event; the end of a back-off shows in `ready_s` only."""
         return self._lifecycle.state
 
     @property
     def ready_s(self) -> float:
-        """When requests may pass; 0: any time."""
+        """Requests may pass from this time on; 0: any time."""
         return 0.0 if self.state is B.CLOSED else self._until_s
 
     def sent(self, now_s: float) -> None:
@@ -61,7 +60,6 @@ class Breaker:
         self._until_s = now_s + self._settings.try_s
 
     def succeeded(self) -> bool:
-        """Returns: whether this closed the breaker."""
         if self.state is B.OPEN:  # a request from before
             return False
         self._failures = self._tries = 0
@@ -71,12 +69,11 @@ class Breaker:
         return True
 
     def undecided(self, now_s: float) -> None:
-        """A request ended as neither success nor failure, so another may be the trial."""
         if self.state is B.HALF_OPEN:
             self._until_s = min(self._until_s, now_s)
 
     def failed(self, now_s: float) -> None:
-        if self.state is B.OPEN:  # a request from before
+        if self.state is B.OPEN:
             return
         self._failures += 1
         if self.state is B.CLOSED and self._failures < self._settings.failures:

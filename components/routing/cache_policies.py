@@ -17,21 +17,21 @@ from components.routing.policy import (
     lowest,
 )
 
-SPEED_RANGE: Final = 4.0  # largest factor between a worker's speed and the median, as far as it counts
-USUAL_SPEEDS: Final = 2.0  # speeds within this factor of the median are equal: a step's time is no more precise
+SPEED_RANGE: Final = 4.0  # largest factor between a speed and the median that counts
+USUAL_SPEEDS: Final = 2.0  # a speed within this factor of the median equals it
 EVEN_S: Final = 60.0  # half-life of the tokens given to an instance
-REBASE: Final = 64.0  # half-lives until values are rebased, long before floats overflow
+REBASE: Final = 64.0  # half-lives until values are rebased, against overflow
 
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
-    cached: float = 1.0  # per cached token of the prompt
-    queued: float = 0.5  # per queued token: engines let shorter prompts overtake, so half of them go first
+    cached: float = 1.0
+    queued: float = 0.5  # per queued token: shorter prompts overtake, so about half of them go first
     crowd_tokens: float = 16384.0  # mean queue at which an uncached token counts twice: it delays all behind it
-    request: float = REQUEST_TOKENS  # per running request
-    temperature: float = 0.0  # in prompts: cost that makes a choice e times less likely; 0: always the best
-    near: float = 0.05  # in prompts: costs this close to the smallest one are equal
-    spill: float = 2.0  # multiple of the mean, plus the slack below, above which an instance is excluded
+    request: float = REQUEST_TOKENS
+    temperature: float = 0.0  # in prompts: a cost higher by this is e times less likely; 0: always the best
+    near: float = 0.05  # in prompts: costs so close to the smallest are equal
+    spill: float = 2.0  # multiple of the mean, plus `spill_*`, above which an instance is excluded
     spill_requests: float = 4
     spill_tokens: float = 8192
 
@@ -39,7 +39,7 @@ class KvWeights:
 class _Given:
     """Tokens that this router gave to each instance, with exponential decay.
 
-    New values grow instead of old ones decaying: values are only compared. Source: forward decay, Cormode et al. 2009.
+    Old values do not decay: new ones grow. Source: forward decay, Cormode et al. 2009.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,6 @@ class _Given:
         self._tokens: dict[str, float] = {}
 
     def least(self, members: Sequence[Member], near: Sequence[int], rng: Random) -> int:
-        """One of the indices `near`."""
         given = [self._tokens.get(members[at].instance_id, 0.0) for at in near]
         return near[lowest(given, rng)]
 
@@ -63,11 +62,10 @@ class _Given:
 
 
 class KvAware:
-    """The least work until the prompt is computed: the queue plus the prompt's uncached tokens.
+    """Minimise queued plus uncached tokens.
 
-    Reports are late and routers do not see each other's requests. So nearly equal costs are equal, and a router
-    deals its requests evenly among equals. With a spill of at least 2 an instance always remains: fewer than half
-    exceed twice the mean of requests, and fewer than half that of tokens.
+    Reports are late, and routers do not see each other's requests. So a router spreads its requests evenly among
+    nearly equal costs. With a spill of at least 2 an instance remains: fewer than half exceed twice the mean.
     """
 
     def __init__(self, rng: Random, weights: KvWeights = KvWeights()) -> None:
@@ -110,7 +108,6 @@ class KvAware:
         queued: Sequence[int],
         cached: Mapping[str, int],
     ) -> list[float]:
-        # Without a call per member: a fleet may have a thousand.
         weights, tokens = self._weights, request.num_tokens
         each, a_request = weights.queued, weights.request
         crowd = 1 + sum(queued) / len(queued) / weights.crowd_tokens if cached else 1.0
@@ -155,13 +152,13 @@ class KvAware:
 
 @dataclass(frozen=True, slots=True)
 class CacheAwareThresholds:
-    cache_threshold: float = 0.3  # of the prompt; a shorter cached prefix does not count
+    cache_threshold: float = 0.3  # of the prompt
     balance_abs_threshold: float = 64  # requests
     balance_rel_threshold: float = 1.5
 
 
 class CacheAware:
-    """The SGLang router's rule: the longest cached prefix; if requests are unbalanced, the least loaded instance."""
+    """The SGLang router's rule: the longest cached prefix or, without balance, the least load."""
 
     def __init__(self, rng: Random, thresholds: CacheAwareThresholds = CacheAwareThresholds()) -> None:
         self._rng = rng

@@ -1,8 +1,7 @@
-"""The instances that a router asks about a prompt, in a fleet too large to follow. No I/O.
+"""The instances that a router asks about a prompt, in a large fleet. No I/O.
 
-Prompts with a common prefix must ask the same instances, from every router: those with the highest rendezvous
-scores for the block hashes at some depths. A popular prefix gets more instances, in rounds; a rare one costs few
-questions.
+All routers ask the same instances about a common prefix: those with the highest rendezvous scores for its block
+hashes. A popular prefix gets more instances, in rounds.
 """
 
 import math
@@ -18,27 +17,27 @@ from components.routing.policy import HasInstanceId, Member, RouteRequest
 from components.routing.router import RouteChoice, Router
 
 FIRST_DEPTH_TOKENS: Final = 512
-GROWTH: Final = 1.5  # of depths: two prompts share one of two thirds of their common prefix, at least
-MOST_DEPTHS: Final = 12  # up to 44,000 tokens
-SAMPLED: Final = 6  # instances of a later round, drawn from all depths
-REMEMBERED: Final = 4096  # rankings
-LEAST_BURST: Final = 32.0  # questions
+GROWTH: Final = 1.5  # two prompts share a depth of at least two thirds of their common prefix
+MOST_DEPTHS: Final = 12
+SAMPLED: Final = 6  # instances per later round, from all depths
+REMEMBERED: Final = 4096
+LEAST_BURST: Final = 32.0
 BURST_S: Final = 20.0  # of the rate
-FEWEST: Final = 2  # questions of a round, if any are left
-MOST_OF_IT: Final = 0.1  # share of what is left that a round may take
+FEWEST: Final = 2  # questions per round
+MOST_OF_IT: Final = 0.1  # share of the allowance per round
 
 
 class Round(NamedTuple):
     ranks: int  # lowest rank at each depth
-    queued_tokens: int  # queue of the best answer from which the round is needed
+    queued_tokens: int  # queue of the best answer, from which the round is needed
 
 
-# Each candidate of a popular prefix computes it once, so more are added only for longer queues.
+# Each candidate computes the prefix once, so only longer queues add more of them.
 ROUNDS: Final = (Round(1, 0), Round(3, 512), Round(8, 512), Round(24, 8192), Round(72, 32_768))
 
 
 def depths(num_blocks: int, page_size: int) -> list[int]:
-    """Prefix lengths in blocks whose hashes give candidates, ascending; of a short prompt all its blocks."""
+    """Prefix lengths in blocks, ascending. A short prompt has one: all its blocks."""
     found: list[int] = []
     tokens = float(FIRST_DEPTH_TOKENS)
     while len(found) < MOST_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
@@ -56,7 +55,7 @@ class Allowance:
         self._at_s = -math.inf
 
     def take(self, wanted: int, per_s: float, now_s: float) -> int:
-        """Fewer the less is left: a busy router asks little about each prompt, rather than nothing about some."""
+        """A busy router asks little about each prompt, not nothing about some."""
         most = max(LEAST_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
         self._at_s = now_s
@@ -73,7 +72,7 @@ class CandidateChoice:
         self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # ranked indices by key
 
     def rounds(self, keys: Sequence[bytes], members: Sequence[HasInstanceId]) -> Iterator[Sequence[int]]:
-        """New candidates of each round, as indices into `members`, which must be another sequence if it changed.
+        """Indices of new candidates, by round. Pass another `members` if it changes.
 
         `keys`: the prompt's hashes at its `depths`.
         """
@@ -109,7 +108,7 @@ class Inquiry:
         self._router = router
         self._request = request
         self._answered: dict[str, Member] = {}
-        self._unanswered: set[str] = set()  # ids
+        self._unanswered: set[str] = set()
         self._cached: dict[str, int] = {}
         self.num_asked = 0
         self._rounds = 0
@@ -119,7 +118,7 @@ class Inquiry:
         return sorted(self._answered)
 
     def take(self, asked: int, cached: Mapping[str, int]) -> None:
-        """A round has ended. `cached`: prompt tokens at the instances that answered, whose heartbeats are recorded."""
+        """`cached`: prompt tokens by instance that answered."""
         self.num_asked += asked
         self._rounds += 1
         self._cached.update(cached)
@@ -128,7 +127,7 @@ class Inquiry:
                 self._answered[instance_id] = member
 
     def skip(self, instance_ids: Iterable[str]) -> None:
-        """Add instances without an answer, to be chosen if none answers."""
+        """These are chosen only if no instance answers."""
         self._unanswered.update(instance_ids)
 
     @property

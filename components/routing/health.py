@@ -16,13 +16,13 @@ MOST_CREDIT: Final = 2.0  # requests
 @dataclass(slots=True)
 class _Warming:
     since_s: float
-    credit: float = 1.0  # requests
+    credit: float = 1.0
 
 
 class Health:
-    """A new or returning instance is a candidate only while it has credit, unless all are new.
+    """A new instance is a candidate only while it has credit, unless all are new.
 
-    Each request of the role gives it a part of an equal share, 1/n: first a tenth, the whole after `warm_s`.
+    Each request of the role gives it part of an equal share: first a tenth, after `warm_s` the whole.
     """
 
     def __init__(self, rng: Random, settings: BreakerSettings = USUAL, warm_s: float = WARM_S) -> None:
@@ -44,7 +44,7 @@ class Health:
         self._breakers.pop(instance_id, None)
 
     def candidates(self, members: Sequence[Member], now_s: float, *, or_none: bool = False) -> Sequence[Member]:
-        """Those of `members` that may get a request now; if every breaker is open, all of them or none."""
+        """Members that may get a request now. If every breaker is open: all or, with `or_none`, none."""
         if self._breakers:
             ready = [m for m in members if self._ready_s(m.instance_id) <= now_s]
             members = ready if ready or or_none else members
@@ -78,7 +78,7 @@ class Health:
             del self._breakers[instance_id]
 
     def undecided(self, instance_id: str, now_s: float) -> None:
-        """The request was refused, or its client left."""
+        """The request was refused or cancelled."""
         if (breaker := self._breakers.get(instance_id)) is not None:
             breaker.undecided(now_s)
 

@@ -1,4 +1,4 @@
-"""Keep an index exact from an instance's numbered batches of KV events, and dumps. No I/O."""
+"""Follow one instance's KV events, with dumps after gaps. No I/O."""
 
 from collections.abc import Iterable
 from typing import Final, Protocol
@@ -15,7 +15,7 @@ class BlockIndex(Protocol):
         pass
 
     def add(self, instance_id: str, blocks: Iterable[bytes]) -> int:
-        """Returns: blocks without room."""
+        """Returns: number of refused blocks."""
 
     def discard(self, instance_id: str, blocks: Iterable[bytes]) -> None:
         pass
@@ -25,23 +25,18 @@ class BlockIndex(Protocol):
 
 
 class Follower:
-    """Of one instance in one epoch, whose batches may come out of order, twice, or not at all.
-
-    While a dump is needed, batches are held. They are applied after it, from its number on.
-    """
+    """Batches may arrive out of order, twice, or never. While a dump is needed, they are held."""
 
     def __init__(self, instance_id: str, epoch: str, index: BlockIndex) -> None:
         self.instance_id = instance_id
         self.epoch = epoch
         self.needs_dump = True
-        self.number: int | None = (
-            None  # of the latest batch in the index; None: a dump is in progress, or there was none
-        )
+        self.number: int | None = None  # of the last applied batch; None: no dump, or one in progress
         self.gaps = 0
-        self.missing = 0  # upper bound of the blocks without room, which a dump brings
+        self.missing = 0  # upper bound of the refused blocks, which a dump brings
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
-        self._held_blocks = 0  # repeated batches counted twice
+        self._held_blocks = 0  # counts repeated batches twice
         self._doubted = False  # since the request for the dump
 
     def received(self, batch: KvEventBatch) -> None:
@@ -60,7 +55,7 @@ class Follower:
         self.needs_dump = self._doubted = True
 
     def dump_asked(self) -> int | None:
-        """The number that the request names: if the worker has no later batch, it sends no dump."""
+        """The number for the request. A worker without a later batch sends no dump."""
         self._doubted = False
         return None if self.missing else self.number
 

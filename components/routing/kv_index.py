@@ -1,7 +1,7 @@
 """Which instances hold which blocks.
 
-Each block has a bit mask of instances. Equal masks share one object where possible: 110 bytes a block. The bits of a
-removed instance are ignored at once, and swept out of masks in small steps; only then is its slot reused.
+Each block has a bit mask of instances; equal masks may share an object: 110 bytes a block. A removed instance's bits
+are ignored, then swept in small steps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,45 +10,44 @@ from typing import Final
 
 MAX_BLOCKS: Final = 4_000_000
 ROOMY: Final = 1 / 16  # of `max_blocks`
-SHARDS: Final = 256  # by a hash's first byte: when a dictionary of millions grows, the process stops
+SHARDS: Final = 256  # by a hash's first byte: a growing dictionary of millions would stop the process
 INTERNED: Final = 1 << 16  # masks
-MANY: Final = 24  # with more set bits than one in so many, a scan as text is faster than arithmetic
+MANY: Final = 24  # above one set bit in so many, text is faster than arithmetic
 AS_NUMBERS: Final = bytes.maketrans(b"01", b"\0\1")
 SWEPT_PER_ADD: Final = 4  # blocks
 
 
 class KvIndex:
-    """More than `max_blocks` are refused. As caches evict, room returns: see `Follower.missing`."""
+    """The index refuses blocks beyond `max_blocks`. Evictions make room: see `Follower.missing`."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self.num_blocks = 0  # with those of removed instances until they are swept
-        self.refused = 0  # blocks
+        self.num_blocks = 0  # with removed instances' blocks, until they are swept
+        self.refused = 0
         self.max_blocks = max_blocks
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         self._masks: dict[int, int] = {}
         self._slots: dict[str, int] = {}
-        self._ids: list[str] = []  # by slot
+        self._ids: list[str] = []
         self._live = 0  # slots
-        self._written = 0  # slots that may be set in masks
-        self._free: list[int] = []  # slots that are set in no mask
-        self._left = 0  # slots of removed instances, not swept
-        self._sweeping = 0  # slots of the current pass
+        self._written = 0  # slots that masks may have
+        self._free: list[int] = []  # slots in no mask
+        self._left = 0  # removed slots, not swept
+        self._sweeping = 0  # of the current pass
         self._next_shard = 0
-        self._credit = 0  # blocks that may be swept
+        self._credit = 0  # blocks to sweep
 
     @property
     def has_room(self) -> bool:
-        """Whether refused blocks are worth requesting again."""
         return self.num_blocks < self.max_blocks * (1 - ROOMY)
 
     def __contains__(self, instance_id: str) -> bool:
         return instance_id in self._slots
 
     def find(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Number of the prompt's leading blocks that each instance holds, without zeros."""
+        """The number of leading blocks by instance, without zeros."""
         shards, alive, mask, depth = self._shards, self._live, -1, 0
-        ended: list[tuple[int, int]] = []  # (number of blocks, slots that hold exactly these)
-        for block in block_hashes:  # hashed on demand, up to the first one that no instance holds
+        ended: list[tuple[int, int]] = []  # (number of blocks, slots with exactly these)
+        for block in block_hashes:  # hashed on demand, up to the first unknown block
             at = shards[block[0]].get(block, 0)
             if at is not mask:
                 mask, before = at, alive

@@ -1,7 +1,6 @@
-"""Load of every instance: its last heartbeat plus the requests sent since, so that a burst does not hit one instance.
+"""Each instance's load: its last heartbeat plus later requests, so that a burst spreads.
 
-No clocks are compared: a worker numbers the requests that it accepts, and a heartbeat has the latest number. Time
-limits only bound the damage of wrong reports and of callers that never report an end.
+No clocks are compared: a heartbeat has the number of the latest accepted request.
 """
 
 from bisect import bisect_left, insort
@@ -13,24 +12,24 @@ from typing import Final
 from components.routing.policy import Member
 from components.wire.heartbeat import Heartbeat
 
-FORGET_AFTER_S: Final = 12.0  # longer than a call, and than the silence of a lost instance
+FORGET_AFTER_S: Final = 12.0  # longer than a call, and than a lost instance's silence
 OURS_FOR_S: Final = 600.0  # a request whose end was never reported
-OVERTAKEN_FOR_S: Final = 2.0  # then a lower number is no late heartbeat, but corrects a wrong one
+OVERTAKEN_FOR_S: Final = 2.0  # then a lower number is not late, but corrects a wrong one
 
 _id = attrgetter("instance_id")
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request of this router. Its sender always passes it to `over`."""
+    """Its sender always passes it to `over`."""
 
-    tokens: int  # to compute there
-    pages: int  # to hold there
+    tokens: int
+    pages: int
     sent_s: float
     where: "_InstanceLoad"
     branches: int = 1
-    number: int | None = None  # from the instance's answer
-    computed: bool = False  # its prompt
+    number: int | None = None
+    computed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +38,10 @@ class _InstanceLoad:
     member: Member
     order: tuple[int, int] = (-1, -1)  # (accepted, step) of the last heartbeat
     heard_s: float = 0.0
-    queued_tokens: int = 0  # as reported
+    queued_tokens: int = 0
     running: int = 0
     used_pages: int = 0
-    ours: int = 0  # branches of this router there
+    ours: int = 0  # this router's branches
     ours_tokens: int = 0  # not computed
     ours_pages: int = 0
     uncovered: dict[Sent, None] = field(default_factory=dict)
@@ -51,10 +50,9 @@ class _InstanceLoad:
     uncovered_branches: int = 0
 
     def show(self) -> None:
-        """Update the member.
+        """Our own counts are lower bounds if a worker reports fewer requests.
 
-        If a worker reports fewer requests than we sent it, our own counts are lower bounds. Otherwise its report is
-        right: requests may share pages, or be partly computed.
+        Otherwise its report is right: requests may share pages.
         """
         member = self.member
         member.queued_tokens = self.queued_tokens + self.uncovered_tokens
@@ -97,7 +95,7 @@ class LoadBook:
         return member
 
     def left(self, instance_id: str) -> None:
-        """An instance left etcd. A silent one stays, since it may come back."""
+        """A silent instance stays, since it may return."""
         instance = self._instances.pop(instance_id, None)
         if instance is None:
             return
@@ -109,10 +107,7 @@ class LoadBook:
             del self._ours[sent]
 
     def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> Sent | None:
-        """A request leaves with so many prompt tokens to compute and pages to hold.
-
-        Returns: its entry; None if the instance is unknown.
-        """
+        """Returns None for an unknown instance."""
         self.expire(now_s)
         instance = self._instances.get(instance_id)
         if instance is None:
@@ -129,7 +124,7 @@ class LoadBook:
         return sent
 
     def accepted(self, sent: Sent, number: int) -> None:
-        """Number 0 does not count: the next heartbeat is taken to cover it."""
+        """After 0, the next heartbeat covers the request."""
         sent.number = number
         if 0 < number <= sent.where.order[0]:
             self._cover(sent)
@@ -160,7 +155,7 @@ class LoadBook:
         instance.show()
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> None:
-        """Record a heartbeat, unless its epoch is stale or a newer one came first."""
+        """Ignore a heartbeat of a stale epoch or older than the last one."""
         self.expire(now_s)
         instance = self._instances.get(heartbeat.instance_id)
         if instance is None or instance.epoch != heartbeat.epoch:

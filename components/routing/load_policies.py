@@ -1,4 +1,4 @@
-"""Policies that compare loads, prompt lengths, or nothing. docs/routing.md has formulas and advice."""
+"""Policies that compare loads or prompt lengths. docs/routing.md has formulas and advice."""
 
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -14,10 +14,8 @@ _id = attrgetter("instance_id")
 
 
 class RoundRobin:
-    """In the order of instance ids."""
-
     def __init__(self) -> None:
-        self._last = ""  # an id, not a count: turns stay fair when instances come and go
+        self._last = ""  # an id, not a count: turns stay fair when the fleet changes
 
     def choose(
         self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
@@ -66,7 +64,7 @@ class PowerOfTwo:
 
 
 class LeastLoad:
-    """The smallest `load - overlap * cached tokens`."""
+    """Minimise `load - overlap * cached tokens`."""
 
     def __init__(self, rng: Random, load: Load, overlap: float = 0.0) -> None:
         self._rng = rng
@@ -89,15 +87,15 @@ class LeastLoad:
 
 
 HISTORY: Final = 1024  # prompts
-LEARN_EVERY: Final = 64  # prompts
+LEARN_EVERY: Final = 64
 BALANCE_ABS_TOKENS: Final = 16384
 BALANCE_REL: Final = 1.5
 
 
 class Bucket:
-    """Instances serve ranges of prompt length with equally many tokens, so short prompts do not wait for long ones.
+    """Instances serve ranges of prompt length, so that short prompts do not wait for long ones.
 
-    Without history, or with unbalanced load, the least loaded instance is chosen.
+    Without history or balance, the least loaded is chosen.
     """
 
     def __init__(

@@ -1,21 +1,20 @@
-"""Local prefill: whether decode computes a prompt sooner than any prefill instance, because all have queues."""
+"""Whether decode computes a prompt sooner than any prefill instance."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 SMOOTHING: Final = 0.2  # weight of the latest step
-MARGIN_S: Final = 0.5  # interval between heartbeats during a step: the error of a reported queue
+MARGIN_S: Final = 0.5  # interval between heartbeats
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLoad:
-    queued_tokens: int  # of prompts
+    queued_tokens: int
     tokens_per_s: float  # of prompts; 0: unknown
     age_s: float = 0.0  # of the report
 
     def seconds_for(self, tokens: int, usual: float) -> float:
-        """Until the queue and `tokens` more are computed; `usual`: the speed if none is known."""
         return max(0.0, (self.queued_tokens + tokens) / (self.tokens_per_s or usual) - self.age_s)
 
 
@@ -31,7 +30,7 @@ class PromptRate:
 
 
 def sooner_here(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]) -> bool:
-    """Whether `tokens` would be computed here before any worker `there` begins; False while no speed is known."""
+    """Whether `tokens` end here before any worker `there` begins them. False if no speed is known."""
     others = list(there)
     speeds = [load.tokens_per_s for load in (here, *others) if load.tokens_per_s]
     if not others or not speeds:

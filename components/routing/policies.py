@@ -30,7 +30,7 @@ OVERLAP: Final[dict[Phase, float]] = {"prefill": 0.0, "decode": 1.0}  # of least
 
 Options = Mapping[str, float]
 MOST: Final = 1e9  # of any option, to keep products finite
-OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {  # of policies that have any
+OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {
     "least_load": ("overlap",),
     "kv_aware": ("cached", "queued", "temperature"),
     "cache_aware": tuple(f.name for f in fields(CacheAwareThresholds)),
@@ -67,7 +67,6 @@ class PolicySpec:
         return _MAKERS[self.name](phase, rng, self.options)
 
     def uses_caches(self, phase: Phase) -> bool:
-        """Whether KV events are needed."""
         if self.name == "session_affinity":
             return _default(phase).uses_caches(phase)
         return self.name in {"kv_aware", "cache_aware"} or (
@@ -75,9 +74,9 @@ class PolicySpec:
         )
 
     def meeting_key(self, phase: Phase, request: RouteRequest) -> bytes | None:
-        """In a fleet too large to follow, the key whose candidates are asked.
+        """The key whose candidates are asked in a large fleet.
 
-        None: the hashes of the prompt's prefixes. Empty: a random key, as any instance will do.
+        None: the hashes of the prompt's prefixes. Empty: a random key.
         """
         if self.name == "session_affinity" and request.session:
             return session_or_prefix(request)
@@ -89,7 +88,7 @@ class PolicySpec:
 
 
 def parse_policy(text: str) -> PolicySpec:
-    """Raises: ValueError, for an unknown name or option, or a number out of range."""
+    """Raises: ValueError for an unknown name or option, or a number out of range."""
     name, _, rest = text.partition("@")
     known = next((policy for policy in POLICIES if policy == name), None)
     if known is None:
@@ -107,7 +106,7 @@ def parse_policy(text: str) -> PolicySpec:
         if not 0 <= options[option] <= MOST:
             raise ValueError(f"{name}@{given}: a number from 0 to {MOST:g} is wanted")
     spec = PolicySpec(text, known, options)
-    spec.make("prefill", Random())  # refuses numbers that would exclude every instance
+    spec.make("prefill", Random())  # refuses numbers that would exclude all
     return spec
 
 

@@ -1,11 +1,11 @@
-"""The interface of routing policies, and the loads that they compare. No I/O: the simulator runs the same code."""
+"""The interface of routing policies, and the loads that they compare. No I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final, NamedTuple, Protocol
 
-REQUEST_TOKENS: Final = 64  # fixed cost of a request: a place in every step, a transfer
+REQUEST_TOKENS: Final = 64  # fixed cost of a request, such as its transfer
 NO_ROOM: Final = 10  # cost factor of a token without a free page
 
 
@@ -17,16 +17,16 @@ class HasInstanceId(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    num_tokens: int  # of the prompt, and after a move of the generated text
-    session: str = ""  # key of session affinity
-    prefix: bytes = b""  # hash of the prompt's first tokens
+    num_tokens: int  # of the prompt, and of output before a move
+    session: str = ""
+    prefix: bytes = b""  # hash of its first tokens
     explain: bool = False  # also report costs, which takes time
-    dry: bool = False  # only a question: policies must not remember it
+    dry: bool = False  # only a question, which changes no state
 
 
 @dataclass(slots=True)
 class Member:
-    """An instance of the fleet with its load, updated in place: a decision allocates nothing."""
+    """Updated in place, without allocation."""
 
     instance_id: str
     queued_tokens: int = 0  # prompt tokens not computed
@@ -44,12 +44,10 @@ class PolicyChoice(NamedTuple):
 
 
 class Policy(Protocol):
-    """A policy may keep state."""
-
     def choose(
         self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
     ) -> PolicyChoice | None:
-        """One of `members`; None if there are none.
+        """Return one of `members`, if there are any.
 
         Args:
             request: the prompt to route.
@@ -59,7 +57,7 @@ class Policy(Protocol):
         """
 
 
-Load = Callable[[Member, int], float]  # (instance, prompt tokens) → its load with the prompt, in tokens
+Load = Callable[[Member, int], float]  # in tokens, for an instance and prompt tokens
 
 
 def prompt_load(member: Member, tokens: int) -> float:
@@ -73,7 +71,7 @@ def memory_load(member: Member, tokens: int) -> float:
 
 
 def lowest(costs: Sequence[float], rng: Random) -> int:
-    """Index of the smallest of `costs`. Ties are broken at random, so that routers differ."""
+    """Index of the smallest cost. Ties are random, so that routers differ."""
     least = min(costs)
     at = costs.index(least)
     if (equal := costs.count(least)) > 1:

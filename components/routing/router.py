@@ -1,4 +1,4 @@
-"""The choices of one phase in one process, from health, load and caches. No I/O: the simulator runs the same code."""
+"""One phase's choices in one process. No I/O: the simulator runs this code."""
 
 import json
 import math
@@ -17,9 +17,9 @@ from components.routing.policy import HasInstanceId, Member, Policy, PolicyChoic
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate, RouteExplained
 
-BlocksOf = Callable[[int], Sequence[bytes]]  # page size → a prompt's block hashes
+BlocksOf = Callable[[int], Sequence[bytes]]  # page size → block hashes
 SHOWN: Final = 8  # candidates in a span
-# failures of an instance
+# an instance's failures
 AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
@@ -30,7 +30,7 @@ class RouteChoice:
     why: str
     num_candidates: int
     blocks: Sequence[bytes]  # for the approximate index
-    candidates: Sequence[Candidate] = ()  # if explained: the chosen one, then by cost
+    candidates: Sequence[Candidate] = ()  # if explained: the chosen one first
 
     def facts(self) -> dict[str, str | int]:
         facts: dict[str, str | int] = {
@@ -69,7 +69,7 @@ def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> Route
 
 
 class Route:
-    """A request sent to an instance. Its sender reports each outcome, and `over` for every branch."""
+    """A request at an instance. Its sender reports each outcome, and `over` for every branch."""
 
     __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "instance_id")
 
@@ -81,7 +81,6 @@ class Route:
         self.instance_id = instance_id
 
     def accepted(self, number: int) -> None:
-        """`number`: from the instance's answer."""
         if self._sent is not None:
             self._router.book.accepted(self._sent, number)
 
@@ -121,20 +120,20 @@ class Router:
     ) -> None:
         """Without an `index`, which its owner updates, caches are ignored.
 
-        `page_size`: tokens, if an instance reports none. `or_none`: choose none if every breaker is open.
+        `or_none`: choose none if every breaker is open.
         """
         self.book = LoadBook()
         self.health = Health(rng)
         self.policy = policy
         self._clock = clock
         self._index = index
-        self._guess = ApproximateIndex(clock=clock)  # for instances without KV events
+        self._guess = ApproximateIndex(clock=clock)  # without KV events
         self._usual_page_size = page_size
         self._or_none = or_none
         self._page_sizes: Counter[int] = Counter()
-        self._silent: set[str] = set()  # instances without KV events
+        self._silent: set[str] = set()  # without KV events
         self._usable: Sequence[HasInstanceId] | None = None  # of the last request; None: instances have changed
-        self._members: Sequence[Member] = ()  # of `_usable`
+        self._members: Sequence[Member] = ()
 
     @property
     def now_s(self) -> float:
@@ -172,12 +171,12 @@ class Router:
         usable: Sequence[HasInstanceId],
         reported: Mapping[str, int] | None = None,
     ) -> RouteChoice | None:
-        """One of `usable`, or None.
+        """Return one of `usable`, or None.
 
         Args:
             request: the prompt to route.
             blocks: the prompt's hashes.
-            usable: sorted by id. A sequence that changes must be another object: it is scanned once.
+            usable: sorted by id. Pass another object if it changes: it is scanned once.
             reported: cached tokens that instances reported; None: use the index.
         """
         members = self.health.candidates(self._members_of(usable), self.now_s, or_none=self._or_none)
@@ -197,7 +196,7 @@ class Router:
         return self.choose(replace(request, explain=True, dry=True), blocks, usable)
 
     def send(self, chosen: RouteChoice, tokens: int, pages: int, branches: int = 1) -> Route:
-        """`tokens`: of the prompt, to compute there; `pages`: to hold there."""
+        """`tokens`: to compute there; `pages`: to hold there."""
         now_s, instance_id = self.now_s, chosen.instance_id
         self.health.sent(instance_id, now_s)
         if chosen.blocks:

@@ -1,4 +1,4 @@
-"""Settings of a process that chooses among instances: the policy, and how much it remembers of their prefix caches."""
+"""Settings of a process that chooses among instances."""
 
 from typing import Annotated, Final
 

@@ -1,4 +1,4 @@
-"""Check whether a constraint can be kept, by compiling it and taking a few steps. `sandbox` bounds the cost."""
+"""Check a constraint by compiling it and taking a few steps."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from components.structured.mask import GrammarMask
 from components.structured.schema import fault_in_schema
 from components.wire.sampling import Constraint
 
-STEPS: Final = 32  # of a random text: constraints that cost too much often do so early
+STEPS: Final = 32  # of a random text: expensive constraints often show early
 LONGEST_REASON: Final = 300
 NOT_KEPT: Final = re.compile(r"^[a-z_]\w*\[[^\]\n]*\b(temperature)\s*=", re.MULTILINE)
 JSON_BEGINS: Final = re.compile(r"%json\s*(?={)")
@@ -37,11 +37,11 @@ TOLD: Final = (  # rewordings of llguidance's messages; the first match counts
 
 
 class Unusable(Exception):
-    """A constraint that cannot be kept. The message completes a sentence that names the constraint."""
+    """The message completes a sentence that names the constraint."""
 
 
 def check(vocabulary: LLTokenizer, constraint: Constraint) -> Constraint:
-    """The constraint as the mesh carries it. Raises: Unusable."""
+    """Return the constraint in wire form."""
     if constraint.kind == "json_schema":
         _check_schema(constraint.text)
     elif constraint.kind == "lark":
@@ -67,7 +67,7 @@ def _check_schema(text: str) -> None:
 
 
 def _check_lark(text: str) -> None:
-    """Refuse what the compiler accepts but does not keep. A nested schema may set `lenient`."""
+    """Refuse what the compiler accepts but ignores. A nested schema may set `lenient`."""
     if (option := NOT_KEPT.search(text)) is not None:
         raise Unusable(f"the option '{option[1]}' of a rule is not supported")
     for begin in JSON_BEGINS.finditer(text):
@@ -82,7 +82,7 @@ def _check_lark(text: str) -> None:
 
 
 def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
-    """Take allowed steps: masks that are too expensive show only here."""
+    """Take allowed steps: too expensive masks show only here."""
     num_words = -(-vocabulary.vocab_size // 32)
     mask = GrammarMask(matcher, num_words)
     words = np.zeros(num_words, dtype=np.int32)

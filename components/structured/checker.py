@@ -1,7 +1,4 @@
-"""Check clients' constraints once each, in other processes, within a budget.
-
-Callers take turns and none can occupy all processes.
-"""
+"""Check each constraint once, in other processes, within a budget."""
 
 import asyncio
 import contextlib
@@ -26,12 +23,12 @@ from components.wire.sampling import Constraint
 
 log = logging.getLogger(__name__)
 
-PROCESSES: Final = 3  # each starts when those before it are busy
-OF_A_CALLER: Final = 2  # of one caller at a time, so that one process is left for others
-MAX_WAITING: Final = 512  # including those being checked
+PROCESSES: Final = 3  # each starts when the others are busy
+OF_A_CALLER: Final = 2  # at a time, so that one process is left for other callers
+MAX_WAITING: Final = 512  # with those being checked
 MAX_WAITING_OF_A_CALLER: Final = 128
-LEFT_S: Final = 0.5  # grace for a check that no request waits for, as long as another process takes to start
-PATIENCE: Final = 30  # wall-clock time in units of the budget; beyond it the machine is too slow
+LEFT_S: Final = 0.5  # grace for an abandoned check, as long as a process's start
+PATIENCE: Final = 30  # wall-clock time per budget
 START_S: Final = 30.0
 MAX_KNOWN: Final = 1024
 MAX_KNOWN_BYTES: Final = 32 << 20
@@ -42,7 +39,7 @@ TOO_COMPLEX: Final = "it is too complex: compiling it takes more time or memory 
 class _Caller:
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OF_A_CALLER))
     checks: dict[Constraint, "_Check"] = field(default_factory=dict)
-    num_tasks: int = 0  # including abandoned ones that have not ended
+    num_tasks: int = 0  # also abandoned ones that still run
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +53,10 @@ class _Check:
 
 
 class ConstraintChecker:
-    """Belongs to the event loop. Processes start on demand and are replaced when they die."""
+    """Belongs to the event loop. Processes start on demand."""
 
     def __init__(self, folder: Path, budget_s: float, metrics: ConstraintMetrics) -> None:
-        """`folder`: for the tokenizer. `budget_s`: CPU seconds for one constraint."""
+        """`folder`: for the tokenizer. `budget_s`: CPU seconds per constraint."""
         self._folder = folder
         self._budget_s = budget_s
         self._metrics = metrics
@@ -68,14 +65,11 @@ class ConstraintChecker:
         self._callers: dict[bytes, _Caller] = {}
         self._tasks: set[asyncio.Task[Constraint | str]] = set()
         self._idle = [_Sandbox(folder, budget_s) for _ in range(PROCESSES)]
-        # first in, first out; a caller has at most OF_A_CALLER entries, so callers take turns
+        # first in, first out; OF_A_CALLER limits each caller
         self._turn = asyncio.Semaphore(PROCESSES)
 
     async def check(self, constraint: Constraint, caller: bytes = b"") -> Constraint:
-        """The constraint as the mesh carries it.
-
-        Raises: Unusable; TooManyChecks; Overloaded, if the machine is too slow.
-        """
+        """Raises: Unusable; TooManyChecks; Overloaded, if the machine is too slow."""
         known = self._recall(constraint)
         if known is None:
             known = await self._wait(self._check_of(constraint, caller))
@@ -134,13 +128,13 @@ class ConstraintChecker:
             self._give_up(check)
 
     def _give_up(self, check: _Check) -> None:
-        check.caller.checks.pop(check.constraint, None)  # a later request starts a new check
+        check.caller.checks.pop(check.constraint, None)
         check.task.cancel()
 
     async def _check(self, check: _Check) -> Constraint | str:
         started = time.perf_counter()
         async with check.caller.turn, self._turn:
-            known = self._recall(check.constraint)  # another caller may have had the same constraint checked
+            known = self._recall(check.constraint)  # another caller's check may have ended
             if known is not None:
                 return known
             check.has_process = True
@@ -148,9 +142,7 @@ class ConstraintChecker:
             try:
                 known = await sandbox.check(check.constraint)
             finally:
-                self._idle.insert(
-                    len(self._idle) if sandbox.is_there else 0, sandbox
-                )  # the next check takes the last one
+                self._idle.insert(len(self._idle) if sandbox.is_there else 0, sandbox)  # the last is next
             self._learn(check.constraint, known)
         self._metrics.count("refused" if isinstance(known, str) else "compiled", time.perf_counter() - started)
         return known
@@ -166,7 +158,7 @@ class ConstraintChecker:
         if check.giving_up is not None:
             check.giving_up.cancel()
         if not task.cancelled():
-            task.exception()  # retrieved, in case no request waits; the next request tries again
+            task.exception()  # marks it as retrieved, in case no request waits
 
     def _learn(self, constraint: Constraint, known: Constraint | str) -> None:
         if constraint in self._known:
@@ -188,10 +180,9 @@ class _Sandbox:
         return self._process is not None
 
     async def check(self, constraint: Constraint) -> Constraint | str:
-        """Raises: Overloaded."""
         if self._process is None:
             self._process = asyncio.create_task(self._start())
-        process = await asyncio.shield(self._process)  # the start continues for others if this check is abandoned
+        process = await asyncio.shield(self._process)  # if this check is abandoned, the start continues
         kept = False
         try:
             async with asyncio.timeout(self._patience_s):
@@ -217,7 +208,7 @@ class _Sandbox:
                 await _end(process)
                 raise
         except BaseException as exc:
-            self._process = None  # the next check starts one again
+            self._process = None
             if isinstance(exc, TimeoutError | asyncio.IncompleteReadError):
                 raise Overloaded("the process that checks constraints did not start") from exc
             raise
@@ -227,7 +218,7 @@ class _Sandbox:
         started, self._process = self._process, None
         if started is None:
             return
-        started.cancel()  # unless it has started
+        started.cancel()
         await asyncio.wait((started,))
         if not started.cancelled() and started.exception() is None:
             await _end(started.result())

@@ -8,9 +8,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from components.wire.sampling import Constraint
 
-# White space in JSON: a space, or a new line with indentation. Small models would repeat unlimited white space.
+# A space, or a new line with indentation: small models would repeat unlimited white space.
 WHITESPACE: Final = r"( |\n[ \t]{0,20})"
-# All requests of a step pay for one mask: the defaults allow 16 ms, these 4. A state takes 2 kB.
+# All requests of a step wait for one mask: the defaults allow 16 ms, these 4. A state takes 2 kB.
 LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=60_000,
@@ -19,7 +19,7 @@ LIMITS: Final = LLParserLimits(
     max_grammar_size=300_000,
     verbose_errors=False,  # they would quote the text
 )
-ASCII: Final = "dw"  # \d and \w in a regular expression, as in JSON Schema's patterns
+ASCII: Final = "dw"  # ASCII only for \d and \w, as in JSON Schema's patterns
 ENDED: Final = ("NoExtension", "EndOfSentence")  # stop reasons of a matcher with a complete text
 
 
@@ -45,17 +45,17 @@ def load_vocabulary(
 
 
 def as_lark(constraint: Constraint) -> Constraint:
-    """EBNF and GBNF grammars, as users of vLLM write them, become Lark. Raises: ValueError."""
+    """EBNF and GBNF grammars become Lark. Raises: ValueError."""
     if constraint.kind != "lark":
         return constraint
     try:
         return Constraint(kind="lark", text=any_to_lark(constraint.text))
-    except Exception as exc:  # the parser, in plain Python, fails in many ways
+    except Exception as exc:  # the parser fails in many ways
         raise ValueError(str(exc) or type(exc).__name__) from exc
 
 
 def start_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
-    """On any thread, without the GIL. `get_error` has the fault, if any."""
+    """Safe on any thread, without the GIL. `get_error` has the fault, if any."""
     text = constraint.text
     if constraint.kind == "json_schema":
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
@@ -67,7 +67,7 @@ def start_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
 
 
 def fault_of(matcher: LLMatcher) -> str | None:
-    """The reason why an incomplete text cannot continue; None otherwise."""
+    """The reason why an incomplete text cannot continue."""
     if not matcher.is_stopped() or matcher.stop_reason() in ENDED:
         return None
     return matcher.get_error() or matcher.stop_reason()

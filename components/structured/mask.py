@@ -14,7 +14,7 @@ from components.structured.grammar import fault_of
 class Wear:
     """Use of one compilation. Copies of a matcher share its lexer, which grows with every text.
 
-    Once the lexer is full, or a step of one text was too expensive, all who share it fail.
+    If it is full, or a step was too expensive, all copies fail.
     """
 
     num_tokens: int = 0
@@ -22,18 +22,18 @@ class Wear:
 
 
 class GrammarMask:
-    """A `TokenMask` of `engine.ports`: about 15 us to fill and 3 to accept, without the GIL."""
+    """A `TokenMask` of `engine.ports`: 15 us to fill and 3 to accept, without the GIL."""
 
     __slots__ = ("_matcher", "_num_words", "_wear")
 
     def __init__(self, matcher: LLMatcher, num_words: int, wear: Wear | None = None) -> None:
-        """`num_words`: of 32 tokens each; `wear`: of the compilation."""
+        """`num_words`: of 32 tokens each."""
         self._matcher = matcher
         self._num_words = num_words
         self._wear = wear or Wear()
 
     def fill(self, allowed: npt.NDArray[np.int32]) -> None:
-        """Set the bits of allowed tokens; if there are none, of the end."""
+        """Set the bits of allowed tokens, or of the end."""
         if len(allowed) == self._num_words:
             self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
             return

@@ -1,4 +1,4 @@
-"""Compile masks beside the event loop and the engine, once for many requests."""
+"""Compile masks once for many requests, in threads."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ from components.structured.metrics import ConstraintMetrics
 from components.structured.threads import Threads
 from components.wire.sampling import Constraint, Sampling
 
-THREADS: Final = 2  # so that a slow one does not block the others
-STOP_S: Final = 2.0  # the process's end waits this long for a compilation
+THREADS: Final = 2  # a slow one does not block others
+STOP_S: Final = 2.0  # the process's end waits so long for a compilation
 MAX_KNOWN: Final = 128
 MAX_KNOWN_BYTES: Final = 512 << 20  # estimated: llguidance does not report its memory
 # upper bounds; docs/openai.md has the figures
 BYTES_PER_CPU_S: Final = 160e6  # of compiling
-BYTES_PER_TOKEN: Final = 24e3  # of texts
+BYTES_PER_TOKEN: Final = 24e3
 MAX_TOKENS: Final = 1024  # then later requests compile it again
 
 
@@ -50,12 +50,12 @@ class _Compiled:
 
 
 class MaskMaker:
-    """Belongs to the event loop. The first constraint loads the vocabulary."""
+    """Belongs to the event loop."""
 
     def __init__(
         self, folder: Callable[[], Path], vocab_size: int, eos_token_ids: frozenset[int], metrics: ConstraintMetrics
     ) -> None:
-        """`folder` returns the model's directory and is called on a thread."""
+        """A thread calls `folder` for the model's directory."""
         self._load = lambda: load_vocabulary(folder(), vocab_size, eos_token_ids)
         self._metrics = metrics
         self._threads = Threads(THREADS, "constraint")
@@ -64,10 +64,7 @@ class MaskMaker:
         self._starting: dict[Constraint, asyncio.Task[_Compiled]] = {}
 
     async def mask_of(self, sampling: Sampling, token_ids: Sequence[int]) -> GrammarMask | None:
-        """A mask at the end of `token_ids`; None without a constraint.
-
-        Raises: Rejected, though the frontend should have refused it.
-        """
+        """A mask at the end of `token_ids`. Raises: Rejected, though the frontend should have refused it."""
         constraint = sampling.constraint
         if constraint is None:
             return None
@@ -80,7 +77,7 @@ class MaskMaker:
         return mask
 
     async def aclose(self) -> None:
-        """Stop; a compilation in progress is waited for `STOP_S` only."""
+        """Stop, and wait at most `STOP_S` for a compilation."""
         for task in self._starting.values():
             task.cancel()
         await self._threads.stop(STOP_S)
@@ -122,7 +119,7 @@ class MaskMaker:
         return compiled
 
     def _forget(self) -> None:
-        """Drop the least recently used until the rest is within the limit. Requests keep theirs."""
+        """Evict the least recently used. Requests keep their masks."""
         num_bytes = sum(compiled.num_bytes for compiled in self._known.values())
         while self._known and (len(self._known) > MAX_KNOWN or num_bytes > MAX_KNOWN_BYTES):
             num_bytes -= self._known.popitem(last=False)[1].num_bytes
@@ -135,7 +132,7 @@ class MaskMaker:
             return await asyncio.shield(loading)
         except (OSError, ValueError, MeshError) as exc:
             if self._vocabulary is loading:
-                self._vocabulary = None  # the next request tries again
+                self._vocabulary = None
             raise Rejected(f"this model's tokenizer is of no use for constraints: {exc}") from exc
 
 

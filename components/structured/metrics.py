@@ -1,4 +1,4 @@
-"""Metrics of compiling constraints, in the frontend and in each worker."""
+"""Metrics of compiling constraints."""
 
 from typing import Final, Literal
 
@@ -24,7 +24,7 @@ class ConstraintMetrics:
             self._requests.labels(result)
 
     def count(self, result: Result, seconds: float | None = None) -> None:
-        """`seconds` is set if it was compiled or refused for this request."""
+        """`seconds`: if compiled or refused for this request."""
         self._requests.labels(result).inc()
         if seconds is not None:
             self._seconds.observe(seconds)

@@ -1,4 +1,4 @@
-"""The JSON-schema keywords that are enforced or carry no constraint; any other is refused by name."""
+"""JSON-schema keywords that are enforced, or are no constraint."""
 
 from collections.abc import Iterator
 from decimal import Decimal
@@ -47,13 +47,13 @@ NOTES: Final = {  # no constraint on values
 }
 KNOWN: Final = ONE | LIST | MAP | VALUES | NOTES
 NUMBERS: Final = {"const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
-MAX_DIGITS: Final = 15  # of a number that a double represents exactly
+MAX_DIGITS: Final = 15  # a double represents such a number exactly
 MAX_DEPTH: Final = 100  # nesting of objects and lists; the compiler allows 127 levels of its own
 MAX_VALUES: Final = 50_000
 
 
 def fault_in_schema(schema: Any) -> str | None:
-    """The fault in `schema`, with keyword and place; None if none shows before compilation."""
+    """The fault in `schema`, if one shows before compilation."""
     if not isinstance(schema, dict | bool):
         return "a schema must be an object"
     return _size_fault(schema) or next(_faults(schema), None)
@@ -82,7 +82,7 @@ def _faults(schema: Any) -> Iterator[str]:
     while pending:
         at, inner = pending.pop()
         if not isinstance(inner, dict):
-            continue  # true and false; the compiler reports anything else
+            continue  # the compiler reports anything but true and false
         for keyword in inner:
             if keyword not in KNOWN:
                 yield f"the keyword '{keyword}'{_place(at)} is not supported"
@@ -104,7 +104,7 @@ def _inner_schemas(at: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]
 def _not_kept(at: str, schema: dict[str, Any]) -> Iterator[str]:
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(required) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > max(1, named):  # repeated keys without a declared name count as one
+    if isinstance(least, int) and least > max(1, named):  # repeated, undeclared keys count as one
         yield f"the keyword 'minProperties'{_place(at)} is not supported above the number of required properties"
     for keyword in NUMBERS & schema.keys():
         if any(map(_is_rounded, _numbers(schema[keyword]))):

@@ -1,4 +1,4 @@
-"""Threads for work that cannot be interrupted, which do not delay the process's end."""
+"""Threads for work that cannot be interrupted."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """`ThreadPoolExecutor` would wait for the last piece of work at exit."""
+    """`ThreadPoolExecutor` would wait for the last work at exit."""
 
     def __init__(self, count: int, name: str) -> None:
         self._threads = [Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
@@ -22,9 +22,9 @@ class Threads:
         self._stopped = False
 
     def do(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """The result of `work`, in order of arrival. Cancelled before it starts, it never starts.
+        """Run `work` in order of arrival. If cancelled before, it never starts.
 
-        Raises: Overloaded, after `stop`.
+        Raises: Overloaded after `stop`.
         """
         if self._stopped:
             raise Overloaded("this process is leaving")
@@ -36,7 +36,7 @@ class Threads:
         return asyncio.wrap_future(future)
 
     async def stop(self, patience_s: float) -> None:
-        """Start nothing more, and wait at most `patience_s` for what is running."""
+        """Start no further work, and wait at most `patience_s`."""
         self._stopped = True
         try:
             while (waiting := self._work.get_nowait()) is not None:

@@ -1,7 +1,7 @@
 """Logging: console lines for people, or JSON lines for machines.
 
-A JSON line has `ts`, `level`, `logger`, `event` and the facts. Supervisors rely on two events: `ready`, once, when
-the process serves; `progress` with `task`, `done` and `total`.
+A JSON line has `ts`, `level`, `logger`, `event` and the facts. Supervisors need two events: `ready`, and `progress`
+with `task`, `done` and `total`.
 """
 
 import json
@@ -49,13 +49,11 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
     status.setLevel(logging.INFO)
     for noisy in ("httpx", "urllib3", "asyncio", "nats", "uvicorn.access", "uvicorn.error", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(
-        logging.ERROR
-    )  # it warns about missing CUDA on machines without a GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns without CUDA
 
 
 class PlainLines:
-    """The format of `services.local`: time of day, event, facts; levels from warning on are shown."""
+    """Time of day, event and facts, for `services.local`. Levels from warning are shown."""
 
     def __init__(self, *, colours: bool) -> None:
         self._colours = colours
@@ -81,7 +79,7 @@ def log_ready(**facts: str) -> None:
 
 
 class ProgressLog:
-    """Logs the start, the end and, twice a second, the state of a long start-up step."""
+    """Logs a long start-up step at its start, its end and twice a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,10 +1,10 @@
 """A log handler that counts equal lines instead of repeating them.
 
-Lines are equal if logger, level and constant message are. In each window the first few are written. The last of the
-rest is written at the window's end, with their number as `repeated`. Written always:
+Equal lines have one logger, level and constant message. A window writes its first few lines and, at its end, the last
+of the rest with their number as `repeated`. Always written:
 
 - DEBUG lines;
-- a traceback that was not yet written in this window, because two with one message may be two defects;
+- a traceback that is new in this window: two with one message may be two defects;
 - `ready` and `progress`, which a supervisor waits for.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable
 from copy import copy
 from typing import Final, TextIO
 
-BURST: Final = 5  # equal lines that are written
-WINDOW_S: Final = 10.0  # from the first of them
+BURST: Final = 5  # equal lines
+WINDOW_S: Final = 10.0  # from the first line
 MOST_WINDOWS: Final = 1024  # bounds memory: some libraries put facts into their messages
 
 status = logging.getLogger("kvmesh.status")
@@ -59,7 +59,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             self._start_timer(window.ends_s - now_s)
 
     def sweep(self, *, all_of_them: bool = False) -> None:
-        """Write what ended windows hold back; `now` None: all."""
+        """Write the lines that ended windows hold."""
         self.acquire()
         try:
             now_s = self._clock()

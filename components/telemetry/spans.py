@@ -1,4 +1,4 @@
-"""One trace per request across all processes, kept on disk and exported over OTLP if an endpoint is set."""
+"""One trace per request across all processes, on disk and optionally over OTLP."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -26,14 +26,14 @@ OTLP: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # importe
 OTLP_TIMEOUT_S: Final = 2  # an unreachable collector must not delay a stop
 EXPORT_EVERY_MS: Final = 300  # so that `inspect trace last` shows the latest request
 
-# The span of all traces that are not kept. Real spans would cost 7 us each, and their headers as much at each hop.
+# The span of all traces that are not kept: real spans cost 7 us each, and as much per hop.
 NOT_KEPT: Final = trace.NonRecordingSpan(trace.INVALID_SPAN_CONTEXT)
 _IN_NOT_KEPT: Final = trace.set_span_in_context(NOT_KEPT, Context())
 _INSIDE_ALREADY: Final = nullcontext(NOT_KEPT)
 
 
 class Spans:
-    """OpenTelemetry's tracer with a limit of new traces a second; other traces have no spans."""
+    """OpenTelemetry's tracer, with a limit of new traces a second."""
 
     def __init__(self, inner: trace.Tracer, rate: TraceRate | None = None) -> None:
         self._inner = inner
@@ -43,9 +43,7 @@ class Spans:
         self._rate = rate
 
     def continue_trace(self, headers: Mapping[str, str]) -> Context:
-        """The context of a client's `traceparent`. The client chooses the trace id; the rate decides whether it is
-        kept.
-        """
+        """The client's `traceparent` sets the trace id. Our rate decides whether the trace is kept."""
         context = trace_context(headers)
         of_client = trace.get_current_span(context).get_span_context()
         if of_client.is_valid and self._rate is not None and not self._rate.take():
@@ -80,8 +78,6 @@ def use_span(span: trace.Span, **how: bool) -> AbstractContextManager[trace.Span
 
 
 class _InNotKept:
-    """The current span is `NOT_KEPT` inside."""
-
     __slots__ = ("_token",)
 
     def __enter__(self) -> trace.Span:
@@ -118,7 +114,7 @@ async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -
 
 
 def trace_headers() -> dict[str, str] | None:
-    """`traceparent` of the current span for a message's headers; None if it is not kept."""
+    """`traceparent` of the current span; None if it is not kept."""
     if get_current() is _IN_NOT_KEPT:
         return None
     carrier: dict[str, str] = {}
@@ -127,8 +123,8 @@ def trace_headers() -> dict[str, str] | None:
 
 
 def trace_context(headers: Mapping[str, str] | None) -> Context:
-    """The context in a message's headers. Without a sampled `traceparent` nothing is kept, so the first process
-    decides for all hops.
+    """The context in a message's headers. The first process decides for all hops: without a sampled `traceparent` no
+    span is kept.
     """
     if not headers or "traceparent" not in headers:
         return _IN_NOT_KEPT
@@ -138,7 +134,7 @@ def trace_context(headers: Mapping[str, str] | None) -> Context:
 
 
 def mark_outcome(span: trace.Span, error: MeshError) -> None:
-    """Record on a span why its work ended early. A client that left is no failure."""
+    """A client that left is no failure."""
     if isinstance(error, Cancelled):
         span.set_attribute("kvmesh.cancelled", error.message)
     else:
@@ -152,7 +148,7 @@ def record_span(
     parent: trace.Span | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> None:
-    """Record a span that is already over; times are wall-clock nanoseconds."""
+    """Record a span that is over; times are wall-clock nanoseconds."""
     parent = parent or trace.get_current_span()
     if parent is NOT_KEPT:
         return

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from math import isinf
 from typing import Final
 
-BURST_S: Final = 10.0  # an idle time of this length is made up for at once
+BURST_S: Final = 10.0  # of idle time, at most
 
 
 class TraceRate:
-    """At most `per_s` new traces a second on average; the bucket starts full. Infinity: all.
+    """At most `per_s` new traces a second on average; infinity: all.
 
     Spans of every request cost a quarter of the mesh's processor time.
     """

@@ -1,6 +1,4 @@
-"""The latest traces in one SQLite file per host, for `python -m services.inspect trace`. Every process appends its
-spans.
-"""
+"""The latest traces in one SQLite file per host, for `python -m services.inspect trace`."""
 
 import json
 import logging
@@ -22,10 +20,10 @@ T = TypeVar("T")
 BUSY_S: Final = 5.0  # another process may hold the lock this long
 BUSY_RETRY_S: Final = 0.01
 KEPT_TRACES: Final = 1000
-KEPT_SPANS: Final = 50_000  # a client may put any number of requests into one trace
+KEPT_SPANS: Final = 50_000  # a client may put many requests into one trace
 KEPT_BYTES: Final = 64 << 20
-TRIM_EVERY: Final = 50  # exports between two trims, each of which reads the whole index
-ATTRIBUTE_CHARS: Final = 8192  # per attribute, some of which hold clients' data
+TRIM_EVERY: Final = 50  # exports; a trim reads the whole index
+ATTRIBUTE_CHARS: Final = 8192  # some attributes hold clients' data
 FILE_NAME: Final = "traces.sqlite"
 
 _SCHEMA: Final = """
@@ -70,9 +68,9 @@ class TraceStore:
         return [row[0] for row in self._rows(query, (count,))]
 
     def trace(self, prefix: str) -> list[Span]:
-        """Spans by start time of the trace whose id, or whose request id, starts with `prefix`.
+        """Spans by start time of the trace whose id or request id starts with `prefix`.
 
-        A client's own request id, given whole, finds its last request.
+        A client's own request id must be whole.
         """
         found = self._rows("select trace_id from spans where trace_id like ? limit 1", (f"{prefix}%",)) or self._rows(
             "select trace_id from spans where json_extract(attributes, '$.\"kvmesh.request_id\"') like ? "
@@ -108,7 +106,7 @@ class TraceStoreExporter(SpanExporter):
         self._exports = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write one batch; sometimes trim the file to its limits of traces, spans and bytes."""
+        """Write one batch. Every `TRIM_EVERY` exports, trim the file."""
         rows = [row for span in spans if (row := self._row(span)) is not None]
         try:
             _when_free(lambda: self._write(rows))
@@ -173,7 +171,7 @@ def _trim(connection: sqlite3.Connection) -> None:
 def _when_free(work: Callable[[], T]) -> T:
     """Repeat `work` while another process holds the lock.
 
-    sqlite3's timeout does not cover several processes that create the file and switch it to WAL at once.
+    sqlite3's timeout does not cover several processes that create the file and switch it to WAL.
     """
     until = monotonic() + BUSY_S
     while True:

@@ -18,7 +18,7 @@ AGAIN_S: Final = 10.0
 
 @asynccontextmanager
 async def tells_of_waiting(what: str, url: str) -> AsyncIterator[None]:
-    """Log after `FIRST_S` that `what` at `url` is awaited, and then every `AGAIN_S`."""
+    """Log after `FIRST_S`, then every `AGAIN_S`."""
     async with background(_tell(what, without_password(url)), f"waiting-for-{what}"):
         yield
 

@@ -1,7 +1,4 @@
-"""A worker's metrics, under vLLM's names where they exist, and the page that serves them.
-
-`record` takes one step's figures: nothing here runs per token.
-"""
+"""A worker's metrics, under vLLM's names where they exist. Nothing here runs per token."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +19,7 @@ TRANSFER_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 
 
 class StepFigures(Protocol):
-    """Figures of one engine step; the engine's `StepStats` implements it."""
+    """One engine step's figures, as in the engine's `StepStats`."""
 
     @property
     def num_running(self) -> int:
@@ -58,7 +55,7 @@ class StepFigures(Protocol):
 
     @property
     def prefix_queries(self) -> int:
-        """Prompt tokens looked up since start."""
+        """Prompt tokens since start."""
 
     @property
     def prefix_hits(self) -> int:
@@ -98,7 +95,7 @@ class WorkerMetrics:
         self._recomputes = self._counter("prompt_recomputes", "Prompts computed here because their KV did not come.")
 
     def record(self, figures: StepFigures) -> None:
-        """Record a step. Gauges that can be read on demand are not set here."""
+        """Other gauges are read on demand."""
         self._latest = figures
         if figures.prompt_tokens:
             self._prompt.inc(figures.prompt_tokens)
@@ -131,7 +128,7 @@ class WorkerMetrics:
         self._corrupt.inc()
 
     def recomputed(self) -> None:
-        """A prompt is computed here after its transfer failed."""
+        """A transfer failed, so its prompt is computed here."""
         self._recomputes.inc()
 
     def _shown(self, name: str, text: str, figure: Callable[[StepFigures], float]) -> None:

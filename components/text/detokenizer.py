@@ -10,20 +10,20 @@ from tokenizers.decoders import DecodeStream
 from components.text.token_bytes import read_byte_level
 
 REPLACEMENT: Final = "\ufffd"
-LOOK_AFTER: Final = 8  # held tokens, more than a character needs: some characters must be whole
-GIVE_UP_AFTER: Final = 64  # held tokens: this is no text, and each look costs as much as is held
+LOOK_AFTER: Final = 8  # held tokens: some characters must be complete
+GIVE_UP_AFTER: Final = 64  # held tokens: this is no text, and each look reads all
 
 
 class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text completed by these tokens; "" while a character is incomplete."""
+        """The text that these tokens complete; "" within a character."""
 
     def flush(self) -> str:
         pass
 
 
 class Pieces(dict[int, bytes]):
-    """The bytes of a byte-level tokenizer's tokens, without those to skip, looked up once each."""
+    """A byte-level tokenizer's tokens as bytes, without skipped ones."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: Set[int]) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class Pieces(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         piece = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
         if piece is None:
-            return b""  # not cached: a model may have more ids than its tokenizer has tokens
+            return b""  # not cached: a model may have more ids than tokens
         self[token_id] = read_byte_level(piece)
         return self[token_id]
 
 
 class ByteDetokenizer:
-    """Joins the bytes of tokens: a tenth of the work of `StreamDetokenizer`.
+    """A tenth of the work of `StreamDetokenizer`.
 
     Args:
         pieces: shared.
@@ -50,7 +50,7 @@ class ByteDetokenizer:
 
     def __init__(self, pieces: Pieces, prefix: Sequence[int] = ()) -> None:
         self._pieces = pieces
-        self._rest = b""  # bytes of an incomplete character
+        self._rest = b""  # of an incomplete character
         self.feed(prefix)
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -65,26 +65,27 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """For any tokenizer. Special tokens are skipped.
+    """For any tokenizer.
 
     Args:
         tokenizer: shared, only read.
         prefix: the prompt's last tokens if the generation continues a text: some decoders drop the space before a
             first word.
+        skip: special tokens.
     """
 
     __slots__ = ("_early", "_held", "_shown", "_skip", "_stream", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int] = (), *, skip: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip  # special tokens
+        self._skip = skip
         self._stream = DecodeStream(ids=list(prefix), skip_special_tokens=skip)
-        self._shown = list(prefix)  # tokens of the last text shown: the context for decoding the held ones
-        self._held: list[int] = []  # tokens since then; the last one ends within a character
-        self._early = 0  # characters of the held tokens' text that were shown already
+        self._shown = list(prefix)  # the last text's tokens: context for the held ones
+        self._held: list[int] = []  # the last one ends within a character
+        self._early = 0  # characters of the held tokens already shown
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        if len(token_ids) == 1:  # the common case
+        if len(token_ids) == 1:
             return self._take(token_ids[0])
         return "".join([self._take(token_id) for token_id in token_ids])
 
@@ -95,10 +96,10 @@ class StreamDetokenizer:
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception as exc:  # tokenizers raises no class of its own
+        except Exception as exc:
             if "Invalid prefix" not in str(exc):
                 raise
-            return self._restart()  # invalid UTF-8 shortened the decoded text; the decoder's state is unusable
+            return self._restart()  # invalid UTF-8 shortened the text; the decoder's state is unusable
         if text is None:
             return self._look() if len(self._held) > LOOK_AFTER else ""
         if self._early:
@@ -107,7 +108,7 @@ class StreamDetokenizer:
         return text
 
     def _look(self) -> str:
-        """Whole characters from tokens that have each ended within the next one."""
+        """Complete characters, if each token ended within the next one."""
         text = self._held_text()
         whole = text.rstrip(REPLACEMENT)
         incomplete = len(text) - len(whole)
@@ -118,7 +119,7 @@ class StreamDetokenizer:
 
     def _restart(self) -> str:
         text = self._held_text()[self._early :]
-        # without context: invalid bytes before a text can change how it decodes
+        # without context: invalid bytes before a text can change its decoding
         self._shown, self._held, self._early = [], [], 0
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text

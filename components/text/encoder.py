@@ -1,4 +1,4 @@
-"""Text to token ids: with `fastokens` if it gives the same ids as `tokenizers`, in a tenth of the time."""
+"""Text to token ids, by `fastokens` if its ids equal those of `tokenizers`, in a tenth of the time."""
 
 import logging
 from typing import Any, Final
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
-PROBES: Final = (  # texts on which tokenizers may differ
+PROBES: Final = (
     "",
     " ",
     "Hello, world! I'm sure they'll say we've seen it, and he'd know.",
@@ -27,7 +27,7 @@ LONG: Final = 100  # repetitions of the probes: 150 kB
 
 
 class Encoder:
-    """One instance serves every thread. Encoding releases Python's lock."""
+    """Shared by all threads. Encoding releases the GIL."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """`tokenizer` must neither truncate nor pad."""
@@ -49,7 +49,7 @@ class Encoder:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    # the batch call releases the GIL and leaves out character offsets
+    # the batch call releases the GIL and skips character offsets
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
 
@@ -60,12 +60,12 @@ def _fast_encoded(tokenizer: Any, text: str, *, add_special_tokens: bool) -> lis
 
 
 def _checked(tokenizer: Tokenizer) -> Any:
-    """The same tokenizer in `fastokens`; None if that fails or gives other ids."""
+    """`fastokens`' version; None if that fails or gives other ids."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     together = [
         "".join(f"{content} a{content}\n" for content in added[at : at + 64]) for at in range(0, len(added), 64)
     ]
-    long = "".join(PROBES) * LONG  # long texts take another path there
+    long = "".join(PROBES) * LONG  # fastokens encodes long texts differently
     try:
         fast = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
         for text in (*PROBES, *together, long):
@@ -82,6 +82,6 @@ def _checked(tokenizer: Tokenizer) -> Any:
 
 
 def _check_is_its_own(exc: BaseException) -> None:
-    """Raises: `exc`, unless it is an error or a panic of Rust, which is no Exception."""
+    """Raises: `exc`, unless it is an error or a Rust panic."""
     if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
         raise exc

@@ -1,4 +1,4 @@
-"""Render and tokenise long prompts in threads, few enough that the event loop gets a core."""
+"""Render and tokenise long prompts in threads."""
 
 import asyncio
 import os
@@ -16,37 +16,31 @@ T = TypeVar("T")
 MAX_THREADS: Final = 4
 S_PER_CHAR: Final = 2.5e-7  # of `tokenizers`
 OVERTAKEN_S_PER_CHAR: Final = 20 * S_PER_CHAR  # 1 s for 200,000 characters
-MAX_WAITING_CHARS: Final = 32 << 20  # about eight million tokens, eight seconds of one thread
+MAX_WAITING_CHARS: Final = 32 << 20  # about eight million tokens
 
 
 class LongPrompts:
-    """A queue of work on long prompts. Shorter prompts overtake a longer one if they arrive soon after it.
+    """Shorter prompts overtake a longer one only if they arrive soon after it: no prompt starves.
 
-    So 10,000 characters do not wait for ten times 200,000, and no prompt starves. Belongs to the event loop.
+    It belongs to the event loop.
     """
 
     def __init__(self, threads: int | None = None, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
-        """`threads` None: half of this process's cores, up to the number that pays."""
+        """`threads` None: half of this process's cores, at most `MAX_THREADS`."""
         self._free = threads or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._executor = ThreadPoolExecutor(self._free, "tokenize")
         self._threads = self._free
         self._max_chars = max_waiting_chars
         self._chars = 0  # waiting
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._numbers = count()  # tie-breaker for equal times
+        self._numbers = count()
 
     async def run(self, chars: int, work: Callable[[], T]) -> T:
-        """The result of `work` on a prompt of `chars` characters. A caller that is cancelled before its turn costs
-        nothing.
-
-        Raises: QueueFull.
-        """
+        """Run `work` on a prompt of `chars` characters. Raises: QueueFull."""
         await self._turn(chars)
         loop = asyncio.get_running_loop()
         job = self._executor.submit(work)
-        job.add_done_callback(
-            lambda _: _tell(loop, self._pass_on)
-        )  # the thread is busy until then, even if the caller has left
+        job.add_done_callback(lambda _: _tell(loop, self._pass_on))  # the thread is busy until then
         return await asyncio.wrap_future(job)
 
     async def _turn(self, chars: int) -> None:
@@ -65,7 +59,7 @@ class LongPrompts:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # cancelled in the turn of the loop in which its turn came
+            if not turn.cancelled():  # its turn came, so another prompt may have it
                 self._pass_on()
             raise
         finally:

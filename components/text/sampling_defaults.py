@@ -7,8 +7,6 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """OpenAI's defaults, unless the model has others."""
-
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

@@ -1,13 +1,10 @@
-"""Stop strings across token boundaries: hold back what may become one, cut where one is complete."""
+"""Stop strings across token boundaries."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """The result does not depend on how the text is cut into pieces.
-
-    The first complete stop string ends the text; of several that end at the same character the longest counts.
-    """
+    """The result does not depend on how the text is cut. The longest of several stop strings with one end counts."""
 
     __slots__ = ("_failure", "_held", "_included", "_matched", "_stops", "found")
 
@@ -16,7 +13,7 @@ class StopStrings:
         self._included = included
         self._stops = sorted(stops, key=len, reverse=True)  # longest first: it begins earliest
         self._failure = [_failure_table(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # for each, the length of its longest prefix that ends the text so far
+        self._matched = [0] * len(self._stops)  # for each, its longest prefix that ends the text so far
         self._held = ""
         self.found: str | None = None  # the one that ended the text
 
@@ -37,7 +34,7 @@ class StopStrings:
         return held
 
     def _step(self, char: str) -> int:
-        """Take one character; the length of the stop string it completes, or 0. Knuth, Morris and Pratt, 1977."""
+        """The length of the completed stop string, or 0. Source: Knuth, Morris and Pratt, 1977."""
         for i, stop in enumerate(self._stops):
             length = self._matched[i]
             while length and stop[length] != char:
@@ -52,7 +49,6 @@ class StopStrings:
 
 
 def _failure_table(stop: str) -> list[int]:
-    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):

@@ -1,4 +1,4 @@
-"""The bytes of each token. A token may be part of a character, so its text is not enough."""
+"""The bytes of each token, which may be part of a character."""
 
 import json
 import re
@@ -20,7 +20,7 @@ class TokenBytes:
         self._read = _reader(tokenizer)
 
     def of(self, token_id: int) -> bytes:
-        """None for an id without a token."""
+        """Empty for an id without a token."""
         if (name := self._added.get(token_id)) is not None:
             return name.encode()
         piece: str | None = self._tokenizer.id_to_token(token_id)
@@ -28,7 +28,6 @@ class TokenBytes:
 
 
 def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """How to read this tokenizer's pieces, by the type of its decoder."""
     kinds = set(_kinds(tokenizer.decoder))
     if "ByteLevel" in kinds:
         return read_byte_level
@@ -38,7 +37,7 @@ def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
 
 
 def _kinds(decoder: Any) -> Iterator[str]:
-    """Types of a decoder and its parts; only its pickle shows the parts."""
+    """Types of a decoder and its parts, which only its pickle shows."""
     if decoder is not None:
         state = json.loads(decoder.__getstate__())
         for part in (state, *state.get("decoders", ())):
@@ -50,7 +49,7 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def read_byte_level(piece: str) -> bytes:
-    """A piece with other letters, such as an added token, is read as text."""
+    """Other letters, as in an added token, are text."""
     try:
         return bytes([_BYTES[letter] for letter in piece])
     except KeyError:

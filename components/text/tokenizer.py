@@ -1,4 +1,4 @@
-"""A model's chat template and tokenizer, loaded from its directory without torch."""
+"""A model's chat template and tokenizer, without torch."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -25,9 +25,9 @@ from components.text.tool_prompt import instructed
 T = TypeVar("T")
 
 INLINE_CHARS: Final = 4096  # 0.4 ms at worst; a hop to a thread and back costs about 0.1 ms
-MESSAGE_CHARS: Final = 32  # a message's share of a template, in characters of text
-CONTEXT_TOKENS: Final = 6  # of the prompt, enough context for a decoder
-TAIL_TOKENS: Final = 16  # of the prompt, enough for a marker and line ends after it
+MESSAGE_CHARS: Final = 32  # a message's share of a template
+CONTEXT_TOKENS: Final = 6  # of the prompt, enough for a decoder
+TAIL_TOKENS: Final = 16  # of the prompt, enough for a marker and line ends
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 TEMPLATE_ERRORS: Final = (
     TemplateError,
@@ -52,7 +52,7 @@ A_CALL: Final[Sequence[Mapping[str, Any]]] = (
 
 
 class TextModel:
-    """Messages or text to token ids and back. One instance serves every request and thread."""
+    """Shared by requests and threads."""
 
     def __init__(
         self,
@@ -62,28 +62,23 @@ class TextModel:
         tool_template: str | None = None,
         options: FormatOptions = FormatOptions(),  # noqa: B008  # frozen
     ) -> None:
-        """`tool_template` replaces `chat_template` for requests with tools. Raises: ValueError, from
-        `OutputFormats.of`.
-        """
+        """`tool_template` is for requests with tools. Raises: ValueError."""
         self.formats = OutputFormats.of(tool_template or chat_template or "", options)
         self._tokenizer = tokenizer
-        self._tokenizer.no_truncation()  # a tokenizer.json may ask for truncation or padding
+        self._tokenizer.no_truncation()  # a tokenizer.json may ask for either
         self._tokenizer.no_padding()
         self._encoder = Encoder(tokenizer)
         self._is_byte_level = is_byte_level(tokenizer)
         self._pieces_by_shown: dict[frozenset[int] | None, Pieces] = {}  # None: all are shown
         self._chat_template = chat_template
         self._tool_template = tool_template or chat_template
-        self._special_tokens = dict(special_tokens or {})  # templates read them: bos_token, eos_token
+        self._special_tokens = dict(special_tokens or {})  # for templates: bos_token, eos_token
         self._long_prompts = LongPrompts()
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
     def load(cls, directory: Path, options: FormatOptions = FormatOptions()) -> Self:  # noqa: B008  # frozen
-        """Read `tokenizer.json`, its configuration and the chat template, if there is one.
-
-        Raises: FileNotFoundError; ValueError, if `options` do not fit the template.
-        """
+        """Raises: FileNotFoundError; ValueError if `options` do not fit the template."""
         if not (directory / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{directory} has no tokenizer.json: not the directory of a model that speaks text")
         loaded = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -111,7 +106,7 @@ class TextModel:
         variables: Mapping[str, Any] = NOTHING,
         ending: Ending = NEXT_TURN,
     ) -> str:
-        """The prompt text of a conversation.
+        """Return a conversation's prompt text.
 
         Args:
             messages: arguments of tool calls are objects.
@@ -129,7 +124,7 @@ class TextModel:
         try:
             return self._render(messages, tools, variables, ending)
         except TEMPLATE_ERRORS as exc:
-            # a template is foreign code, and unexpected messages break it in any of these ways
+            # a template is foreign code: unexpected messages raise any of these
             raise Rejected(f"The model's chat template refuses these messages: {exc}", param="messages") from exc
 
     def _render(
@@ -152,7 +147,7 @@ class TextModel:
 
     @cached_property
     def _calls_as_text(self) -> bool:
-        """Whether the template takes a call's arguments as JSON text, as DeepSeek's does; most take an object."""
+        """Whether the template needs arguments as JSON text, like DeepSeek's."""
         try:
             self._render(A_CALL, (), {})
         except TEMPLATE_ERRORS:
@@ -170,7 +165,6 @@ class TextModel:
         variables: Mapping[str, Any] = NOTHING,
         ending: Ending = NEXT_TURN,
     ) -> list[int]:
-        """Token ids of a conversation. Long ones are rendered and tokenised in a thread. Raises: Rejected."""
         chars = sum(MESSAGE_CHARS + len(str(m.get("content", ""))) for m in messages)
         if tools or any("tool_calls" in message for message in messages):
             chars += len(str(tools)) + sum(len(str(m.get("tool_calls", ""))) for m in messages)
@@ -180,7 +174,6 @@ class TextModel:
         return await self.run(len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens))
 
     async def run(self, chars: int, work: Callable[[], T]) -> T:
-        """The result of `work` on so many characters; long work runs in a thread."""
         return work() if chars <= INLINE_CHARS else await self._long_prompts.run(chars, work)
 
     def decode(self, token_ids: Sequence[int], *, skip: bool = True) -> str:
@@ -195,10 +188,7 @@ class TextModel:
     def detokenizer(
         self, prompt: Sequence[int] = (), shown: Set[int] = frozenset(), *, skip: bool = True
     ) -> Detokenizer:
-        """A new detokenizer after `prefix`, the prompt that the generation continues.
-
-        `shown` are special tokens that it shows. Without `skip` it shows all.
-        """
+        """`prompt`: what the generation continues; `shown`: special tokens to show; without `skip`, all."""
         context = prompt[-CONTEXT_TOKENS:]
         if self._is_byte_level:
             return ByteDetokenizer(self._pieces(frozenset(shown), skip=skip), context)
@@ -217,7 +207,7 @@ class TextModel:
         return frozenset(i for name in names if (i := self._tokenizer.token_to_id(name)) in self.specials)
 
     def marker_ids(self, names: Collection[str]) -> dict[str, int]:
-        """Ids of tokens that llguidance treats as special, which includes added ones like `<this>`."""
+        """llguidance treats these as special, also added tokens like `<this>`."""
         added = self._tokenizer.get_added_tokens_decoder()
         found = {name: i for name in names if (i := self._tokenizer.token_to_id(name)) in added}
         return {name: i for name, i in found.items() if added[i].special or (name[0] == "<" and name[-1] == ">")}

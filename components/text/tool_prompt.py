@@ -1,6 +1,4 @@
-"""Tools for a chat template without them: described in the system message in Hermes' format, which most small
-models know.
-"""
+"""Tools for a chat template without them, in Hermes' format, which most small models know."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,7 @@ To call one, write its name and its arguments as a JSON object between these tag
 def instructed(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """The conversation with roles and content only, and `tools` in the system message."""
+    """Keep roles and content only, and describe `tools` in the system message."""
     told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if not told:
         return messages

@@ -1,11 +1,11 @@
-"""The chat-template variables that a client may set, such as the reasoning effort."""
+"""The chat-template variables that a client may set."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from components.errors import Rejected
 
-SWITCHES: Final = ("enable_thinking", "thinking")  # names that templates use to turn reasoning on or off
+SWITCHES: Final = ("enable_thinking", "thinking")  # names in templates
 EFFORT: Final = "reasoning_effort"
 
 
@@ -19,7 +19,7 @@ def template_variables(
         given: its `chat_template_kwargs`.
         mentions: whether the template reads a variable.
         reasons: whether the model reasons.
-    Raises: Rejected, if the template would ignore one of them.
+    Raises: Rejected if the template would ignore one of them.
     """
     variables: dict[str, Any] = {name: _switch(name, value, mentions) for name, value in given.items()}
     if effort is None:

@@ -7,16 +7,15 @@ from typing import Final, overload
 from components.wire.tokens import num_tokens, pack_tokens
 
 HASH_BYTES: Final = 16
-PREFIX_TOKENS: Final = 256  # for policies that hash only the beginning of a prompt
+PREFIX_TOKENS: Final = 256
 
 
 def seed_hash(model: str, lora: str = "", cache_salt: str = "") -> bytes:
-    """The parent of first blocks: models, adapters and tenants share no hashes."""
+    """Models, adapters and tenants share no hashes."""
     return blake2b(f"{model}\0{lora}\0{cache_salt}".encode(), digest_size=HASH_BYTES).digest()
 
 
 def block_hashes(token_ids: Sequence[int], page_size: int, seed: bytes) -> list[bytes]:
-    """Of full pages only."""
     return list(_chain(pack_tokens(token_ids), page_size, seed))
 
 
@@ -28,7 +27,7 @@ def _chain(tokens: bytes, page_size: int, parent: bytes) -> Iterator[bytes]:
 
 
 class BlockHashes(Sequence[bytes]):
-    """Computed on demand, once."""
+    """Each full page's hash is computed once, on demand."""
 
     __slots__ = ("_len", "_made", "_rest")
 
@@ -61,10 +60,7 @@ class BlockHashes(Sequence[bytes]):
 
 
 class PromptBlocks:
-    """One prompt's hashes, by page size."""
-
     def __init__(self, tokens: bytes, seed: bytes) -> None:
-        """`tokens`: int32[T] bytes."""
         self.num_tokens = num_tokens(tokens)
         self._tokens = tokens
         self._seed = seed

@@ -1,6 +1,6 @@
-"""Messages as bytes: a msgpack pair [tag, fields], checked by msgspec.
+"""Messages as msgpack pairs [tag, fields]. Unpacking raises MalformedMessage.
 
-Unknown tags are refused. Unknown fields are ignored, so a newer peer may add a field with a default.
+A receiver ignores unknown fields, so a newer sender may add a field with a default.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from components.errors import MalformedMessage
 
-MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024  # max_payload of NATS in our deployments
+MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 MAX_ITEMS: Final = 1 << 20
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -22,8 +22,7 @@ class UnknownMessage(MalformedMessage):
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
-class Struct(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Fields with default values are not sent."""
+class Struct(msgspec.Struct, frozen=True, omit_defaults=True): ...
 
 
 S = TypeVar("S", bound=Struct)
@@ -32,19 +31,19 @@ _encoder: Final = Encoder()
 _pair: Final = Decoder(tuple[str, msgspec.Raw])
 _by_tag: dict[str, type[Struct]] = {}
 _tags: dict[type[Struct], str] = {}
-_heads: dict[type[Struct], bytes] = {}  # the bytes before the fields
+_heads: dict[type[Struct], bytes] = {}
 _decoders: dict[type[Struct], Decoder[Any]] = {}
 
 
 def message(tag: str) -> Callable[[type[S]], type[S]]:
-    """`tag`: "<conversation>.v<version>"."""
+    """`tag` is "<conversation>.v<version>"."""
 
     def register(cls: type[S]) -> type[S]:
         if tag in _by_tag:
             raise ValueError(f"message tag {tag!r} is taken by {_by_tag[tag].__name__}")
         _by_tag[tag] = cls
         _tags[cls] = tag
-        _heads[cls] = b"\x92" + _encoder.encode(tag)  # an array of two
+        _heads[cls] = b"\x92" + _encoder.encode(tag)
         _decoders[cls] = Decoder(cls)
         return cls
 
@@ -56,7 +55,6 @@ def pack(value: Struct) -> bytes:
 
 
 def unpack(data: bytes, *expected: type[S]) -> S:
-    """Raises: MalformedMessage."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(f"{len(data)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     try:
@@ -77,7 +75,6 @@ def unpack(data: bytes, *expected: type[S]) -> S:
 
 
 def unpack_plain(data: bytes) -> Any:
-    """Raises: MalformedMessage."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(f"{len(data)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     try:
@@ -96,8 +93,8 @@ def unpack_plain(data: bytes) -> Any:
 
 
 class Dated(Struct, kw_only=True):
-    """A message with a deadline, which `components.messaging.clocks` converts to the receiver's clock."""
+    """`components.messaging.clocks` converts the deadline to the receiver's clock."""
 
     deadline_unix_ms: int  # by the sender's wall clock
-    sender: str = ""  # instance id or subject
-    sent_unix_ms: int = 0  # 0: unknown, and the deadline is not converted
+    sender: str = ""
+    sent_unix_ms: int = 0  # 0: unknown, so not converted

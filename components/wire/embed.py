@@ -1,7 +1,4 @@
-"""frontend ↔ decode: texts and their vectors.
-
-`EmbedRequest` goes to `<decode subject>.embed`; `CancelEmbed` to `<decode subject>.cancel_embed`.
-"""
+"""frontend ↔ decode: texts on `<decode subject>.embed` and their vectors."""
 
 from typing import Final
 
@@ -9,17 +6,17 @@ from msgspec import field
 
 from components.wire.codec import Dated, Struct, message
 
-MAX_TEXTS: Final = 64  # of one message
+MAX_TEXTS: Final = 64
 
 
 @message("embed.v1")
 class EmbedRequest(Dated):
-    request_id: str  # ours and random
-    epoch: str  # of the addressed instance
+    request_id: str
+    epoch: str
     model: str
     texts: list[bytes]  # int32[T] each
     cache_salt: str = ""
-    priority: int = 0  # lower goes first
+    priority: int = 0
 
 
 @message("vectors.v1")
@@ -42,4 +39,4 @@ class EmbeddingModel(Struct):
     dimensions: int
     normalised: bool = False  # vectors have length 1
     matryoshka: bool = False  # leading dimensions are a vector, too
-    matryoshka_dimensions: list[int] = field(default_factory=list)  # allowed numbers; empty: any
+    matryoshka_dimensions: list[int] = field(default_factory=list)  # allowed; empty: any

@@ -1,6 +1,6 @@
-"""frontend ↔ decode: a request on `<decode subject>.generate`, and frames with its tokens on `reply_to`.
+"""frontend ↔ decode: requests on `<decode subject>.generate`, frames of tokens on `reply_to`.
 
-A request with n branches is n streams with their own numbers, ends and cancellations.
+Other subjects: `.cancel` for streams, `.resend` for lost frames. Each branch is a stream.
 """
 
 import sys
@@ -20,38 +20,36 @@ from components.wire.sampling import Sampling
 from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
-FIELDS: Final = 9  # of an item
+FIELDS: Final = 9  # per item
 MAX_STREAM_ID: Final = 2**63 - 1
-PLAIN: Final = (None, None, 0, 0, None, None)  # fields after the tokens of a plain item
+PLAIN: Final = (None, None, 0, 0, None, None)  # an item's fields after its tokens
 
 
-@message("generate.v4")  # new with each FRAME_VERSION: the sender reads such frames
+@message("generate.v4")  # new with each FRAME_VERSION
 class GenerateRequest(Dated):
-    """Answered at once. A stream that moves is sent again with its tokens so far."""
+    """A stream that moves is sent again with its tokens so far."""
 
-    request_id: str  # ours and random: a client's own id is no key
-    epoch: str  # of the addressed instance
-    model: str  # the base model
-    stream_id: int  # of the first branch, unique in the frontend; those of other branches follow
+    request_id: str
+    epoch: str
+    model: str
+    stream_id: int  # of the first branch; the others' follow
     reply_to: str  # NATS subject
-    token_ids: bytes  # int32[T]: the prompt, and after a move the tokens so far
+    token_ids: bytes  # int32[T], after a move with the tokens so far
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0  # lower goes first
-    adapter: str = ""  # "": none
-    session: str = ""  # key of session affinity
+    adapter: str = ""
+    session: str = ""
 
 
 @message("generate-accepted.v1")
 class GenerateAccepted(Struct):
     request_id: str
-    number: int = 0  # heartbeats with this `accepted` or more cover the request; 0: none does
+    number: int = 0  # heartbeats with this `accepted` or more cover it; 0: none
 
 
 @message("cancel.v1")
 class CancelStreams(Struct):
-    """On `<decode subject>.cancel`."""
-
     reply_to: str
     stream_ids: list[int]
 
@@ -63,29 +61,27 @@ class StreamsCancelled(Struct):
 
 @message("resend.v1")
 class ResendFrames(Struct):
-    """On `<decode subject>.resend`: frames are missing. Answered by FramesResent."""
-
     reply_to: str
     first: int  # frame number
 
 
 @message("resent.v1")
 class FramesResent(Struct):
-    oldest: int  # frame number: earlier ones are lost
+    oldest: int  # earlier frames are lost
     next: int  # end of the resent frames
-    made: int  # end of all frames so far
+    made: int  # end of all frames
 
 
 class StreamItem(NamedTuple):
     stream_id: int
-    seq: int  # of its first token in the stream; a gap is a lost frame
+    seq: int  # of its first token; a gap is a lost frame
     token_ids: list[int]
     finish: str | None = None  # "stop" or "length", with the last tokens
-    error: Refused | None = None  # ends the stream
-    num_cached_tokens: int = 0  # with the first token
-    sent_unix_ns: int = 0  # with the first token, for the trace
-    logprobs: list[TokenLogprobs] | None = None  # one per token, if requested
-    # from the prompt's second token on; with the first token of branch 0
+    error: Refused | None = None
+    num_cached_tokens: int = 0
+    sent_unix_ns: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    # with branch 0's first token: from the prompt's second token on
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
@@ -93,18 +89,17 @@ class StreamItem(NamedTuple):
 class TokenFrame:
     instance_id: str
     epoch: str
-    step: int  # counter of the engine
+    step: int
     items: list[StreamItem]
-    number: int = 0  # of the frames to this frontend, from 0
+    number: int = 0  # counts frames to this frontend, from 0
 
 
 def num_numbers(token_ids: Sequence[int]) -> int:
-    """Stream numbers that an item takes."""
     return len(token_ids) or 1
 
 
 class OtherFrameVersion(MalformedMessage):
-    """The instance id has the same place in every version."""
+    """In every version, the instance id has the same place."""
 
     def __init__(self, version: int, instance_id: str) -> None:
         super().__init__(
@@ -114,17 +109,13 @@ class OtherFrameVersion(MalformedMessage):
 
 
 class FrameDraft:
-    """The items of a frame in progress, in wire form.
-
-    Plain items go into columns: one by one they would be most of a token's cost. Each other item has the number of
-    plain items before it.
-    """
+    """Plain items go into columns: one tuple each would be most of a token's cost."""
 
     __slots__ = ("_others", "_seqs", "_streams", "_tokens")
 
     def __init__(self) -> None:
         self._streams, self._seqs = array("q"), array("q")
-        self._tokens: list[Sequence[int]] = []  # of plain items
+        self._tokens: list[Sequence[int]] = []
         self._others: list[tuple[int, tuple[Any, ...]]] = []
 
     def __len__(self) -> int:
@@ -142,7 +133,7 @@ class FrameDraft:
             self._others.append((len(self._seqs), _other(item)))
 
     def failed(self, error: MeshError) -> "FrameDraft":
-        """A frame that ends the streams of this one with `error`."""
+        """A frame that ends this one's streams with `error`."""
         failed, refused = FrameDraft(), refusal(error)
         firsts: dict[int, int] = {}
         for stream_id, seq in [*zip(self._streams, self._seqs, strict=True), *(item[:2] for _, item in self._others)]:
@@ -184,7 +175,7 @@ def _little_endian(column: "array[int]") -> bytes:
 
 
 def unpack_frame(data: bytes) -> TokenFrame:
-    """Raises: OtherFrameVersion, MalformedMessage."""
+    """Raises: OtherFrameVersion, or MalformedMessage."""
     value = unpack_plain(data)
     is_frame = isinstance(value, list) and len(value) > 1 and type(value[0]) is int and isinstance(value[1], str)
     if is_frame and value[0] != FRAME_VERSION:

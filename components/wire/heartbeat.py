@@ -1,4 +1,4 @@
-"""Heartbeats: load and step counter of a worker, on `<subject>.heartbeat` or as the answer of AskHeartbeat."""
+"""A worker's load, on `<subject>.heartbeat` or as the answer to AskHeartbeat."""
 
 from typing import Final
 
@@ -11,13 +11,13 @@ USUAL_NEXT_S: Final = 0.5
 class Heartbeat(Struct):
     instance_id: str
     epoch: str
-    step: int  # does not change while `busy`: a hung engine
+    step: int  # constant while `busy`: the engine hangs
     busy: bool
     draining: bool = False
     num_running: int = 0
     num_waiting: int = 0
-    num_reserved: int = 0  # requests whose KV has not arrived
-    num_held: int = 0  # requests that are over, with exposed pages
+    num_reserved: int = 0  # their KV has not arrived
+    num_held: int = 0  # finished, with exposed pages
     free_pages: int = 0
     cached_pages: int = 0
     held_pages: int = 0
@@ -25,14 +25,14 @@ class Heartbeat(Struct):
     queued_tokens: int = 0  # of prompts
     prompt_tokens_per_s: float = 0.0  # 0: unknown
     accepted: int = 0  # requests since start
-    num_requests: int = 0  # branches in progress, also those that the engine does not have yet
-    next_s: float = USUAL_NEXT_S  # to the next heartbeat, at most
+    num_requests: int = 0  # branches, also those not yet in the engine
+    next_s: float = USUAL_NEXT_S  # at most, until the next heartbeat
     still_s: float = 0.0  # since the last step or idle moment
-    cached: int = 0  # leading hashes of the question in its prefix cache
+    cached: int = 0  # asked hashes in its prefix cache
 
 
 @message("heartbeat-ask.v1")
 class AskHeartbeat(Struct):
-    """To a worker on `<subject>.ask_heartbeat`, or to all of a role on `<namespace>.<role>.ask_heartbeat`."""
+    """On `<subject>.ask_heartbeat`, or `<namespace>.<role>.ask_heartbeat` for all."""
 
-    hashes: bytes = b""  # of some prefixes of a prompt, ascending: 16 bytes each
+    hashes: bytes = b""  # 16 bytes each, of a prompt's prefixes, ascending

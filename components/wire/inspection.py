@@ -1,4 +1,4 @@
-"""inspect ↔ services: a worker's profile, fetched in parts, and where a request would be routed now."""
+"""inspect ↔ services: profiles, and explanations of routing."""
 
 from msgspec import field
 
@@ -7,8 +7,6 @@ from components.wire.codec import Struct, message
 
 @message("profile-start.v1")
 class StartProfile(Struct):
-    """On `<worker subject>.profile`; answered at once by ProfileStarted."""
-
     seconds: float
 
 
@@ -19,25 +17,23 @@ class ProfileStarted(Struct):
 
 @message("profile-fetch.v1")
 class FetchProfile(Struct):
-    """On `<worker subject>.profile_part`; answered by ProfilePart."""
-
     profile_id: str
     offset: int
 
 
 @message("profile-part.v1")
 class ProfilePart(Struct):
-    data: bytes  # gzip members, each a Chrome trace of some of the time
+    data: bytes  # gzip members, each a Chrome trace
     size_bytes: int | None = None  # of the file; None: not complete
-    seconds: float = 0.0  # recorded
-    steps: int = 0  # engine steps with work
+    seconds: float = 0.0
+    steps: int = 0
 
 
 @message("route-explain.v1")
 class ExplainRoute(Struct):
-    """On `<subject>.explain_route` of a frontend, with a text, or of decode, with token ids."""
+    """A frontend needs a text, decode token ids."""
 
-    text: str = ""  # a user's message, or a prompt without `chat`
+    text: str = ""  # without `chat`, a prompt
     chat: bool = True
     token_ids: bytes = b""  # int32[T]
     adapter: str = ""
@@ -60,6 +56,6 @@ class Candidate(Struct):
 class RouteExplained(Struct):
     policy: str
     token_ids: bytes  # int32[T]
-    why: str  # or why no instance was chosen
-    chosen: str = ""  # instance id; "": none
+    why: str  # also without a choice
+    chosen: str = ""  # instance id
     candidates: list[Candidate] = field(default_factory=list)  # the chosen one first

@@ -1,4 +1,4 @@
-"""Instance records: JSON in etcd under `<namespace>/instances/<role>/<instance_id>`, attached to a lease."""
+"""Instance records: JSON in etcd under `<namespace>/instances/<role>/<instance_id>`."""
 
 from typing import Literal
 
@@ -15,9 +15,9 @@ Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
 
 class KvEndpoint(Struct):
-    backend: str  # as in --kv-transfer; both sides need the same
-    agent: str  # unique name
-    agent_metadata: str  # base64 of NIXL's metadata, or addresses
+    backend: str  # as in --kv-transfer
+    agent: str
+    agent_metadata: str  # base64, or addresses
     base_address: int
     num_pages: int
     device: str  # "cpu" or "cuda:0"
@@ -28,19 +28,19 @@ class KvEndpoint(Struct):
 
 
 class InstanceRecord(Struct):
-    instance_id: str  # random, of the process
-    epoch: str  # random, of the registration
+    instance_id: str  # random, per process
+    epoch: str  # random, per registration
     role: Role
     host: str
     pid: int
     started_unix_ms: int
-    subject: str  # `<namespace>.<role>.<instance_id>`
-    model: str | None = None  # as in the API
+    subject: str
+    model: str | None = None
     adapters: dict[str, str] = field(default_factory=dict)  # hash of the weights by name
     max_context: int | None = None  # tokens of prompt and output
     kv: KvEndpoint | None = None
-    http: str | None = None  # URL: a frontend, or a metrics page
-    metrics: str | None = None  # URL of a frontend's own page: several frontends may share `http`
+    http: str | None = None
+    metrics: str | None = None  # several may share `http`
     kv_events: bool = False
     embedding: EmbeddingModel | None = None
     protocol: int = UNNAMED
@@ -56,7 +56,6 @@ def dump_record(record: InstanceRecord) -> bytes:
 
 
 def load_record(data: bytes) -> InstanceRecord:
-    """Raises: MalformedMessage."""
     try:
         return msgspec.json.decode(data, type=InstanceRecord)
     except MALFORMED as exc:
@@ -65,12 +64,12 @@ def load_record(data: bytes) -> InstanceRecord:
 
 @message("ask-present.v1")
 class AskPresent(Struct):
-    """anyone → `<subject>.present` of an instance whose record left etcd; answered by Present.
+    """On `<subject>.present` of an instance whose record left etcd.
 
-    Refused with StaleInstance by another process, with PeerLost by a leaving one.
+    Another process refuses with StaleInstance, a leaving one with PeerLost.
     """
 
-    epoch: str  # of the missing record
+    epoch: str
 
 
 @message("present.v1")

@@ -1,6 +1,6 @@
-"""worker → routers: changes of its prefix cache on `<subject>.kv_events`, and dumps of all of it.
+"""worker → routers: changes of its prefix cache on `<subject>.kv_events`.
 
-Batches are numbered. A router that misses one requests a dump and continues from its number.
+A router that misses a batch fetches a dump on `.kv_dump`.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ DUMP_PART_BLOCKS: Final = 16_384  # 256 KiB; NATS's default limit is 1 MB
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """The net change since the last batch. An empty one shows that none was lost."""
+    """An empty batch shows that none was lost."""
 
     instance_id: str
     epoch: str
@@ -30,7 +30,7 @@ class KvEventBatch:
 
 
 def pack_batch(batch: KvEventBatch) -> bytes:
-    # A plain msgpack array, checked by hand: there may be thousands a second.
+    # Checked by hand, because there may be thousands a second.
     fields = (
         BATCH_VERSION,
         batch.instance_id,
@@ -44,7 +44,6 @@ def pack_batch(batch: KvEventBatch) -> bytes:
 
 
 def unpack_batch(data: bytes) -> KvEventBatch:
-    """Raises: MalformedMessage."""
     value = unpack_plain(data)
     if not (isinstance(value, list) and len(value) == 6 and value[0] == BATCH_VERSION):
         raise MalformedMessage("not a batch of KV events of version 1")
@@ -59,7 +58,6 @@ def pack_hashes(blocks: Iterable[bytes]) -> bytes:
 
 
 def unpack_hashes(data: object) -> list[bytes]:
-    """Raises: MalformedMessage."""
     if not isinstance(data, bytes) or len(data) % HASH_BYTES:
         raise MalformedMessage("not whole block hashes")
     return [data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES)]
@@ -67,20 +65,18 @@ def unpack_hashes(data: object) -> list[bytes]:
 
 @message("kv-dump-fetch.v1")
 class FetchKvDump(Struct):
-    """On `<worker subject>.kv_dump`; answered by KvDumpPart, or refused: another epoch, or too many dumps."""
-
     epoch: str
     dump_id: str = ""  # from the first answer; "": begin
     first: int = 0  # block
-    have: int | None = None  # the router's number; no blocks are sent if it is current
+    have: int | None = None  # the router's number: if current, no blocks are sent
 
 
 @message("kv-dump-part.v1")
 class KvDumpPart(Struct):
-    """The cache after batch `number`, the same in all parts of a dump."""
+    """The cache after batch `number`."""
 
     number: int
-    blocks: bytes = b""  # hashes
+    blocks: bytes = b""
     num_blocks: int = 0  # in the dump
     dump_id: str = ""
     unchanged: bool = False  # `have` is current

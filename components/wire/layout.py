@@ -12,11 +12,11 @@ DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 class KvLayout(Struct):
     """A page is [kv_heads, layers, 2, page_size, head_dim].
 
-    Heads come first, so that a tensor-parallel rank's share is contiguous. A page holds all layers, so that it is one
-    descriptor: NIXL's cost does not depend on its size.
+    With heads first, a tensor-parallel rank's share is contiguous. NIXL's cost does not depend on a descriptor's
+    size, so a page holds all layers.
     """
 
-    model: str  # identity of the weights
+    model: str
     dtype: Literal["bfloat16", "float16", "float32"]
     page_size: int  # tokens
     layers: int
@@ -30,7 +30,7 @@ class KvLayout(Struct):
 
     @property
     def num_stripes(self) -> int:
-        """Each holds the keys or values of all tokens in one head of one layer."""
+        """A stripe is one head's keys or values in one layer."""
         return self.kv_heads * self.layers * 2
 
     @property
@@ -42,7 +42,7 @@ class KvLayout(Struct):
 
 
 def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
-    """One page size must divide the other, and all else must be equal. Raises: IncompatibleLayout."""
+    """One page size must divide the other; all else must be equal. Raises: IncompatibleLayout."""
     if ours == theirs:
         return
     different = [n for n in KvLayout.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)]
@@ -55,7 +55,6 @@ def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
 
 
 def check_same_adapter(name: str, ours: str, theirs: str) -> None:
-    """Raises: IncompatibleLayout."""
     if ours != theirs:
         raise IncompatibleLayout(
             f"prefill and decode must load the same weights as adapter {name!r} ({ours} here, {theirs} there)"

@@ -11,10 +11,10 @@ from components.errors import MalformedMessage
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms, of the logits before penalties, bias, mask, temperature and cuts."""
+    """Natural logarithms of the unmodified logits' softmax."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), the most probable first
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most probable first
 
 
 def packed_bytes(num_tokens: int, alternatives: int) -> int:
@@ -22,7 +22,7 @@ def packed_bytes(num_tokens: int, alternatives: int) -> int:
 
 
 def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """Little-endian: int32 K, float32[T], and of K alternatives int32[T, K] ids and float32[T, K]."""
+    """Little-endian: int32 K, float32[T] and, for K alternatives, int32[T, K] ids and float32[T, K]."""
     count = len(logprobs[0].top) if logprobs else 0
     ids = array("i", [token_id for token in logprobs for token_id, _ in token.top])
     if len(ids) != len(logprobs) * count:
@@ -39,7 +39,6 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, data: bytes, num_tokens: int) -> None:
-        """Raises: MalformedMessage."""
         self._count, self._chosen, self._ids, self._values = _columns(data, num_tokens)
 
     def __len__(self) -> int:
@@ -61,7 +60,6 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
 
 
 def unpack_logprobs(data: bytes, num_tokens: int) -> list[TokenLogprobs]:
-    """Raises: MalformedMessage."""
     count, chosen, ids, values = _columns(data, num_tokens)
     if not count:
         return [TokenLogprobs(logprob) for logprob in chosen]

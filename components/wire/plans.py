@@ -1,4 +1,4 @@
-"""inspect → planner: its plan. planner → services.local: change the number of workers by one."""
+"""inspect → planner: its plan. planner → services.local: add or remove a worker."""
 
 from typing import Literal
 
@@ -17,36 +17,31 @@ class RolePlan(Struct):
 
 
 @message("plan-ask.v1")
-class AskPlan(Struct):
-    """On `<namespace>.planner.<id>.plan`; answered by PlanTold."""
+class AskPlan(Struct): ...
 
 
 @message("plan-told.v1")
 class PlanTold(Struct):
-    leading: bool  # only one planner of a namespace acts
+    leading: bool  # one planner per namespace leads
     connector: Literal["none", "local", "compose", "kubernetes"]
     prefill: RolePlan
     decode: RolePlan
-    hold: str = ""  # reason for waiting with a change
-    unknown: list[str] = field(default_factory=list)  # instances without reports
-    changes: list[str] = field(default_factory=list)  # the latest last
+    hold: str = ""
+    unknown: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)  # oldest first
 
 
 @message("local-count.v1")
-class AskCounts(Struct):
-    """On `<namespace>.local.<id>.count`; answered by Counts."""
+class AskCounts(Struct): ...
 
 
 @message("local-scale.v1")
 class ScaleRole(Struct):
-    """On `<namespace>.local.<id>.scale`; answered by the new Counts, or Refused.
-
-    Refused if `before` is stale, so that two planners with the same reports change one worker, not two.
-    """
+    """Refused if `before` is stale: two planners then change one worker, not two."""
 
     role: Literal["prefill", "decode"]
     before: int
-    after: int  # one more or less
+    after: int
 
 
 @message("local-counts.v1")

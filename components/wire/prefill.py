@@ -7,41 +7,41 @@ from components.wire.sampling import Sampling
 
 @message("prefill.v5")
 class PrefillRequest(Dated):
-    """decode → prefill `.prefill`; answered by PrefillAccepted. The deadline is for the whole transfer."""
+    """The deadline is for the whole transfer."""
 
     request_id: str
-    epoch: str  # of prefill
+    epoch: str
     decode_id: str
     decode_epoch: str
-    room: str  # of decode's offer
+    room: str
     stamp: int  # random uint63 for the aux slot
     token_ids: bytes  # int32[T]
     sampling: Sampling  # for the first token
     cache_salt: str = ""
-    priority: int = 0  # lower goes first
+    priority: int = 0
     adapter: str = ""
     adapter_identity: str = ""  # hash of its weights; only older versions check it
-    layout: KvLayout | None = None  # of decode's pages; only older versions check it
-    verify_kv: bool = False  # with checksums in the aux slot
+    layout: KvLayout | None = None  # likewise
+    verify_kv: bool = False  # by checksums in the aux slot
 
 
 @message("prefill-accepted.v2")
 class PrefillAccepted(Struct):
     request_id: str
-    number: int = 0  # heartbeats with this `accepted` or more cover the prompt; 0: none does
+    number: int = 0  # as in GenerateAccepted
 
 
 @message("quiesce.v1")
 class Quiesce(Struct):
-    """decode → prefill `.quiesce`: stop; answered by Quiet when no write is in flight."""
+    """Stop the transfer. Prefill answers when no write is in flight."""
 
     request_id: str
     cause: str
-    cancelled: bool = False  # by the client
+    cancelled: bool = False
 
 
 @message("quiet.v1")
 class Quiet(Struct):
-    """No write is in flight and none will be posted: decode may reuse the pages."""
+    """No further write follows: decode may reuse the pages."""
 
     request_id: str

@@ -1,9 +1,7 @@
 """The protocol version of all messages.
 
-Raise PROTOCOL if an older process would not understand a change: a new tag, a changed meaning, a new version of token
-frames. Raise OLDEST, too, if this process no longer understands the older one. A field with a default changes neither.
-
-2: token frames are numbered for each frontend, and messages with a deadline have their time of sending.
+Raise PROTOCOL for what older processes cannot read, such as a new tag. Raise OLDEST if this process cannot read the
+older form. A field with a default changes neither.
 """
 
 from typing import Final

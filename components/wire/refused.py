@@ -1,4 +1,4 @@
-"""Errors: any call may be answered by one."""
+"""Errors as answers to messages."""
 
 import math
 
@@ -23,7 +23,7 @@ def refusal(error: MeshError) -> Refused:
 
 
 def raised(refused: Refused) -> MeshError:
-    """The error that the other side raised. InvariantBroken, or an unknown class, becomes PeerBroken."""
+    """InvariantBroken and unknown classes become PeerBroken."""
     if refused.error not in BY_NAME:
         return PeerBroken(f"{refused.error}: {refused.message}")
     cls = reported(refused.error)
@@ -40,5 +40,4 @@ def _plain(value: object) -> str | int | float | None:
 
 
 def _seconds(value: str | int | float | None) -> float:
-    """One second if the peer sent no valid number."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 1.0

@@ -1,4 +1,4 @@
-"""decode, prefill ↔ bootstrap: bootstrap rooms, each in the memory of one replica."""
+"""decode, prefill ↔ bootstrap: bootstrap rooms, each in one replica's memory."""
 
 from components.wire.codec import Dated, Struct, message
 from components.wire.layout import KvLayout
@@ -6,7 +6,7 @@ from components.wire.layout import KvLayout
 
 @message("room-open.v2")
 class OpenRoom(Dated):
-    """decode → bootstrap `.open`; answered by RoomOk. The deadline is for the whole transfer."""
+    """decode → bootstrap. The deadline is for the whole transfer."""
 
     room: str
     request_id: str
@@ -14,15 +14,15 @@ class OpenRoom(Dated):
     prefill_epoch: str
     decode_id: str
     decode_epoch: str
-    pages: list[int]  # of the whole prompt, in order
-    num_cached_pages: int  # leading pages, which are not sent
+    pages: list[int]  # the whole prompt's, in order
+    num_cached_pages: int  # leading pages, not sent
     aux_slot: int
-    layout: KvLayout | None = None  # of decode's pages; only older versions check it
+    layout: KvLayout | None = None  # only older versions check it
 
 
 @message("room-pages.v2")
 class PagesOffered(Dated):
-    """bootstrap → prefill `.pages`: decode's offer; answered by RoomOk, or RoomFailed to decode."""
+    """bootstrap → prefill: decode's offer."""
 
     request_id: str
     room: str
@@ -36,15 +36,13 @@ class PagesOffered(Dated):
 
 @message("kv-coming.v1")
 class KvComing(Struct):
-    """prefill → decode `.kv_coming`: the last pages follow at once. No answer."""
+    """prefill → decode, unanswered: the last pages follow at once."""
 
     room: str
 
 
 @message("room-close.v2")
 class CloseRooms(Struct):
-    """prefill → bootstrap `.close`: these transfers have ended."""
-
     rooms: list[str]
 
 
@@ -55,11 +53,11 @@ class RoomsClosed(Struct):
 
 @message("room-failed.v1")
 class RoomFailed(Struct):
-    """bootstrap or prefill → decode `.room_failed`: this transfer will not complete."""
+    """bootstrap or prefill → decode: the transfer will not complete."""
 
     request_id: str
     room: str
-    error: str  # class name of `components.errors`
+    error: str
     cause: str
 
 

@@ -1,4 +1,4 @@
-"""Sampling parameters, which go unchanged from the frontend to decode and prefill."""
+"""Sampling parameters, the same for frontend, decode and prefill."""
 
 import sys
 from array import array
@@ -12,7 +12,7 @@ from components.wire.tokens import pack_tokens, unpack_tokens
 
 class Constraint(Struct):
     kind: Literal["json_schema", "regex", "lark"]
-    text: str  # a JSON schema, a regular expression, or a grammar for llguidance
+    text: str
 
 
 class Sampling(Struct):
@@ -28,19 +28,18 @@ class Sampling(Struct):
     repetition_penalty: float = 1.0
     logit_bias_ids: bytes = b""  # int32[K]
     logit_bias_values: bytes = b""  # float32[K], little-endian
-    min_tokens: int = 0  # of the whole answer, with the tokens before a move
+    min_tokens: int = 0  # with the tokens before a move
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: bytes = b""  # int32[S]
-    logprobs: int | None = None  # alternatives to report; 0: the token alone
-    prompt_logprobs: int | None = None  # for the prompt, which decode then computes itself
+    logprobs: int | None = None  # alternatives; 0: the token alone
+    prompt_logprobs: int | None = None  # decode then computes the prompt
     n: int = 1  # branches
-    num_generated: int = 0  # last token ids that belong to the answer, after a move
+    num_generated: int = 0  # of `token_ids`, after a move
     constraint: Constraint | None = None
 
 
 def pack_bias(bias: Mapping[int, float]) -> tuple[bytes, bytes]:
-    """`logit_bias_ids` and `logit_bias_values`."""
     values = array("f", bias.values())
     if sys.byteorder == "big":
         values.byteswap()
@@ -48,7 +47,6 @@ def pack_bias(bias: Mapping[int, float]) -> tuple[bytes, bytes]:
 
 
 def unpack_bias(sampling: Sampling) -> list[tuple[int, float]]:
-    """Pairs of token id and bias. Raises: MalformedMessage."""
     ids = unpack_tokens(sampling.logit_bias_ids)
     if len(sampling.logit_bias_values) != 4 * len(ids):
         raise MalformedMessage(f"{len(ids)} biased token ids and {len(sampling.logit_bias_values)} bytes of values")

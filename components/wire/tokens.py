@@ -1,4 +1,4 @@
-"""Token ids as little-endian int32 bytes; in a list each would be an object."""
+"""Token ids as int32[T] bytes, little-endian."""
 
 import sys
 from array import array
@@ -8,7 +8,6 @@ from components.errors import MalformedMessage
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """int32[T], little-endian."""
     packed = array("i", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -16,7 +15,6 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """Raises: MalformedMessage."""
     num_tokens(data)
     unpacked = array("i")
     unpacked.frombytes(data)
@@ -26,7 +24,6 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def num_tokens(data: bytes) -> int:
-    """Raises: MalformedMessage."""
     if len(data) % 4:
         raise MalformedMessage(f"{len(data)} bytes are not whole int32 token ids")
     return len(data) // 4

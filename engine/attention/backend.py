@@ -1,4 +1,4 @@
-"""The interface of an attention backend, and the function that transformers' attention modules call."""
+"""Attention backends, and the function that transformers' modules call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,37 +9,37 @@ from transformers import AttentionInterface
 
 from engine.errors import UnsupportedModel
 
-IMPLEMENTATION: Final = "kvmesh"  # the value of `from_pretrained(attn_implementation=...)`
-# Keyword arguments of transformers' attention modules that do not change the result in eval mode.
+IMPLEMENTATION: Final = "kvmesh"  # for `from_pretrained(attn_implementation=...)`
+# these change no result in eval mode
 HARMLESS: Final = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"})
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The tokens of one step: R requests, their T tokens one after the other.
+    """R requests with T consecutive tokens.
 
-    Requests with one token come first, by ascending context, so that a backend may treat runs of them as one batch.
+    Requests with one token come first, by ascending context, so that a backend can batch them.
     """
 
     query_lens: Sequence[int]  # [R] tokens computed in this step
-    context_lens: Sequence[int]  # [R] tokens with KV after the step, these included
-    block_tables: Sequence[Sequence[int]]  # [R] page ids, at least enough for the context
+    context_lens: Sequence[int]  # [R] tokens with KV after the step
+    block_tables: Sequence[Sequence[int]]  # [R] page ids, enough for the context
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
     scaling: float
-    window: int = 0  # number of keys that a query sees, its own included; 0: all
-    softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: unchanged
+    window: int = 0  # keys that a query sees, its own included; 0: all
+    softcap: float = 0.0  # softcap * tanh(scores / softcap); 0: off
 
 
 class StepAttention(Protocol):
-    """A backend, planned for one step. It travels through the model's forward."""
+    """A backend's plan for one step."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Write this layer's new keys and values into their slots, then attend.
+        """Write the new keys and values into their slots, then attend.
 
         Args:
             layer: index of the decoder layer.
@@ -51,8 +51,7 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    def plan(self, shape: StepShape) -> StepAttention:
-        """Turn a step's block tables into index tensors, once for all layers."""
+    def plan(self, shape: StepShape) -> StepAttention: ...
 
 
 def attend_paged(
@@ -68,7 +67,7 @@ def attend_paged(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for one of transformers' modules; the step is an argument of the forward.
+    """Attend for one of transformers' modules.
 
     Raises: UnsupportedModel, for arguments that change attention in other ways.
     """

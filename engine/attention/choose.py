@@ -1,6 +1,4 @@
-"""Choose an engine's attention backend. Only the chosen one is imported: the others' kernels and compilers are
-optional.
-"""
+"""Choose an attention backend. Only the chosen one is imported: others may not be installed."""
 
 import logging
 import os
@@ -23,8 +21,8 @@ from engine.kernels.build import KernelsUnavailable, kernels_are_loaded, load_ke
 
 log = logging.getLogger(__name__)
 
-HEAD_DIM_STEP: Final = 16  # the C++ kernel needs a multiple of this
-# backend: the module that its kernels need, its package, and our class
+HEAD_DIM_STEP: Final = 16  # the C++ kernel needs a multiple
+# name: module that the kernels need, its package, our module and class
 ON_CUDA: Final = {
     "triton": ("triton", "triton", "engine.attention.triton_backend", "TritonAttention"),
     "flashinfer": ("flashinfer", "flashinfer-python", "engine.attention.flashinfer_backend", "FlashInferAttention"),
@@ -36,7 +34,10 @@ class AttentionUnavailable(WrongSettings):
 
 
 def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path) -> None:
-    """Compile or load what `make_attention` needs: some seconds, once for a machine. Raises: AttentionUnavailable."""
+    """Load the kernels for `make_attention`. Compiling them takes seconds, once for a machine.
+
+    Raises: AttentionUnavailable.
+    """
     if device.type != "cpu" or kind not in ("auto", "cpu"):
         return
     try:
@@ -53,8 +54,9 @@ def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path
 def make_attention(
     kind: AttentionKind, pool: torch.Tensor, layout: KvLayout, query_group: int, limits: StepLimits
 ) -> AttentionBackend:
-    """The backend `kind` over `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim]. Raises:
-    AttentionUnavailable.
+    """Make a backend over `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim].
+
+    Raises: AttentionUnavailable.
     """
     chosen = _automatic(pool.device, layout) if kind == "auto" else kind
     if chosen == "torch":
@@ -74,7 +76,6 @@ def make_attention(
 
 
 def why_not_cpu(kind: AttentionKind, device: torch.device, layout: KvLayout) -> str | None:
-    """The reason why the C++ kernel cannot be used; None if it can."""
     if kind not in ("auto", "cpu"):
         return f"attention={kind} was asked for"
     if device.type != "cpu":
@@ -103,5 +104,4 @@ def find_c_compiler() -> str | None:
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs kernels in Python. It reads the same variable when it is imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET") == "1"  # makes Triton run kernels in Python

@@ -1,6 +1,6 @@
-"""Attention on the CPU: a C++ kernel that reads pages in place, as an operator of torch.
+"""Attention on the CPU: a C++ operator that reads pages in place.
 
-The step is a tensor argument, so a compiled package calls the kernel without Python.
+The step is a tensor argument, so a compiled package calls the operator without Python.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,13 @@ from engine.attention.backend import Scoring, StepShape
 
 
 class CpuAttention:
-    """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] in main memory.
-
-    `engine.kernels.build` must have loaded the kernel.
-    """
+    """`engine.kernels.build` must have loaded the kernel."""
 
     def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
         self._pool = pool
         self._layout = layout
 
     def plan(self, shape: StepShape) -> "CpuStep":
-        """One int32 tensor, laid out by `pack_plan`."""
         pages = [self._layout.pages_for(context) for context in shape.context_lens]
         return CpuStep(self._pool, pack_plan(shape.query_lens, shape.context_lens, shape.block_tables, max(pages)))
 
@@ -46,7 +42,9 @@ class CpuStep:
 def pack_plan(
     query_lens: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]], table_len: int
 ) -> torch.Tensor:
-    """int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts,
+    """Pack a step for the kernel.
+
+    Returns: int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts,
     tables.
     """
     count = len(query_lens)

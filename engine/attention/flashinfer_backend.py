@@ -1,9 +1,7 @@
-"""The backend `flashinfer`: its paged wrappers over our pool. Never run with flashinfer itself; tests use a stand-
-in.
+"""The backend `flashinfer`. Only tests with a stand-in have run it.
 
-A layer's keys are a strided view, [num_pages, kv_heads, page_size, head_dim]. The kernels accept any strides that
-keys and values share (flashinfer 0.6, layout "HND"). Plans are made on the host, so decodes cannot be recorded in
-graphs.
+The kernels accept any strides that keys and values share (flashinfer 0.6, layout "HND").
+Plans are made on the host, so graphs cannot record decodes.
 """
 
 from collections.abc import Sequence
@@ -21,17 +19,17 @@ from engine.attention.choose import AttentionUnavailable
 from engine.attention.step_tables import PageRows, StepLimits, count_decodes
 from engine.device_copy import to_device
 
-WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # recommended by its documentation
-HEAD_DIMS: Final = (64, 128, 256)  # what its kernels are generated for
-TENSOR_CORE_GROUP: Final = 4  # query heads per key head from which tensor cores pay in decodes
+WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # its documentation recommends this
+HEAD_DIMS: Final = (64, 128, 256)
+TENSOR_CORE_GROUP: Final = 4  # query heads per key head that make tensor cores pay
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Requests of a step that one wrapper computes; int32 tensors on the host."""
+    """Requests that one wrapper computes; int32 tensors on the host."""
 
     tokens: slice
-    query_starts: torch.Tensor  # [R + 1], counted from the span's first token
+    query_starts: torch.Tensor  # [R + 1], from the span's first token
     page_starts: torch.Tensor  # [R + 1]
     pages: torch.Tensor
     last_page_lens: torch.Tensor  # [R]
@@ -39,10 +37,8 @@ class Span:
 
 
 class FlashInferAttention:
-    """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] on a CUDA device."""
-
     def __init__(self, pool: torch.Tensor, layout: KvLayout, query_group: int, _limits: StepLimits) -> None:
-        """Raises: AttentionUnavailable, if its kernels do not support the model."""
+        """Raises: AttentionUnavailable, if the kernels do not support the model."""
         if pool.dtype == torch.float32 or layout.head_dim not in HEAD_DIMS:
             raise AttentionUnavailable(
                 f"attention=flashinfer computes in 16 bits with head dimensions of {', '.join(map(str, HEAD_DIMS))}; "
@@ -56,7 +52,7 @@ class FlashInferAttention:
         self._wrappers: dict[tuple[bool, Scoring], Any] = {}
 
     def plan(self, shape: StepShape) -> "FlashInferStep":
-        """Split the step into decodes and prompt chunks. Wrappers are planned once a layer's scoring is known."""
+        """Leave the wrappers to `attend`, where a layer's scoring is known."""
         arrays = self._rows.take(shape)
         num_decodes = count_decodes(shape.query_lens)
         starts = [0, num_decodes, len(shape.query_lens)]
@@ -68,7 +64,6 @@ class FlashInferAttention:
         return FlashInferStep(self, shape, spans)
 
     def wrapper(self, decodes: bool, scoring: Scoring) -> Any:
-        """The wrapper for a kind of span and a scoring. A model with windows in some layers uses several."""
         key = (decodes, scoring)
         if key not in self._wrappers:
             if decodes:
@@ -105,7 +100,7 @@ class FlashInferStep:
         ends = np.cumsum(lengths)
         positions = np.arange(len(owners)) - (ends - np.array(shape.context_lens))[owners]
         counts = np.concatenate([np.diff(span.page_starts) for span in spans])
-        # slots of all requests' new keys and values, on the device
+        # of the new keys and values
         self._slots = [
             to_device(tensor, device)
             for tensor in (
@@ -140,7 +135,7 @@ class FlashInferStep:
             sizes = heads, layout.kv_heads, layout.head_dim, layout.page_size
             options = {
                 "sm_scale": scoring.scaling,
-                "window_left": scoring.window - 1,  # flashinfer does not count the query's own key; -1 is no window
+                "window_left": scoring.window - 1,  # excludes the query's own key; -1: no window
                 "logits_soft_cap": scoring.softcap,
                 "q_data_type": queries.dtype,
                 "kv_data_type": queries.dtype,

@@ -1,7 +1,6 @@
-"""Attention as one operator that a compiler does not trace: `torch.ops.kvmesh.attend`.
+"""Attention as an operator that compilers do not trace: `torch.ops.kvmesh.attend`.
 
-A compiled or recorded forward runs for every step, so the step cannot be its argument. `attending` sets it for the
-calling thread, which keeps engines on other threads apart.
+One compiled forward serves all steps, so `attending` sets the step beside it, for the calling thread.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from engine.attention.backend import Scoring, StepAttention
 @dataclass(frozen=True, slots=True)
 class _Current:
     step: StepAttention
-    num_tokens: int  # tokens of the step; the forward may have more, as padding
+    num_tokens: int  # without the forward's padding
 
 
 _current: ContextVar[_Current] = ContextVar("kvmesh_attention")
@@ -26,7 +25,7 @@ _current: ContextVar[_Current] = ContextVar("kvmesh_attention")
 
 @contextmanager
 def attending(step: StepAttention, num_tokens: int) -> Iterator[None]:
-    """Let `kvmesh::attend` on this thread attend with `step` to the first `num_tokens` tokens."""
+    """Let `kvmesh::attend` on this thread use `step`."""
     token = _current.set(_Current(step, num_tokens))
     try:
         yield
@@ -35,8 +34,6 @@ def attending(step: StepAttention, num_tokens: int) -> Iterator[None]:
 
 
 class OpaqueAttention:
-    """A `StepAttention` that calls the operator."""
-
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
@@ -66,7 +63,6 @@ def _attend(  # noqa: PLR0917 - the order of the schema below
 
 
 def _like_output(query: torch.Tensor, *_others: object) -> torch.Tensor:
-    """[1, T, heads, head_dim], contents undefined."""
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 

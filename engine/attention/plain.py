@@ -1,8 +1,7 @@
 """Attention in plain torch operations, for any device.
 
-Pages are gathered layer by layer with one `index_select` of rows of page_size x head_dim. The query group is folded
-into rows, so grouped-query attention copies no keys or values. At batch 8 batched matmuls are faster than
-`scaled_dot_product_attention`, and gathering whole rows is faster than indexing the pool.
+Gathering rows of page_size x head_dim is faster than indexing the pool.
+The query group is folded into rows, so grouped-query attention copies no keys or values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,30 +17,28 @@ from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.device_copy import to_device
 
-PADDING_FREE_PAGES: Final = 8  # tables this short may be padded to each other, whatever their ratio
+PADDING_FREE_PAGES: Final = 8  # padded at any ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The keys and values that N requests see through a window, padded to S tokens."""
+    """Keys and values that requests see, padded to S tokens."""
 
     rows: torch.Tensor  # int64 [2 * N * kv_heads * pages], rows of layer 0: keys, then values
-    bias: torch.Tensor  # [N, query_group * query_len, S]: 0 where a query sees a key, else -inf
+    bias: torch.Tensor  # [N, query_group * query_len, S]: 0 if seen, else -inf
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """N requests of one step that attend together, `query_len` tokens each."""
+    """N requests that attend together, `query_len` tokens each."""
 
     first_token: int
     num_requests: int
     query_len: int
-    reach: Callable[[int], Reach]  # by window, computed when the first layer with that window asks
+    reach: Callable[[int], Reach]  # by window, computed on first use
 
 
 class PlainAttention:
-    """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim]."""
-
     def __init__(self, pool: torch.Tensor, layout: KvLayout, query_group: int) -> None:
         self._layout = layout
         self._query_group = query_group
@@ -56,7 +53,10 @@ class PlainAttention:
         return PlainStep(self._pool, self._layout, self._slots(shape), groups)
 
     def _slots(self, shape: StepShape) -> torch.Tensor:
-        """Rows of the new tokens at layer 0: int64 [2 * kv_heads * T]."""
+        """Find the slots of the new tokens.
+
+        Returns: int64 [2 * kv_heads * T], rows at layer 0.
+        """
         page_size = self._layout.page_size
         pages: list[int] = []
         offsets: list[int] = []
@@ -68,7 +68,7 @@ class PlainAttention:
         return (page_rows * page_size + self._tensor(offsets)).flatten()
 
     def _group(self, shape: StepShape, first: int, last: int, first_token: int) -> Group:
-        """Requests first..last-1, padded to the last one, which is the longest."""
+        """Group requests; the last one is the longest."""
         query_len = shape.query_lens[first]
         reach = partial(self._reach, shape.context_lens[first:last], query_len, shape.block_tables[first:last])
         return Group(first_token, last - first, query_len, cache(reach))
@@ -79,7 +79,7 @@ class PlainAttention:
         page_size = self._layout.page_size
         skipped = [max(context - query_len - window + 1, 0) // page_size if window else 0 for context in contexts]
         pages = max(self._layout.pages_for(context) - skip for context, skip in zip(contexts, skipped, strict=True))
-        # a request is padded with its own page, so it never reads another request's KV
+        # padded with its own page, so a request reads no other KV
         padded = [_pad(table, skip, pages) for table, skip in zip(block_tables, skipped, strict=True)]
         tables = self._tensor(padded) * self._row_stride  # [N, P]
         rows = tables[None, :, None, :] + self._row_offsets[:, None, :, None]  # [2, N, kv_heads, P]
@@ -87,7 +87,7 @@ class PlainAttention:
         return Reach(rows.flatten(), self._bias(first_query, query_len, pages * page_size, window))
 
     def _bias(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> torch.Tensor:
-        """Causal mask [N, query_group * query_len, S]; `first_query` is the key index of a request's first query."""
+        """Causal mask [N, query_group * query_len, S]; `first_query` holds key indices."""
         queries = (self._tensor(first_query)[:, None] + self._tensor(range(query_len))).unsqueeze(-1)  # [N, T, 1]
         keys = self._tensor(range(padded_len))
         hidden = keys > queries
@@ -117,7 +117,6 @@ class PlainStep:
         return torch.cat(outputs, dim=1)
 
     def _attend_group(self, group: Group, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        """[1, N * query_len, heads, head_dim] of one group."""
         kv_heads, head_dim = self._layout.kv_heads, self._layout.head_dim
         num, length = group.num_requests, group.query_len
         reach = group.reach(scoring.window)
@@ -138,7 +137,13 @@ class PlainStep:
 def _attend_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """Attention [N, H, R, D] to [N, H, S, D] as two batched matmuls, faster than a fused one for few rows."""
+    """Attend in two matmuls, for few rows faster than a fused kernel.
+
+    Args:
+        query: [N, H, R, D].
+        keys: [N, H, S, D].
+    Returns: [N, H, R, D].
+    """
     num, heads, rows, dim = query.shape
     spread = bias.expand(num, heads, rows, -1).reshape(num * heads, rows, -1)
     query, keys = query.reshape(-1, rows, dim), keys.flatten(0, 1).transpose(1, 2)
@@ -151,9 +156,11 @@ def _attend_rows(
 
 
 def _spans(shape: StepShape) -> Iterator[tuple[int, int, int]]:
-    """Split a step into groups: (first request, request after the last, first token).
+    """Split a step into groups.
 
     Decodes share a group while padding at most doubles the short ones. A prompt chunk has its own.
+
+    Returns: (first request, request after the last, first token) of each group.
     """
     tokens = [0, *accumulate(shape.query_lens)]
     first = 0
@@ -167,6 +174,5 @@ def _spans(shape: StepShape) -> Iterator[tuple[int, int, int]]:
 
 
 def _pad(table: Sequence[int], skip: int, num_pages: int) -> list[int]:
-    """`num_pages` pages of `table` from `skip` on, padded with the first of them."""
     kept = table[skip : skip + num_pages]
     return [*kept, *[table[skip]] * (num_pages - len(kept))]

@@ -1,4 +1,4 @@
-"""A step's block tables and lengths on the device, at fixed addresses that recorded graphs can read."""
+"""A step's tables on the device, at fixed addresses for recorded graphs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ import torch
 
 from engine.attention.backend import StepShape
 
-SMALLEST_BLOCK: Final = 16  # queries in a block of a prompt chunk
-ALIGNMENT: Final = 4  # int32 values; Triton assumes this alignment of each table
+SMALLEST_BLOCK: Final = 16  # queries of a prompt chunk
+ALIGNMENT: Final = 4  # int32 values, as Triton assumes
 
 Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Upper bounds of a step, which fix the addresses of its tables."""
+    """Upper bounds of a step, which fix its tables' addresses."""
 
     requests: int
     tokens: int
@@ -27,12 +27,12 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The P prompt chunks of a step, cut into blocks of queries. int32 on the device, valid until the next step."""
+    """P prompt chunks in blocks of queries: int32 on the device, valid until the next step."""
 
     query_starts: torch.Tensor  # [P + 1], tokens of the step
     requests: torch.Tensor  # [blocks], index of the chunk
-    firsts: torch.Tensor  # [blocks], first query of the block within its chunk
-    block_m: int  # queries in a block
+    firsts: torch.Tensor  # [blocks], within the chunk
+    block_m: int
 
     @property
     def count(self) -> int:
@@ -40,7 +40,7 @@ class PromptBlocks:
 
 
 class PageRows:
-    """Block tables as arrays, converted again only if a table has changed since the last step."""
+    """Block tables as arrays, converted only when they change."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -48,7 +48,7 @@ class PageRows:
         self._arrays: list[Ints] = []
 
     def take(self, shape: StepShape) -> list[Ints]:
-        """Each request's pages up to its context. Read-only."""
+        """Each request's pages up to its context, read-only."""
         for i, (table, context) in enumerate(zip(shape.block_tables, shape.context_lens, strict=True)):
             pages = list(table[: -(-context // self._page_size)])
             if i == len(self._lists):
@@ -61,10 +61,9 @@ class PageRows:
 
 
 class StepTables:
-    """One buffer on the device, filled with one copy from pinned memory a step.
+    """One buffer, filled with one copy a step: [context_lens | table_starts | pages | prompt tables].
 
-    [context_lens | table_starts | pages | prompt tables]: the first three keep their addresses, so a graph recorded
-    once reads the latest step. A row with context 0 is padding.
+    A row with context 0 is padding.
     """
 
     def __init__(self, limits: StepLimits, page_size: int, device: torch.device) -> None:
@@ -81,7 +80,7 @@ class StepTables:
         self.pages = self._buffer[2 * self._rows :]
 
     def fill(self, shape: StepShape, num_decodes: int, block_m: int) -> PromptBlocks:
-        """Copy `shape` in stream order: the previous step's kernels have read their tables before this lands."""
+        """Copy `shape` in stream order, behind the previous step's kernels."""
         tables = self._page_rows.take(shape)
         assert len(tables) <= self.limits.requests, "more requests than the tables were made for"
         starts = np.cumsum([0, *map(len, tables)])
@@ -91,7 +90,7 @@ class StepTables:
         query_starts = num_decodes + np.cumsum([0, *query_lens])
         lengths = [2 * self._rows, int(starts[-1]), len(query_starts), len(requests), len(requests)]
         at = np.cumsum([0, *map(_aligned, lengths)])
-        # torch's cache does not reuse pinned memory while a copy from it is in progress
+        # torch does not reuse pinned memory during a copy from it
         host = torch.empty(int(at[-1]), dtype=torch.int32, pin_memory=self._pinned)
         array: Ints = host.numpy()
         array[: 2 * self._rows] = 0
@@ -107,7 +106,10 @@ class StepTables:
 
 
 def _blocks(query_lens: Ints, contexts: Ints, block_m: int) -> tuple[Ints, Ints]:
-    """Chunk and first query of each block, those with the most keys first, so that short ones fill the end."""
+    """Cut chunks into blocks. Those with the most keys come first, so that short ones fill the end.
+
+    Returns: chunk and first query of each block.
+    """
     counts = -(-query_lens // block_m)
     requests = np.repeat(np.arange(len(query_lens), dtype=np.int32), counts)
     firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * block_m

@@ -1,4 +1,4 @@
-"""The backend `triton`: plans a step and launches the kernels of `triton_kernels`."""
+"""The backend `triton`: plans steps and launches `triton_kernels`."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,18 +10,16 @@ from engine.attention import triton_kernels as kernels
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.step_tables import SMALLEST_BLOCK, PromptBlocks, StepLimits, StepTables, count_decodes
 
-PROGRAMS_PER_PROCESSOR: Final = (
-    4  # decodes are split into this many programs per processor, so that some hide others' memory latency
-)
+PROGRAMS_PER_PROCESSOR: Final = 4  # for decodes; some hide others' memory latency
 MAX_SPLITS: Final = 64
-MIN_TILE: Final = 16  # minimum of tl.dot in any dimension
+MIN_TILE: Final = 16  # minimum of tl.dot
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Block shapes of the kernels. `bench.gpu --part tune` compares alternatives to `choose_tiles`."""
+    """Block shapes, compared by `bench.gpu --part tune`."""
 
-    decode_n: int  # keys per iteration of a decode
+    decode_n: int  # keys per iteration
     decode_warps: int
     decode_stages: int  # blocks of keys in flight
     prompt_m: int  # queries in a long chunk's block
@@ -39,8 +37,6 @@ def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 class TritonAttention:
-    """Backend over a pool [num_pages, kv_heads, layers, 2, page_size, head_dim] on a CUDA device."""
-
     def __init__(
         self,
         pool: torch.Tensor,
@@ -51,7 +47,7 @@ class TritonAttention:
         tiles: Tiles | None = None,
         programs: int | None = None,
     ) -> None:
-        """`programs`: decodes are split until there are this many; by default a few for each processor."""
+        """Split decodes into `programs`, by default a few for each processor."""
         self._pool = pool
         self._layout = layout
         self._tables = StepTables(limits, layout.page_size, pool.device)
@@ -66,7 +62,7 @@ class TritonAttention:
             "HEAD_DIM": layout.head_dim,
             "BLOCK_D": block_d,
         }
-        # float32 products are not rounded to tf32, so that greedy ids equal other backends'
+        # no tf32 for float32, so that greedy ids equal other backends'
         self._scores = {
             "GROUP": query_group,
             "PRECISION": "ieee" if pool.dtype == torch.float32 else "tf32",
@@ -89,13 +85,12 @@ class TritonAttention:
         return TritonStep(self, num_decodes, self._splits(num_decodes, longest), blocks if prompts else None)
 
     def recorded(self, rows: int) -> "TritonStep":
-        """A step of `rows` decodes that reads the tables of the latest planned step: for a graph."""
         return TritonStep(self, rows, self._splits(rows, self.limits.context), None)
 
     def decode(
         self, step: "TritonStep", layer: int, out: torch.Tensor, new: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> None:
-        """Attend for the decodes and write their KV; `new` is query, key, value [heads, T, D]."""
+        """Attend and write KV; `new` is query, key, value [heads, T, D]."""
         rows, splits = step.num_decodes, step.splits
         query, key, value = new
         heads, head_dim = query.shape[0], self._layout.head_dim
@@ -140,11 +135,11 @@ class TritonAttention:
         )  # fmt: skip
 
     def _block_m(self, longest: int) -> int:
-        """Queries in a block: two sizes, because each is compiled."""
+        """One of two sizes, because each is compiled."""
         return SMALLEST_BLOCK if longest <= SMALLEST_BLOCK else self._tiles.prompt_m
 
     def _splits(self, rows: int, context: int) -> int:
-        """Parts of each decode's context: a power of two, because each is compiled."""
+        """A power of two, because each is compiled."""
         fill = self._programs // max(1, rows * self._layout.kv_heads)
         useful = -(-context // self._tiles.decode_n)
         return 1 << max(0, min(fill, useful, MAX_SPLITS).bit_length() - 1)
@@ -152,7 +147,7 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """One step. Its tables are in the backend's buffer until the next step is planned."""
+    """Valid until the next plan overwrites the tables."""
 
     backend: TritonAttention
     num_decodes: int
@@ -177,12 +172,10 @@ class TritonStep:
 
 
 def _processors(device: torch.device) -> int:
-    """Number of streaming multiprocessors; 1 under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Strides of heads and tokens of each [heads, T, head_dim]."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 

@@ -1,13 +1,11 @@
-"""Attention over the page pool as Triton kernels: decodes with split contexts, prompt chunks, and writing KV.
+"""Triton kernels for attention over the pool, [num_pages, kv_heads, layers, 2, page_size, head_dim].
 
-The pool is [num_pages, kv_heads, layers, 2, page_size, head_dim]. Tables are int32: `pages` holds the block tables
-one after the other, and request r's starts at `table_starts[r]`. Numbers that change between steps are not
-specialised on, so a kernel is compiled once for a model. Scores are in base 2. Head dimensions that are no power of
-two are padded with zeros. OPERANDS is the pool's type, and float32 under the interpreter, whose numpy has no
-bfloat16.
+Tables are int32. `pages` holds all block tables; request r's starts at `table_starts[r]`.
+Numbers that change between steps are not specialised on, so a model compiles each kernel once.
+Scores are in base 2. Zeros pad head dimensions to powers of two.
+OPERANDS is float32 under the interpreter, whose numpy has no bfloat16, else the pool's type.
 
-Sources: FlashAttention-2, Dao 2023, arXiv:2307.08691; split contexts, Dao et al. 2023, "Flash-Decoding for long-
-context
+Source: FlashAttention-2, Dao 2023, arXiv:2307.08691; split contexts, Dao et al. 2023, "Flash-Decoding for long-context
 inference"; pages, Kwon et al. 2023, arXiv:2309.06180.
 """
 
@@ -33,7 +31,7 @@ def _addresses(
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Offsets of the keys of a request's `positions`; the values follow PAGE * HEAD_DIM later."""
+    """Addresses of keys; values follow PAGE * HEAD_DIM later."""
     page = tl.load(pages + table + positions // PAGE, mask=inside, other=0).to(tl.int64)
     piece = (page * KV_HEADS + head) * LAYERS + layer
     return pool + piece * (2 * PAGE * HEAD_DIM) + (positions % PAGE) * HEAD_DIM
@@ -41,7 +39,7 @@ def _addresses(
 
 @triton.jit
 def _score(products, scaling, softcap, CAPPED: tl.constexpr):
-    """Logarithms of the weights in base 2. Not every Triton has tanh."""
+    """Scale scores. Not every Triton has tanh."""
     if CAPPED:
         capped = products * (scaling / softcap)
         small = tl.exp(-2 * tl.abs(capped))
@@ -71,7 +69,7 @@ def _take_block(
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Add one block of keys and values to the running softmax. `seen` [rows, keys] is the mask, if MASKED."""
+    """Add a block to the running softmax, masked by `seen` [rows, keys] if MASKED."""
     dims = tl.arange(0, BLOCK_D)
     wide = dims < HEAD_DIM
     if MASKED:
@@ -96,7 +94,7 @@ def _take_block(
 def decode_kernel(
     out,  # [rows, heads, head_dim], unless SPLIT
     partial_out,  # float32 [rows, heads, splits, head_dim], if SPLIT
-    partial_log,  # float32 [rows, heads, splits]: logarithm of each split's sum of weights, -inf for none
+    partial_log,  # float32 [rows, heads, splits]: log2 of each sum of weights, -inf for none
     query,
     key,
     value,
@@ -129,10 +127,10 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """One token of one request against a split of its context, for the query heads of one key head.
+    """Attend with one token to a split of its context, for one key head: grid (rows, kv_heads, splits).
 
-    Grid (rows, kv_heads, splits). Split 0 writes the new key and value to the pool and takes them from `key` and
-    `value`, so no program reads a slot that is being written. A row without context is padding: no KV, output zero.
+    Split 0 writes the new KV and reads it from `key` and `value`, so no program reads a slot that is being written.
+    A row with context 0 is padding: its output is zero.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + row)
@@ -163,7 +161,7 @@ def decode_kernel(
     first = 0
     if WINDOWED:
         first = tl.maximum(0, context - window)
-    # each split gets the same number of blocks of the earlier keys, first..last-1
+    # each split gets the same number of blocks of keys first..last-1
     length = tl.cdiv(tl.cdiv(last - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     begin = first + split * length
     end = tl.minimum(begin + length, last)
@@ -192,7 +190,7 @@ def decode_kernel(
 def join_kernel(
     out, partial_out, partial_log, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Combine the splits of one row and query head: grid (rows * heads,)."""
+    """Combine the splits of a row and query head: grid (rows * heads,)."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
     wide = dims < HEAD_DIM
@@ -234,7 +232,7 @@ def write_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Write a block of a prompt chunk's keys and values into their slots: grid (kv_heads, blocks)."""
+    """Write a block of a chunk's KV: grid (kv_heads, blocks)."""
     head, block = tl.program_id(0), tl.program_id(1)
     request = tl.load(block_requests + block)
     rows = tl.load(block_firsts + block) + tl.arange(0, BLOCK_M)
@@ -287,10 +285,9 @@ def prompt_kernel(
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """A block of a prompt chunk's queries, of one head, against the pool: grid (heads, blocks).
+    """Attend with a block of a chunk's queries, after `write_kernel`: grid (heads, blocks).
 
-    `write_kernel` has written the chunk's own KV. Heads vary fastest, so those that share a key head find its pages
-    cached.
+    Heads vary fastest, so those that share a key head find its pages cached.
     """
     head, block = tl.program_id(0), tl.program_id(1)
     request = tl.load(block_requests + block)
@@ -309,7 +306,7 @@ def prompt_kernel(
     operand = q.to(OPERANDS)
     positions = context - length + rows
     lowest = context - length + first_row
-    end = tl.minimum(lowest + BLOCK_M, context)  # after the last key that any query of the block sees
+    end = tl.minimum(lowest + BLOCK_M, context)  # after the last key of any query
     begin = 0
     whole = (lowest + 1) // BLOCK_N * BLOCK_N  # before this, every query sees every key
     if WINDOWED:

@@ -1,6 +1,6 @@
-"""Compile a model's forward to a package, in a process of its own: `python -m engine.compilation.build`.
+"""Compile a model's forward to a package, in its own process: `python -m engine.compilation.build`.
 
-A package loads in half a second. Compiling at run time would take 42 s at each start of SmolLM2-135M.
+A package loads in half a second. Compiling SmolLM2-135M takes 42 s.
 """
 
 import json
@@ -26,12 +26,12 @@ from engine.model.progress import silent
 
 OWN_WEIGHTS: Final = {"freezing": True}  # folded in and packed
 NO_WEIGHTS: Final = {"always_keep_tensor_constants": True, "aot_inductor.package_constants_in_so": False}
-EXAMPLE: Final = 8  # tokens in the exported example step
+EXAMPLE: Final = 8  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to compile and where to put it; the child's JSON argument."""
+    """The child's argument, as JSON."""
 
     model: str
     state_dir: str
@@ -43,7 +43,7 @@ class Order:
 
 
 def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
-    """Compile `loaded` for steps of 2 to `max_tokens` tokens. `path` appears by a rename."""
+    """Compile steps of 2 to `max_tokens` tokens. `path` appears by a rename."""
     step = step_of(scratch_attention(loaded.layout, EXAMPLE), loaded.layout, EXAMPLE, EXAMPLE)
     example = torch.zeros(EXAMPLE, dtype=torch.int64), torch.arange(EXAMPLE), torch.arange(4), step.pool, step.plan
     tokens = torch.export.Dim("tokens", min=MIN_TOKENS, max=max_tokens)
@@ -70,11 +70,10 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
 
 
 def main() -> None:
-    """Carry out the order in argv at the lowest priority. Ends when the parent ends."""
     _step_back()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     order = TypeAdapter(Order).validate_json(sys.argv[1])
-    torch.set_num_threads(os.cpu_count() or 1)  # generated loops use the number of threads that is set when they run
+    torch.set_num_threads(os.cpu_count() or 1)  # generated loops use as many as are set when they run
     loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
     load_kernels(Path(order.state_dir))
     pack_linears(loaded.module)
@@ -84,8 +83,7 @@ def main() -> None:
 def _step_back() -> None:
     """Take only cores that no other process wants.
 
-    Linux may schedule by sessions (autogroup), and `nice` counts within a session only. In another worker's session
-    the compiler would make its OpenMP threads wait at each barrier: a token took a second instead of 30 ms.
+    With autogroup, `nice` counts only within a session: a worker of the same session took 1 s per token, not 30 ms.
     """
     os.nice(19)
     with suppress(OSError):  # already a session leader, or a kernel without autogroup
@@ -94,8 +92,8 @@ def _step_back() -> None:
 
 
 def _end_with_parent() -> None:
-    """Standard input is a pipe from the parent: it ends with the parent."""
-    os.read(sys.stdin.fileno(), 1)  # not through the file object, whose lock would be held when the interpreter ends
+    """Exit at the end of standard input, a pipe from the parent."""
+    os.read(sys.stdin.fileno(), 1)  # sys.stdin would hold its lock at exit
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The forward on a CUDA device: compiled by torch at run time, decodes replayed from CUDA graphs."""
+"""The forward on a CUDA device: compiled at run time, with decodes replayed from CUDA graphs."""
 
 import logging
 import threading
@@ -25,7 +25,7 @@ from engine.model.progress import Progress
 log = logging.getLogger(__name__)
 
 TASK: Final = "Compiling the model"
-EXAMPLE: Final = (8, 4)  # tokens and kept ones, unequal: a compiler takes equal sizes for the same dimension
+EXAMPLE: Final = (8, 4)  # tokens and kept ones; equal sizes would become one dimension
 
 Compiler = Callable[[torch.nn.Module], Compute]
 
@@ -37,7 +37,7 @@ class _Step(StepAttention, Protocol):
 
 
 class NoAttention:
-    """For a model that is being compiled: reads and writes no page."""
+    """Attention while a model is compiled: it uses no pages."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -46,22 +46,21 @@ class NoAttention:
 
 
 class Traced(torch.nn.Module):
-    """The forward for torch.compile: attention is an operator, so it can be recorded, too."""
+    """The forward for torch.compile, with attention as an operator."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self._eager = EagerForward(module)
-        self.module = module  # as an attribute, so that its parameters are found
+        self.module = module  # registers the parameters
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         return self._eager(token_ids, positions, keep, OpaqueAttention())
 
 
 class DeviceForward:
-    """Eager until torch has compiled the model in a thread; then compiled, with decodes from graphs.
+    """Eager until a thread has compiled the model.
 
-    Graphs are recorded in `start` or never: what is compiled later runs without them. Making it moves the weights
-    of linear layers with the same input together (`share_linears`).
+    Only `start` records graphs. Construction replaces linear layers (`share_linears`).
     """
 
     def __init__(
@@ -80,11 +79,10 @@ class DeviceForward:
         self._graphs: DecodeGraphs | None = None
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         share_linears(loaded.module)
-        torch.cuda.empty_cache()  # the former weights, in pieces too small for anything else
+        torch.cuda.empty_cache()  # frees the former weights, whose pieces are too small for reuse
 
     @torch.inference_mode()
     def start(self, timeout_s: float, progress: Progress) -> None:
-        """Compile and record graphs, for at most `timeout_s`. What is compiled later is used without graphs."""
         deadline = monotonic() + timeout_s
         progress(TASK, 0, 1)
         self._thread.start()
@@ -116,12 +114,11 @@ class DeviceForward:
         return logits[: len(keep)]
 
     def _adopt(self) -> None:
-        """Use what the compiling thread has made; called by the engine's thread between two steps."""
+        """Switch to the compiled model, between two steps."""
         if self._compute is None and self._made is not None:
             self._compute = self._made
 
     def _recorded(self, compute: Compute, record: Recorder, deadline: float, progress: Progress) -> DecodeGraphs | None:
-        """Graphs of decode steps; None if any of them cannot be recorded."""
         graphs = DecodeGraphs(compute, cast("Recordable", self._attention), record)
         try:
             graphs.record_all(deadline, progress)
@@ -153,7 +150,7 @@ class DeviceForward:
         return compiled
 
     def _warm_prompts(self) -> None:
-        """Compile the kernels of short and long prompts on page 0, which is still unused."""
+        """Compile the kernels of prompts on page 0, which is unused."""
         for length in (SMALLEST_BLOCK, SMALLEST_BLOCK + 1):
             ids = torch.zeros(length, dtype=torch.int64, device=self._device)
             positions = torch.arange(length, device=self._device)
@@ -163,10 +160,7 @@ class DeviceForward:
 def choose_device_forward(
     loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress
 ) -> Forward:
-    """Choose how `loaded` runs on a CUDA device. Once for an engine.
-
-    `compile=auto` waits like `wait`: compiling beside a serving GPU takes minutes of slow steps.
-    """
+    """Wait for compilation even with `compile=auto`: beside a serving GPU it means minutes of slow steps."""
     reason = why_eager(config)
     if reason is not None:
         log.info("the model runs eagerly", extra={"reason": reason})
@@ -178,7 +172,6 @@ def choose_device_forward(
 
 
 def why_eager(config: EngineConfig) -> str | None:
-    """None if torch.compile has all it needs."""
     if config.compile == "off":
         return "compile is off"
     if find_spec("triton") is None:

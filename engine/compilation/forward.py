@@ -1,4 +1,4 @@
-"""A model's forward as a runner calls it: eager, or from a compiled package."""
+"""A model's forward: eager, or from a compiled package."""
 
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -10,7 +10,7 @@ from engine.attention.cpu import CpuStep
 from engine.kernels.build import load_package_class
 from engine.kernels.linear import is_packed
 
-# A dimension that may be 1 is compiled for 1 and for the rest; from 2 on, one graph is enough.
+# torch compiles a dimension of 1 separately
 MIN_TOKENS: Final = 2
 
 
@@ -46,12 +46,12 @@ class EagerForward:
 
 
 class Exported(torch.nn.Module):
-    """The exported forward: tensors in, one tensor out; attention is an operator that takes pool and plan."""
+    """The forward with only tensors as arguments."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self._eager = EagerForward(module)
-        self.module = module  # as an attribute, so that export finds the parameters
+        self.module = module  # registers the parameters
 
     def forward(
         self,
@@ -65,15 +65,12 @@ class Exported(torch.nn.Module):
 
 
 class PackagedForward:
-    """A package from `engine.compilation.build`: no tracing, no guards, and Python's lock is free while it runs.
-
-    It runs steps of up to `max_tokens` tokens whose attention is the C++ kernel's.
-    """
+    """A package, for steps of the C++ kernel. It runs without Python's lock."""
 
     kind: Final = "compiled"
 
     def __init__(self, path: Path, module: Any, state_dir: Path) -> None:
-        """Load the package at `path`. It uses the weights of `module` unless it has its own.
+        """Load the package, with the weights of `module` unless it has its own.
 
         Raises: KernelsUnavailable; RuntimeError, for a file that is no package.
         """
@@ -95,11 +92,11 @@ class PackagedForward:
 
 
 def has_own_weights(module: torch.nn.Module) -> bool:
-    """Whether a package of `module` contains its weights, packed for a library, because they are not packed yet."""
+    """Return whether a package contains the weights: packed ones are shared."""
     return not is_packed(module)
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:
-    """Pad to the minimum of the graph, with token 0 at position 0, which is not in the plan."""
+    """Pad to `MIN_TOKENS` with zeros, which the plan ignores."""
     missing = MIN_TOKENS - len(values)
     return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values

@@ -1,10 +1,8 @@
 """CUDA graphs of decode steps for some batch sizes.
 
-A graph reads and writes fixed addresses. So tokens and positions are copied into our buffers, `step_tables` keeps
-the tables in place, and all graphs write logits into one buffer. A step runs in the smallest graph that holds it;
-further rows are padding with a context of 0.
-
-Graphs are recorded before the engine serves: a capture that fails during a step would take its requests with it.
+A graph reads and writes fixed addresses, which `step_tables` and the buffers here provide.
+A step runs in the smallest graph that holds it, with padding rows of context 0.
+Graphs are recorded before the engine serves: a failed capture would fail the step's requests.
 """
 
 from collections.abc import Callable
@@ -28,7 +26,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # 
 
 @runtime_checkable
 class Recordable(AttentionBackend, Protocol):
-    """A backend whose decode kernels may be recorded: what changes between steps is in device memory."""
+    """A backend whose decodes read from device memory whatever changes between steps."""
 
     @property
     def limits(self) -> StepLimits:
@@ -39,30 +37,30 @@ class Recordable(AttentionBackend, Protocol):
         pass
 
     def recorded(self, rows: int) -> StepAttention:
-        """Attention of `rows` decodes that always reads the tables of the latest planned step."""
+        """Make `rows` decodes that read the tables of the latest plan."""
 
 
 class CaptureFailed(Exception):
-    """The work cannot be recorded. The device still computes."""
+    """The device still works after it."""
 
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # work → its replay. Raises: CaptureFailed.
 
 
 class CudaRecorder:
-    """Records on the current device. All graphs share one memory pool, because none run at the same time."""
+    """Graphs run one at a time, so they share memory."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record `work`, which must have run before, so that nothing is compiled meanwhile.
+        """Record `work`, which has run before, so nothing is compiled now.
 
         Raises: CaptureFailed, after which nothing more may be recorded; what torch raises if the device is lost.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # thread_local: other threads of this process move KV pages meanwhile
+            # other threads move KV pages meanwhile
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as exc:
@@ -71,9 +69,7 @@ class CudaRecorder:
         return graph.replay
 
     def _abandon(self, stream: torch.cuda.Stream) -> None:
-        """Undo what `torch.cuda.graph` leaves when its end fails: its stream, and its memory pool for all
-        allocations.
-        """
+        """Reset the stream and memory pool that `torch.cuda.graph` leaves set when its end fails."""
         torch.cuda.set_stream(stream)
         with suppress(RuntimeError):  # the capture may have ended
             torch._C._cuda_endAllocateToPool(stream.device_index, self._memory)
@@ -81,23 +77,24 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """Decode steps of up to `attention.limits.requests` requests through `compute`."""
-
-    @torch.inference_mode()  # a compiler would take buffers made outside it for another kind of tensor
+    @torch.inference_mode()  # a compiler distinguishes buffers made outside it
     def __init__(self, compute: Compute, attention: Recordable, record: Recorder) -> None:
         self._compute = compute
         self._attention = attention
         self._record = record
         self._sizes = graph_sizes(attention.limits.requests)
         self._replays: dict[int, Callable[[], None]] = {}  # by size
-        self._logits: torch.Tensor | None = None  # [largest size, vocab], once a step has shown the dtype
+        self._logits: torch.Tensor | None = None  # [largest size, vocab]
         device, largest = attention.device, self._sizes[-1]
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._keep = torch.arange(largest, device=device)
 
     def record_all(self, deadline: float, progress: Progress) -> None:
-        """Record the largest size first: sizes missing when time is up run in a larger one. Raises: CaptureFailed."""
+        """Record the largest size first: sizes missing at `deadline` run in a larger one.
+
+        Raises: CaptureFailed.
+        """
         self._attention.plan(NO_REQUESTS)  # all rows are padding: no KV is written
         for done, size in enumerate(reversed(self._sizes)):
             progress(TASK, done, len(self._sizes))
@@ -135,6 +132,6 @@ class DecodeGraphs:
 
 
 def graph_sizes(requests: int) -> list[int]:
-    """Ascending batch sizes: doubling, then in steps of 8, so that at most 7 rows are wasted."""
+    """Ascending batch sizes that waste at most 7 rows."""
     sizes = [size for size in (MIN_TOKENS, 4, 8) if size < requests]
     return [*sizes, *range(16, requests, 8), max(MIN_TOKENS, requests)]

@@ -1,4 +1,4 @@
-"""Find, make and load the compiled package of a model."""
+"""Find, make and load a model's compiled package."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FORMAT: Final = 6  # increment when the exported code changes
 MIN_PARAMETERS: Final = 50_000_000  # smaller models are not worth a minute of compiling
-MAX_PARAMETERS: Final = 2_000_000_000  # for a package with its own copy of the weights
+MAX_PARAMETERS: Final = 2_000_000_000  # if the package has its own weights
 KEPT_PACKAGES: Final = 4
 
 
@@ -35,20 +35,16 @@ class CompilationFailed(Exception):
 
 
 class CompiledWhenReady:
-    """Runs eagerly until a package is loaded.
-
-    A package of an earlier start is used at once. Otherwise a child process of the lowest priority makes one.
-    """
+    """Runs eagerly until a package is loaded; a child process makes it."""
 
     def __init__(self, loaded: LoadedModel, order: Order) -> None:
         self._forward: Forward = EagerForward(loaded.module)
         self._model = loaded
         self._order = order
-        self._loaded: Forward | None = None  # set by the thread that makes it
+        self._loaded: Forward | None = None  # set by the compiling thread
         self._thread = threading.Thread(target=self._prepare, name="compile", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        """Load the package if it exists, or start making it; wait at most `timeout_s`."""
         if Path(self._order.package).exists():
             self._prepare()
             return
@@ -62,7 +58,7 @@ class CompiledWhenReady:
         return self._forward.kind
 
     def is_compiling(self) -> bool:
-        """Whether a process is compiling for this model, here or for another worker."""
+        """Return True also while another worker compiles this model."""
         return self._thread.is_alive()
 
     def __call__(
@@ -81,7 +77,7 @@ class CompiledWhenReady:
             log.warning("the model runs eagerly: compiling it failed", extra={"reason": str(exc)})
 
     def _tried(self) -> Forward:
-        """Load the package and compare it with the eager model. Raises: CompilationFailed."""
+        """Raises: CompilationFailed, if the logits differ from the eager model's."""
         path = Path(self._order.package)
         try:
             forward = PackagedForward(path, self._model.module, Path(self._order.state_dir))
@@ -97,7 +93,6 @@ class CompiledWhenReady:
 def choose_forward(
     model: str, loaded: LoadedModel, config: EngineConfig, state_dir: Path, progress: Progress
 ) -> Forward:
-    """Choose how `loaded` runs, by `config.compile`. Once for an engine."""
     reason = _why_eager(loaded, config)
     if reason is not None:
         if config.compile != "off":
@@ -105,7 +100,7 @@ def choose_forward(
         return EagerForward(loaded.module)
     order = Order(model, str(state_dir), str(_package_path(loaded, config, state_dir)), config)
     forward = CompiledWhenReady(loaded, order)
-    if config.compile != "wait":  # the package exists, or is made in the background: no bar
+    if config.compile != "wait":
         forward.start(0.0)
         return forward
     progress("Compiling the model", 0, 1)
@@ -115,7 +110,6 @@ def choose_forward(
 
 
 def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
-    """None if compiling is possible and worthwhile."""
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     if config.compile == "off":
         return "compile is off"
@@ -151,7 +145,10 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
 
 
 def _make(order: Order) -> None:
-    """Make the package unless it exists; one process at a time. Raises: OSError, CompilationFailed."""
+    """Make the package unless it exists; one process at a time.
+
+    Raises: OSError, CompilationFailed.
+    """
     package = Path(order.package)
     with making(package):
         if not package.exists():
@@ -163,7 +160,6 @@ def _make(order: Order) -> None:
 def _run_child(order: Order, cache_dir: Path) -> None:
     command = [sys.executable, "-m", "engine.compilation.build", order.dump()]
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir)}
-    # an adapted layer leaves an operator in the graph
     with subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as child:
@@ -176,7 +172,7 @@ def _run_child(order: Order, cache_dir: Path) -> None:
 
 
 def _forget_old(directory: Path) -> None:
-    """Keep the packages used last: each may be as large as its model."""
+    """A package may be as large as its model."""
     packages = sorted(directory.glob("*.pt2"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in packages[KEPT_PACKAGES:]:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A step on scratch pages, to export a model and to try a package before it serves."""
+"""Steps on scratch pages, to export or try a model."""
 
 from typing import Any, Final
 
@@ -10,27 +10,24 @@ from engine.attention.cpu import CpuAttention, CpuStep
 from engine.compilation.forward import EagerForward, Forward
 from engine.kv.storage import allocate_storage
 
-PROMPT: Final = 40  # tokens, more than two pages of the smallest size
-# tolerance relative to the size of the logits, with room for two correct ways to round
+PROMPT: Final = 40  # tokens, over two of the smallest pages
+# relative to the logits' size
 TOLERANCE: Final = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1.5e-1}
 
 
 def scratch_attention(layout: KvLayout, num_tokens: int) -> CpuAttention:
-    """Attention over a scratch pool for one request of `num_tokens` tokens."""
     return CpuAttention(allocate_storage(layout, _pages(layout, num_tokens), torch.device("cpu")), layout)
 
 
 def step_of(attention: CpuAttention, layout: KvLayout, length: int, context: int) -> CpuStep:
-    """A step that computes the request's last `length` tokens of `context`."""
     return attention.plan(StepShape([length], [context], [list(range(_pages(layout, context)))]))
 
 
 @torch.inference_mode()
 def difference(module: Any, forward: Forward, layout: KvLayout) -> float:
-    """Root mean square difference between the logits of `forward` and of the eager `module`, on a prompt and a
-    decode.
+    """Compare logits of `forward` and of the eager `module`, on a prompt and a decode.
 
-    In units of the tolerance: up to 1 is correct. NaN for NaN.
+    Returns: the root mean square difference in units of the tolerance, so up to 1 is correct; NaN for NaN.
     """
     worst = torch.zeros(())
     ids = torch.arange(PROMPT + 1) * 7919 % module.get_input_embeddings().num_embeddings
@@ -47,4 +44,4 @@ def difference(module: Any, forward: Forward, layout: KvLayout) -> float:
 
 
 def _pages(layout: KvLayout, num_tokens: int) -> int:
-    return max(2, layout.pages_for(num_tokens))  # a dimension of 1 is compiled for 1
+    return max(2, layout.pages_for(num_tokens))  # see MIN_TOKENS

@@ -1,4 +1,4 @@
-"""Compile the C++ sources in this directory, once for a machine, and load them."""
+"""Compile the C++ sources here, once for a machine, and load them."""
 
 import logging
 import os
@@ -16,8 +16,7 @@ log = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parent
 SHARED: Final = ("-std=c++20", "-shared", "-fPIC")
-# Sums may be reordered, which vectors need. -ffast-math is avoided: linking with it changes denormal handling for
-# the whole process.
+# Vectors need reordered sums. Linking with -ffast-math would change denormals for the whole process.
 FAST: Final = (
     *("-O3", "-march=native", "-fopenmp-simd"),
     *("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
@@ -29,8 +28,9 @@ class KernelsUnavailable(Exception):
 
 
 def load_kernels(state_dir: Path) -> None:
-    """Load the operators, once: attend_pages and, if the processor can, those of linear.cpp. Raises:
-    KernelsUnavailable.
+    """Load attend_pages and, if the processor can, the operators of linear.cpp.
+
+    Raises: KernelsUnavailable.
     """
     if kernels_are_loaded():
         return
@@ -43,7 +43,10 @@ def load_kernels(state_dir: Path) -> None:
 
 
 def load_package_class(state_dir: Path) -> None:
-    """Load `torch.classes.kvmesh_package.Package`, once. Raises: KernelsUnavailable."""
+    """Load the class `torch.classes.kvmesh_package.Package`, once.
+
+    Raises: KernelsUnavailable.
+    """
     try:
         torch.classes.kvmesh_package.Package  # noqa: B018 - to look for it is the only way to know
     except RuntimeError:
@@ -55,7 +58,7 @@ def load_package_class(state_dir: Path) -> None:
 
 
 def kernel_sources() -> list[Path]:
-    """Part of a package's name: other kernels may not run with it."""
+    """Part of a package's name: it runs with no other kernels."""
     return [HERE / "attention.cpp", HERE / "linear.cpp", HERE / "cores.cpp"]
 
 
@@ -108,20 +111,16 @@ def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> Non
 
 
 def _like_attended(query: torch.Tensor, *_others: object) -> torch.Tensor:
-    """[1, T, heads, head_dim], contents undefined."""
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
 def _like_product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """[..., out], contents undefined."""
     return x.new_empty(*x.shape[:-1], packed.shape[0] * packed.shape[2])
 
 
 def _like_logits(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """float32 [..., out], contents undefined."""
     return _like_product(x, packed).float()
 
 
 def _like_gated(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """[..., out], contents undefined."""
     return x.new_empty(*x.shape[:-1], packed.shape[0] * packed.shape[2] // 2)

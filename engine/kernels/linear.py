@@ -17,11 +17,7 @@ PANEL: Final = 32  # output columns stored together
 
 
 class PackedLinear(torch.nn.Module):
-    """The rows `first` to `last` of packed weights that siblings may share, as a `torch.nn.Linear`.
-
-    In a traced forward each sibling computes the whole product and `merge_products` leaves one; eagerly each
-    computes its own rows.
-    """
+    """A `SharedLinear` with packed weights."""
 
     def __init__(self, packed: torch.nn.Parameter, bias: torch.nn.Parameter | None, first: int, last: int) -> None:
         super().__init__()
@@ -31,7 +27,6 @@ class PackedLinear(torch.nn.Module):
         self._panels = slice(first // PANEL, last // PANEL)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] to [..., last - first]."""
         if not x.is_contiguous():
             x = x.contiguous()
         if torch.compiler.is_compiling():
@@ -42,7 +37,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class PackedGate(torch.nn.Module):
-    """A gated MLP, down(silu(gate(x)) * up(x)), with gate, up and SiLU as one product."""
+    """down(silu(gate(x)) * up(x)), with gate, up and SiLU as one product."""
 
     def __init__(self, gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear, memory: HugeMemory) -> None:
         super().__init__()
@@ -52,7 +47,6 @@ class PackedGate(torch.nn.Module):
         self.down_proj = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] to [..., hidden]."""
         if not x.is_contiguous():
             x = x.contiguous()
         return self.down_proj(torch.ops.kvmesh.gated_linear(x, self.packed))
@@ -66,7 +60,6 @@ class PackedHead(torch.nn.Module):
         self.packed = torch.nn.Parameter(pack(head.weight.detach(), memory), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] to float32 [..., vocab]."""
         return torch.ops.kvmesh.logits(x if x.is_contiguous() else x.contiguous(), self.packed)
 
 
@@ -75,15 +68,14 @@ def is_packed(module: torch.nn.Module) -> bool:
 
 
 def can_pack() -> bool:
-    """Whether the loaded kernels were compiled for AVX2 or more."""
+    """Return whether the kernels were compiled for AVX2 or more."""
     return hasattr(torch.ops.kvmesh, "linear")
 
 
 def pack_linears(module: torch.nn.Module) -> int:
-    """Replace the linear layers of `module` that the kernels support and free their plain weights. Returns their
-    number.
+    """Replace supported linear layers, and free their plain weights. Layers with the same input are packed together.
 
-    None on a processor with AMX, or without AVX2. Layers with the same input are packed together.
+    Returns: their number; 0 with AMX, or without AVX2.
     """
     if not can_pack():
         return 0
@@ -108,14 +100,13 @@ def pack_linears(module: torch.nn.Module) -> int:
 
 
 def pack(weight: torch.Tensor, memory: HugeMemory) -> torch.Tensor:
-    """bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2], the order in which the kernel reads."""
+    """bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2], in the kernel's order."""
     out_size, in_size = weight.shape
     panels = weight.view(out_size // PANEL, PANEL, in_size // 2, 2).transpose(1, 2)
     return memory.take(tuple(panels.shape), weight.dtype).copy_(panels)
 
 
 def _pack_gates(module: torch.nn.Module, memory: HugeMemory) -> int:
-    """Replace supported gated MLPs. Returns the number of linear layers in them."""
     replaced = 0
     for parent in list(module.modules()):
         for name, mlp in list(parent.named_children()):
@@ -127,7 +118,6 @@ def _pack_gates(module: torch.nn.Module, memory: HugeMemory) -> int:
 
 
 def _pack_head(module: Any, memory: HugeMemory) -> int:
-    """Replace the output layer if it is supported. Returns whether it was."""
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if head is None or type(head) is not torch.nn.Linear or head.bias is not None or _rows(head) is None:
         return 0
@@ -136,7 +126,7 @@ def _pack_head(module: Any, memory: HugeMemory) -> int:
 
 
 def _is_gated(mlp: Any) -> bool:
-    """Whether its instructions are those of Llama's MLP, without biases and with SiLU."""
+    """Compare its bytecode with that of Llama's MLP. It must use SiLU, without biases."""
     code, usual = getattr(type(mlp).forward, "__code__", None), LlamaMLP.forward.__code__
     if code is None or (code.co_code, code.co_names) != (usual.co_code, usual.co_names):
         return False
@@ -147,7 +137,7 @@ def _is_gated(mlp: Any) -> bool:
 
 
 def _rows(layer: Any) -> slice | None:
-    """The rows of its weights that `layer` is; None if the kernel does not support it."""
+    """Rows of the weights that `layer` uses; None if it is unsupported."""
     if type(layer) is torch.nn.Linear:
         rows = slice(0, layer.out_features)
     elif type(layer) is SharedLinear:

@@ -1,4 +1,4 @@
-"""Merge linear layers that read the same input: three small products take three times the latency of one."""
+"""Merge linear layers with the same input: three small products take three times as long as one."""
 
 from itertools import pairwise
 from typing import Any, Final
@@ -6,15 +6,14 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import linear
 
-# transformers' names in its decoders; some models have fused them already
+# transformers' names
 SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedLinear(torch.nn.Module):
     """Some rows of a linear layer that siblings share.
 
-    In a traced forward each sibling computes the whole product and `merge_products` leaves one; eagerly each
-    computes its own rows.
+    When traced, each sibling computes the whole product, and `merge_products` leaves one.
     """
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, first: int, last: int) -> None:
@@ -31,9 +30,9 @@ class SharedLinear(torch.nn.Module):
 
 
 def share_linears(module: torch.nn.Module) -> int:
-    """Replace siblings throughout `module` and move their weights into one tensor. Returns the number of groups.
+    """Replace siblings throughout `module`, which then share one weight tensor.
 
-    Only torch's own linear layers are replaced.
+    Returns: the number of groups.
     """
     shared = 0
     for parent in list(module.modules()):
@@ -69,10 +68,11 @@ def _share(parent: torch.nn.Module, names: tuple[str, ...], layers: list[Any]) -
 
 
 def merge_products(graph: torch.fx.Graph) -> int:
-    """Merge equal calls of `linear` in a traced forward, which inductor does not do. Returns the number of dropped
-    calls.
+    """Merge equal calls of `linear`, which inductor does not do.
+
+    Returns: the number of dropped calls.
     """
-    products = {linear, torch.ops.aten.linear.default}  # in a graph of torch.compile, of torch.export
+    products = {linear, torch.ops.aten.linear.default}  # of torch.compile, of torch.export
     if hasattr(torch.ops.kvmesh, "linear"):
         products.add(torch.ops.kvmesh.linear.default)
     found: dict[Any, torch.fx.Node] = {}

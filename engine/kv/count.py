@@ -1,4 +1,4 @@
-"""How many pages a pool has."""
+"""The number of pages in the pool."""
 
 from components.startup import WrongSettings
 from components.wire.layout import KvLayout
@@ -6,7 +6,7 @@ from engine.config import EngineConfig
 
 
 def count_pages(config: EngineConfig, layout: KvLayout) -> int:
-    """Pages that the settings ask for. Raises: WrongSettings, when kv_memory_gb holds not even one."""
+    """Raises: WrongSettings, if kv_memory_gb holds no page."""
     if config.num_pages is not None:
         return config.num_pages
     pages = int(config.kv_memory_gb * 1e9) // layout.page_bytes

@@ -1,17 +1,15 @@
-"""Free pages as runs of neighbours: NIXL costs per run, so a block table should have few."""
+"""Free pages as runs of neighbours: NIXL costs per run, so block tables should have few."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 
 class FreeRuns:
-    """Maximal runs, found by their ends and by length, without a scan."""
-
     def __init__(self, num_pages: int) -> None:
-        self._length: dict[int, int] = {}  # first page -> pages in the run
+        self._length: dict[int, int] = {}  # first page -> length
         self._first: dict[int, int] = {}  # page after the last -> first page
-        self._of_length: dict[int, dict[int, None]] = {}  # pages in the run -> first pages
-        self._lengths: list[int] = []  # existing lengths, sorted
+        self._of_length: dict[int, dict[int, None]] = {}  # length -> first pages
+        self._lengths: list[int] = []  # sorted
         self._num_free = 0
         if num_pages:
             self._put(0, num_pages)
@@ -27,7 +25,7 @@ class FreeRuns:
         return [page for first, length in sorted(self._length.items()) for page in range(first, first + length)]
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` pages, at most len(self): those after page `after` first, then the fewest runs."""
+        """Take `count` free pages: those after page `after` first, then the fewest runs."""
         taken: list[int] = []
         if after is not None and after + 1 in self._length:
             taken += self._cut(after + 1, count)
@@ -37,7 +35,6 @@ class FreeRuns:
         return taken
 
     def give(self, pages: Iterable[int]) -> None:
-        """Free `pages` and merge neighbours."""
         first = end = -1
         for page in sorted(pages):
             if page != end:
@@ -49,7 +46,6 @@ class FreeRuns:
             self._join(first, end)
 
     def _join(self, first: int, end: int) -> None:
-        """Free pages first..end-1, merged with runs on both sides."""
         if first in self._first:
             first = self._first[first]
             self._pull(first)
@@ -58,15 +54,15 @@ class FreeRuns:
         self._put(first, end - first)
 
     def _best_run(self, count: int) -> int:
-        """First page of a shortest run that holds `count` pages, else of a longest one."""
+        """First page of a shortest run that fits, else of a longest one."""
         at = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
         alike = self._of_length[self._lengths[at]]
-        first, _ = alike.popitem()  # popitem: finding a dict's first key skips all deleted ones
+        first, _ = alike.popitem()  # finding a dict's first key skips all deleted ones
         alike[first] = None
         return first
 
     def _cut(self, first: int, count: int) -> list[int]:
-        """Take up to `count` pages from the head of the run at `first`."""
+        """Take up to `count` pages of the run at `first`."""
         length = self._pull(first)
         if count < length:
             self._put(first + count, length - count)
@@ -83,7 +79,6 @@ class FreeRuns:
             insort(self._lengths, length)
 
     def _pull(self, first: int) -> int:
-        """Returns: its length."""
         length = self._length.pop(first)
         del self._first[first + length]
         self._num_free -= length

@@ -1,4 +1,4 @@
-"""The page pool: free, cached and held page ids. `storage` has the bytes."""
+"""The pool of page ids."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from components.errors import PageLeak
 from engine.kv.free_runs import FreeRuns
 from engine.kv.prefix_cache import PrefixCache
 
-SPARE: Final = 1 / 16  # of the unheld pages: the most that may be evicted only to get neighbours
+SPARE: Final = 1 / 16  # at most this share of unheld pages is evicted only for neighbours
 
 
 class PagePool:
@@ -18,8 +18,7 @@ class PagePool:
         self.num_pages = num_pages
         self._prefix = prefix
         self._free = FreeRuns(num_pages)
-        # In order of release, the oldest evicted first. An OrderedDict: a dict would skip all deleted keys to find
-        # its first.
+        # oldest release first; a dict would skip all deleted keys to find its first
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._holders = [0] * num_pages
 
@@ -37,18 +36,16 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could give."""
         return self.num_free + self.num_cached
 
     def num_cached_among(self, pages: Sequence[int]) -> int:
-        """How many of `pages` would stop being available if they were shared now."""
+        """Pages that `share` would make unavailable."""
         return sum(1 for page in pages if page in self._cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Hold `count` pages, at most `num_available`, neighbours of each other and of `after` where possible.
+        """Hold `count` pages, at most `num_available`, if possible neighbours of each other and of `after`.
 
-        Cached pages are evicted, oldest first, as needed, and some more if the free ones are scattered: a full pool
-        has hardly two free neighbours.
+        Evicts some more pages than needed if free ones are scattered: a full pool has hardly two neighbours.
         """
         free = self._free
         self._evict(count - len(free))
@@ -66,10 +63,9 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Raises: PageLeak, for a page that is not held.
+        """Release the last page first, so that eviction shortens prefixes from the end.
 
-        The last page is released first, so that eviction takes a chain from its end and the rest can still be
-        matched.
+        Raises: PageLeak, for a page that is not held.
         """
         free: list[int] = []
         try:
@@ -87,7 +83,7 @@ class PagePool:
             self._free.give(free)
 
     def check(self) -> None:
-        """Raises: PageLeak, unless free + cached + held = pool and no page is in two places."""
+        """Raises: PageLeak, unless each page is free, cached or held once."""
         free = self._free.pages()
         held = [page for page, holders in enumerate(self._holders) if holders]
         everywhere = sorted([*free, *self._cached, *held])

@@ -1,4 +1,4 @@
-"""The bytes of the pages: one tensor, each page contiguous, so that NIXL needs one descriptor a page."""
+"""One tensor for all pages, each contiguous: NIXL needs one descriptor a page."""
 
 from typing import Final
 
@@ -13,17 +13,16 @@ TORCH_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fl
 
 
 def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> torch.Tensor:
-    """Zeroed pool [num_pages, kv_heads, layers, 2, page_size, head_dim].
+    """Allocate a zeroed pool: attention multiplies unused slots by 0, and 0 x NaN is NaN.
 
-    Zeroed, because attention multiplies unused slots by a weight of 0, and 0 x NaN is NaN.
-
+    Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim].
     Raises: WrongSettings, if there is not enough memory.
     """
     shape = (num_pages, layout.kv_heads, layout.layers, 2, layout.page_size, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
     if device.type == "cpu":
         check_fits(num_pages * layout.page_bytes, "settings engine.kv_memory_gb and engine.num_pages: KV pages")
-        # huge pages: a layer's share of a page is some kilobytes, which are many address translations
+        # huge pages save address translations
         return HugeMemory().take(shape, dtype)
     try:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Linear layers that change each row of a step by its own adapter, or by none.
 
-The grouping of rows is set per thread beside the forward, so one compiled forward serves all steps. Rows without an
-adapter have the same bits as without any loaded.
+Row groups are set per thread, beside the forward, so one compiled forward serves all steps.
+Rows without an adapter have the same bits as without any loaded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,10 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one layer: up (down x). Source: LoRA, Hu et al. 2021, arXiv:2106.09685."""
+    """Change of one layer by one adapter: up (down x).
+
+    Source: LoRA, Hu et al. 2021, arXiv:2106.09685.
+    """
 
     down: torch.Tensor  # [rank, in], PEFT's lora_A
     up: torch.Tensor  # [out, rank], PEFT's lora_B times the scale
@@ -33,7 +36,7 @@ _groups: ContextVar[Sequence[RowGroup]] = ContextVar("kvmesh_lora", default=())
 
 @contextmanager
 def adapted(groups: Sequence[RowGroup]) -> Iterator[None]:
-    """Apply the groups to forwards on this thread. A row may be in one group."""
+    """Apply disjoint groups to forwards on this thread."""
     token = _groups.set(groups)
     try:
         yield
@@ -46,7 +49,7 @@ def any_adapted() -> bool:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A linear layer with a number, its site, under which adapters keep their change."""
+    """A linear layer whose changes adapters keep by `site`."""
 
     def __init__(self, plain: torch.nn.Linear, site: int) -> None:
         super().__init__()
@@ -54,7 +57,6 @@ class AdaptedLinear(torch.nn.Module):
         self._site = site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] to [..., out]; all dimensions but the last are the rows of the step."""
         y = self.plain(x)
         if torch.compiler.is_compiling():
             torch.ops.kvmesh.adapt(y, x, self._site)
@@ -64,7 +66,6 @@ class AdaptedLinear(torch.nn.Module):
 
 
 def _adapt(y: torch.Tensor, x: torch.Tensor, site: int) -> None:
-    """Add the adapters' part for `x` [..., in] to `y` [..., out]."""
     for group in _groups.get():
         change = group.changes[site]
         if change is None:

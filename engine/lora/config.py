@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: what this engine computes, and what it refuses."""
+"""PEFT's adapter_config.json: what the engine computes and refuses."""
 
 import json
 import re
@@ -17,13 +17,13 @@ USED: Final = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "init_lora_weights", "bias",
 })  # fmt: skip
-# origin and training; no effect on the forward
+# origin and training
 WITHOUT_EFFECT: Final = frozenset({
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "lora_dropout",
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
     "ensure_weight_tying",
 })  # fmt: skip
-# any other key that is set and not named here is refused, too
+# other unknown keys are refused, too
 REFUSED: Final = {
     "use_dora": "it is weight-decomposed (DoRA)",
     "modules_to_save": "it replaces whole modules (modules_to_save)",
@@ -38,10 +38,10 @@ REFUSED: Final = {
 class AdapterConfig:
     rank: int
     alpha: float
-    rank_stabilised: bool  # rsLoRA, Kalajdzievski 2023, arXiv:2312.03732: scaled by the root of the rank
-    ranks: Mapping[str, int]  # for layers whose name ends with the pattern
+    rank_stabilised: bool  # rsLoRA, arXiv:2312.03732: scaled by the root of the rank
+    ranks: Mapping[str, int]  # by pattern for the end of names
     alphas: Mapping[str, float]
-    targets: str | tuple[str, ...]  # "all-linear", a regular expression for whole names, or last parts of names
+    targets: str | tuple[str, ...]  # "all-linear", a regular expression, or last parts of names
     excluded: str | tuple[str, ...]
     some_layers: bool  # `targets` apply to some layers only
 
@@ -58,9 +58,7 @@ class AdapterConfig:
 
 
 def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
-    """Raises: ModelUnavailable, if there is none; UnsupportedModel, if it is more than a low-rank change of
-    linear layers. Both name the adapter.
-    """
+    """Raises: ModelUnavailable; UnsupportedModel, for more than a low-rank change of linear layers."""
     path = directory / ADAPTER_CONFIG
     try:
         given = json.loads(path.read_text())
@@ -99,7 +97,7 @@ def _reasons_against(given: Mapping[str, Any]) -> list[str]:
 
 
 def _by_pattern(patterns: Mapping[str, float], layer: str, default: float) -> float:
-    """PEFT's rule: the first pattern that matches the end of the name, from a dot on."""
+    """Follow PEFT: the first pattern that matches the end of the name, from a dot on."""
     found = (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", layer))
     return next(found, default)
 

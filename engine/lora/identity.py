@@ -1,4 +1,4 @@
-"""The identity of an adapter: KV is shared only between adapters of equal identity."""
+"""An adapter's identity: KV is shared only between equal ones."""
 
 import hashlib
 import json
@@ -11,10 +11,7 @@ INCIDENTAL: Final = ("base_model_name_or_path", "revision", "inference_mode", "p
 
 
 def adapter_identity(directory: Path) -> str:
-    """16 hex digits over configuration and weights, but not the name.
-
-    Weights are hashed as a whole: two checkpoints of one training may differ little.
-    """
+    """16 hex digits over configuration and all weights, because checkpoints of one training may differ little."""
     config = json.loads((directory / ADAPTER_CONFIG).read_text())
     for key in INCIDENTAL:
         config.pop(key, None)

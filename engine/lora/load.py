@@ -22,14 +22,14 @@ TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    identities: Mapping[str, str] = field(default_factory=dict)  # by name, from `adapter_identity`
-    layers: tuple[str, ...] = ()  # changed by any adapter, by site
+    identities: Mapping[str, str] = field(default_factory=dict)  # by name
+    layers: tuple[str, ...] = ()  # by site
     changes: Mapping[str, Sequence[LowRank | None]] = field(default_factory=dict, repr=False)  # by site
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @contextmanager
     def of_rows(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
-        """Apply adapters to the rows of one step on this thread.
+        """Apply adapters to the rows of a step on this thread.
 
         Args:
             runs: (adapter or "", number of rows) in order. Each name is one of `identities`.
@@ -50,13 +50,13 @@ class Adapters:
 
 
 def install_adapters(module: Any, directories: Mapping[str, str]) -> Adapters:
-    """Read the adapters in `directories` and replace the linear layers of `module` that they change.
+    """Read the adapters and replace the linear layers that they change.
 
     Args:
         module: transformers' model, changed in place; layers keep their parameters and names.
         directories: by adapter name; each holds adapter_config.json and adapter_model.safetensors.
-    Raises: ModelUnavailable, if one cannot be read; UnsupportedModel, if it cannot be computed or does not fit the
-    model.
+    Raises: ModelUnavailable, if one cannot be read; UnsupportedModel, if it does not fit the model or cannot be
+    computed.
     """
     linears = _adaptable(module)
     read = {name: _read(name, Path(given).expanduser(), linears) for name, given in directories.items()}
@@ -73,7 +73,7 @@ def install_adapters(module: Any, directories: Mapping[str, str]) -> Adapters:
 
 
 def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
-    """Linear layers by name, except those that see only some rows of a step: routed experts and the output layer."""
+    """Linear layers by name, without those that see only some rows: experts and the output layer."""
     head = module.get_output_embeddings()
     return {
         name: layer

@@ -1,4 +1,4 @@
-"""Build the mock engine for `mock` or `mock:<model>`, without torch or weights."""
+"""Build the mock engine for `mock` or `mock:<model>`."""
 
 import json
 from math import isfinite
@@ -19,7 +19,10 @@ from engine.pooling import read_pooling
 
 
 def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
-    """Raises: ModelUnavailable, UnsupportedModel."""
+    """Build from a model's configuration, without torch or weights.
+
+    Raises: ModelUnavailable, UnsupportedModel.
+    """
     directory = model_dir(model, state_dir, progress)
     described = json.loads((directory / CONFIG_FILE).read_text())
     pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
@@ -49,7 +52,7 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
         max_context=min(positions, pool_tokens, config.max_context or pool_tokens),
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
-        adapters=config.lora,  # a mock adapter is identified by its directory's name
+        adapters=config.lora,  # identified by directory name
         pooling=pooling,
         # without step times, any number of prompts may share a step
         pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.max_step_tokens,
@@ -60,7 +63,7 @@ def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLay
     heads = int(described["num_attention_heads"])
     mock = config.mock
     return KvLayout(
-        model=name,  # never the model's own name: its KV is not compatible
+        model=name,  # not the model's own name: its KV is not compatible
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         page_size=config.page_size,
         layers=mock.layers or int(described["num_hidden_layers"]),

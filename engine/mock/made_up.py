@@ -15,7 +15,6 @@ from engine.scheduler.scheduler import Chunk
 
 
 def made_up_vector(checksum: int, model: EmbeddingModel) -> bytes:
-    """float32[dimensions], little-endian."""
     draw = random.Random(checksum)
     values = [draw.gauss(0.0, 1.0) for _ in range(model.dimensions)]
     length = math.hypot(*values) if model.normalised else 1.0
@@ -25,11 +24,10 @@ def made_up_vector(checksum: int, model: EmbeddingModel) -> bytes:
     return vector.tobytes()
 
 
-STEPS: Final = 1024  # per unit; float32 represents all of them
+STEPS: Final = 1024  # per unit; all exact in float32
 
 
 def made_up(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[int]) -> TokenLogprobs:
-    """The drawn token is the most probable, and each alternative is one less."""
     logprob = -(checksum % STEPS) / STEPS
     others = [other for other in alphabet[:alternatives] if other != token_id]
     top = [(other, logprob - i) for i, other in enumerate([token_id, *others][:alternatives])]

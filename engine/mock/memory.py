@@ -1,8 +1,8 @@
-"""The mock's pages: host memory that NIXL moves, with a mark in each block of tokens.
+"""The mock's pages: host memory with a mark in each block of tokens.
 
-A mark is a checksum over all tokens up to the last one in the block, so any worker with the page can continue it.
-It is written in the first and the last stripe of the page, in the row of the block's first token. So a page that
-arrived in part is detected, and rows moved into pages of another size keep their marks.
+A mark is a checksum over all tokens up to the block's last, so any worker can continue the page.
+Marks in the first and the last stripe detect a page that arrived in part.
+In the row of the block's first token, a mark survives a move into pages of another size.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from engine.inflight import StepFailed
 from engine.ports import KvRegion
 from engine.scheduler.memory import LEAST_COMPUTED
 
-MARK: Final = Struct("<II")  # tokens of the block with KV, checksum of all tokens up to the last of them
+MARK: Final = Struct("<II")  # tokens of the block with KV, checksum up to the last of them
 TOKEN: Final = Struct("<i")  # as in `pack_tokens`
 BLOCK: Final = min(PAGE_SIZES)  # tokens
 
 
 class MarkedPages:
-    """A pool of `num_pages` pages. The kernel commits memory as it is first written.
+    """The kernel commits memory as it is first written.
 
     Raises: WrongSettings, if there is not enough.
     """
@@ -46,9 +46,10 @@ class MarkedPages:
         self.region = KvRegion(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_pages, layout, "cpu")
 
     def extend(self, pages: Sequence[int], token_id: int, at: int) -> int | None:
-        """Write the mark of the token at `at` and return the checksum up to it.
+        """Write the mark of the token at `at`.
 
-        None, with nothing written, if the block's earlier marks are missing or different; then call `compute`.
+        Returns: the checksum up to it; None, with nothing written, if earlier marks are missing or different: then
+        call `compute`.
         """
         offset = at % BLOCK
         if not offset:
@@ -65,9 +66,11 @@ class MarkedPages:
         return checksum
 
     def compute(self, pages: Sequence[int], tokens: Sequence[int], start: int, end: int, origin: int = 0) -> int:
-        """Write the marks of tokens `start` to `end` and return the checksum before `end`.
+        """Write the marks of tokens `start` to `end`.
 
-        `origin` is the checksum of no tokens, one for each adapter.
+        Args:
+            origin: the checksum of no tokens, one for each adapter.
+        Returns: the checksum before `end`.
         Raises: StepFailed, if the pages do not hold what was computed before `start`.
         """
         checksum = self._read(pages, tokens, start, origin) if start else origin
@@ -86,7 +89,6 @@ class MarkedPages:
                 MARK.pack_into(self._memory, there, *MARK.unpack_from(self._memory, here))
 
     def _places(self, pages: Sequence[int], block: int) -> tuple[int, int]:
-        """Offsets of both marks of a block."""
         index, inner = divmod(block, self._blocks)
         first = pages[index] * self._page_bytes + inner * self._block_bytes
         return first, first + self._last_stripe
@@ -97,9 +99,8 @@ class MarkedPages:
         first, last = MARK.unpack_from(self._memory, place), MARK.unpack_from(self._memory, other)
         count, checksum = first
         wanted = num_tokens - block * BLOCK
-        if (
-            first == last and wanted < count <= wanted + LEAST_COMPUTED
-        ):  # a branch computes its prompt's last tokens again
+        # a branch computes its prompt's last tokens again
+        if first == last and wanted < count <= wanted + LEAST_COMPUTED:
             before = self._read(pages, tokens, num_tokens - wanted, origin) if block else origin
             shorter = crc32(pack_tokens(tokens[num_tokens - wanted : num_tokens]), before)
             if crc32(pack_tokens(tokens[num_tokens : num_tokens + count - wanted]), shorter) == checksum:

@@ -1,4 +1,4 @@
-"""A step without a device: marks instead of KV, tokens drawn from the marks, and a simulated duration."""
+"""Steps without a device: marks instead of KV."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,9 @@ class DrawMasked(Protocol):
 
 
 class MockRunner:
-    """Draws each token from the marks of all tokens before it and from the seed.
+    """Draws tokens from the marks of all earlier tokens and the seed.
 
-    So a token is the same on every worker, after a move and after a preemption, and differs if KV of another prompt
-    or adapter was moved.
+    So they are the same on every worker, but differ if the wrong KV was moved.
     """
 
     def __init__(
@@ -64,7 +63,10 @@ class MockRunner:
         return ""
 
     def launch(self, chunks: Sequence[Chunk]) -> "MockStep":
-        """Mark the tokens of `chunks`. Raises: StepFailed."""
+        """Mark the tokens of `chunks`.
+
+        Raises: StepFailed.
+        """
         started_s = max(time.perf_counter(), self._busy_until_s)
         checksums: list[int] = []
         prompt_tokens = decodes = context_tokens = pairs = 0
@@ -136,11 +138,9 @@ class MockRunner:
         pass
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
-        """Raises: Rejected."""
         raise Rejected("this worker runs the mock engine, which computes nothing: profile one with a model")
 
     def stop_profile(self) -> Recording:
-        """Raises: InvariantBroken."""
         raise InvariantBroken("the mock engine records no profile")
 
     def _draw(self, chunk: Chunk, checksum: int) -> int:
@@ -160,7 +160,7 @@ class MockRunner:
 
 
 class MockStep:
-    """A step that is over when the simulated device is done. Its work has happened already."""
+    """The work is done already; a step waits for the simulated device."""
 
     def __init__(self, runner: MockRunner, chunks: Sequence[Chunk], checksums: Sequence[int], until_s: float) -> None:
         self._runner = runner
@@ -170,7 +170,7 @@ class MockStep:
         self._token_ids: list[int | None] = []
 
     def sample(self) -> None:
-        """All tokens before are known to the mask by now. Penalties do not change the mock's tokens."""
+        """Draw now, when masks know all earlier tokens."""
         self._token_ids = self._runner.draw(self._chunks, self._checksums)
 
     def wait_s(self) -> float:

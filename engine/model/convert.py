@@ -22,7 +22,7 @@ from engine.model.converted import PROGRESS_MARK, REASON_MARK, finish
 
 STEPS: Final = 3
 EXACT: Final = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
-# keys that change the result (after the architecture's name), and their names in transformers' configurations
+# keys that change the result, and their names in transformers
 TELLING: Final = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -32,12 +32,15 @@ ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_fa
 
 
 class CannotConvert(Exception):
-    """The file is damaged, or of a kind that would be converted wrong."""
+    """The file is damaged, or would be converted wrongly."""
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write weights, configuration and tokenizer of the GGUF file `source` into `target`. Raises: CannotConvert."""
-    disable_progress_bar()  # we show a bar of our own
+    """Write weights, configuration and tokenizer into `target`.
+
+    Raises: CannotConvert.
+    """
+    disable_progress_bar()  # we show our own
     _report(0)
     reader = _read(source)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
@@ -88,7 +91,7 @@ def _check(reader: GGUFReader, config: Any, loading: dict[str, Any]) -> None:
 
 
 def _dtype(reader: GGUFReader) -> torch.dtype:
-    """The dtype that holds the matrices without loss if they are not quantised, else bfloat16."""
+    """Return the matrices' dtype if they are not quantised, else bfloat16."""
     kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
     return EXACT.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
 
@@ -97,7 +100,7 @@ def _report(done: int) -> None:
     try:
         sys.stdout.write(f"{PROGRESS_MARK}{done}/{STEPS}\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # the parent has died; others will use the result
+    except BrokenPipeError:  # the parent has died, but others will use the result
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(nowhere, stream)

@@ -1,4 +1,4 @@
-"""Models from GGUF files, converted to safetensors once, into a directory that all processes share."""
+"""Models converted from GGUF files, once, into a directory that processes share."""
 
 import fcntl
 import json
@@ -15,8 +15,8 @@ from typing import IO, Final
 from engine.errors import ModelUnavailable
 from engine.model.progress import Progress
 
-PROGRESS_MARK: Final = "progress\t"  # starts a line of progress from `engine.model.convert`
-REASON_MARK: Final = "reason\t"  # starts the line with the reason of a failure
+PROGRESS_MARK: Final = "progress\t"
+REASON_MARK: Final = "reason\t"  # starts the reason of a failure
 
 
 def converted_dir(
@@ -28,16 +28,16 @@ def converted_dir(
     source: Callable[[], Path],
     generation: Mapping[str, float | bool],
 ) -> Path:
-    """Directory `<name>-<key>` in `models_dir`, converted from a GGUF file if it does not exist.
+    """Directory `<name>-<key>` in `models_dir`, converted if it does not exist.
 
-    The result appears by one rename, so it is complete for every reader. A lock makes other processes wait.
+    It appears complete, by a rename. A lock makes other processes wait.
 
     Args:
         name: for people.
         key: changes with the file's content.
         source: returns the file; called only if it is needed.
         generation: sampling defaults, which a GGUF file lacks.
-    Raises: ModelUnavailable, and what `source` raises.
+    Raises: ModelUnavailable, and errors of `source`.
     """
     done = models_dir / f"{name}-{key}"
     if done.is_dir():
@@ -58,7 +58,6 @@ def converted_dir(
 
 
 def finish(partial: Path, done: Path, generation: Mapping[str, float | bool]) -> None:
-    """Flush what a conversion wrote to `partial`, then rename it to `done`."""
     path = partial / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **generation}, indent=2) + "\n")
     for written in [*partial.iterdir(), partial]:
@@ -71,15 +70,15 @@ def finish(partial: Path, done: Path, generation: Mapping[str, float | bool]) ->
 
 
 def _seconds(file: Path) -> int:
-    """Rough duration of a conversion: 100 MB in half a minute on two cores."""
+    """Estimate half a minute for 100 MB, on two cores."""
     return 10 + 10 * round(file.stat().st_size / 50e6)
 
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
-    """Hold `path` against other processes; closing or dying releases it.
+    """Lock `path` against other processes; closing or dying releases it.
 
-    `waiting` is called with 0 while another process holds it, and with 1 after that.
+    Calls `waiting` with 0 before it waits, and with 1 after.
     """
     with path.open("w") as lock:
         try:
@@ -92,10 +91,9 @@ def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
 
 
 def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[str], progress: Progress) -> None:
-    """Run `engine.model.convert` in a process of its own, so that its memory is freed and torch stays out of this
-    process.
+    """Convert in a child process, which keeps its memory and torch out of this one.
 
-    The child inherits the lock and names the result. If this process is killed, no other one converts meanwhile.
+    The child inherits the lock, so it stays locked if this process is killed.
     """
     command = [sys.executable, "-m", "engine.model.convert", str(source), *map(str, finishing)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,4 +1,4 @@
-"""The identity of loaded weights: prefill and decode exchange KV only if theirs are equal."""
+"""The identity of loaded weights: workers exchange KV only if theirs are equal."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 CONFIG_FILE: Final = "config.json"
-SAMPLES: Final = 16  # pieces that are read of each weight file
+SAMPLES: Final = 16  # of each weight file
 SAMPLE_BYTES: Final = 4096
 INCIDENTAL: Final = ("transformers_version", "_name_or_path", "architectures")  # may differ between equal weights
 
@@ -15,7 +15,7 @@ INCIDENTAL: Final = ("transformers_version", "_name_or_path", "architectures")  
 def weights_identity(name: str, directory: Path) -> str:
     """`name@hash` over configuration, tensor table, size and samples of each safetensors file.
 
-    Whole files would take seconds. Two fine-tunes of one base differ in the samples.
+    Whole files would take seconds. Fine-tunes of one base differ in the samples.
     """
     digest = _config_digest(directory)
     for path in sorted(directory.glob("*.safetensors")):
@@ -28,12 +28,12 @@ def weights_identity(name: str, directory: Path) -> str:
 
 
 def random_identity(name: str, directory: Path, seed: int, device: str) -> str:
-    """`name@random<seed>-<device>-<hash>`: equal seeds give equal weights only on equal devices."""
+    """Equal seeds give equal weights only on equal devices."""
     return f"{name}@random{seed}-{device}-{_config_digest(directory).hexdigest()[:12]}"
 
 
 def sample_file(digest: "hashlib._Hash", path: Path, start: int = 0) -> None:
-    """Feed `digest` the size of a file and samples of it, evenly spread from `start` on."""
+    """Feed `digest` a file's size and samples, evenly spread from `start` on."""
     size = path.stat().st_size
     digest.update(f"\0{size}\0".encode())
     with path.open("rb") as file:

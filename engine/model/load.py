@@ -30,11 +30,11 @@ RANDOM_SEED: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    module: Any  # transformers' model on `device`, in eval mode
+    module: Any  # transformers', in eval mode
     layout: KvLayout
     device: torch.device
     vocab_size: int
-    query_group: int  # query heads that share a key head
+    query_group: int  # query heads per key head
     max_positions: int
     eos_token_ids: frozenset[int]
     adapters: Adapters = field(default_factory=Adapters)
@@ -53,13 +53,16 @@ class Headless(torch.nn.Module):
         return self.base.get_input_embeddings()
 
     def forward(self, *, logits_to_keep: torch.Tensor | None = None, **inputs: Any) -> CausalLMOutput:
-        """`logits`: [1, K, size] after the last norm, for the tokens at `logits_to_keep` [K]; None: all."""
+        """Return as `logits` hidden states [1, K, size] of the tokens at `logits_to_keep` [K]; None: all."""
         hidden = self.base(**inputs).last_hidden_state
         return CausalLMOutput(logits=hidden if logits_to_keep is None else hidden[:, logits_to_keep])
 
 
 def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> LoadedModel:
-    """Find, check and load `model`. Raises: ModelUnavailable, UnsupportedModel, DeviceUnavailable."""
+    """Find, check and load `model`.
+
+    Raises: ModelUnavailable, UnsupportedModel, DeviceUnavailable.
+    """
     directory = model_dir(model, state_dir, progress)
     name = served_name(model)
     device = pick_device(config.device)
@@ -132,14 +135,13 @@ def _trained_model(auto: Any, directory: Path, dtype: torch.dtype, device: torch
 
 
 def _random_model(auto: Any, model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The same weights in every process. The caller's random state is unchanged."""
+    """Make equal weights in every process; the caller's random state is unchanged."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(RANDOM_SEED)
         return auto.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
 def _eos_token_ids(directory: Path, text_config: Any) -> frozenset[int]:
-    """From generation_config.json if it exists, else from config.json."""
     if (directory / "generation_config.json").is_file():
         found = GenerationConfig.from_pretrained(directory).eos_token_id
     else:
@@ -164,7 +166,7 @@ def _reported_bars(task: str, progress: Progress) -> Iterator[None]:
 
 
 class _Bar:
-    """The part of tqdm's interface that transformers uses while loading."""
+    """The part of tqdm that transformers uses while loading."""
 
     def __init__(self, task: str, progress: Progress, iterable: Iterable[Any], total: int | None) -> None:
         self._task = task
@@ -193,7 +195,9 @@ class _Bar:
 
 
 def pick_device(name: str) -> torch.device:
-    """A CUDA device gets an index. `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
+    """Choose a device: `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
+
+    Returns: the device; a CUDA device has an index.
     Raises: DeviceUnavailable.
     """
     if name == "auto":

@@ -1,4 +1,4 @@
-"""The model directory of plain `mock`: SmolLM2's shape, and a tokenizer whose tokens are bytes."""
+"""The model directory of `mock`: SmolLM2's shape, and a tokenizer whose tokens are bytes."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from components.text.byte_letters import byte_letters
 MOCK: Final = "mock"
 PREFIX: Final = "mock:"  # `mock:<model>` has that model's tokenizer, vocabulary and KV shape
 START, END = "<|im_start|>", "<|im_end|>"
-SPECIAL: Final = {START: 256, END: 257}  # after the 256 bytes, whose token ids are their values
-LETTERS: Final = [*b" abcdefghijklmnopqrstuvwxyz"]  # that it generates
+SPECIAL: Final = {START: 256, END: 257}  # after the 256 bytes
+LETTERS: Final = [*b" abcdefghijklmnopqrstuvwxyz"]  # the generated tokens
 
 CONFIG: Final[dict[str, Any]] = {
     "model_type": "llama",
@@ -31,7 +31,6 @@ TEMPLATE: Final = (
 
 
 def inner_model(model: str) -> str | None:
-    """The model in `mock:<model>`; None for any other name."""
     return model.removeprefix(PREFIX) if model.startswith(PREFIX) else None
 
 
@@ -40,7 +39,7 @@ def is_mock(model: str) -> bool:
 
 
 def mock_dir(models: Path) -> Path:
-    """The directory of `mock` in `models`, written if it is missing or of another release."""
+    """Write the directory if it is missing or of another release."""
     directory = models / MOCK
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in _files().items():
@@ -68,7 +67,7 @@ def _files() -> dict[str, dict[str, Any]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Several workers may start at once, so the file appears by a rename."""
+    """Rename a draft, because several workers may start at once."""
     if path.is_file() and path.read_text() == text:
         return
     draft = path.with_name(f".{path.name}.{uuid4().hex}")

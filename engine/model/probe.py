@@ -1,7 +1,6 @@
 """Check a model's attention by running one token through it at load.
 
-Configurations name windows, chunks and caps in many ways. transformers turns them into a mask function for each
-layer. Here that function is compared with the arguments that our attention gets.
+Configurations name windows and caps in many ways, so transformers' mask functions are compared with our arguments.
 """
 
 from collections.abc import Callable
@@ -15,12 +14,12 @@ from engine.errors import UnsupportedModel
 from engine.model.load import LoadedModel
 
 PROBE: Final = "kvmesh-probe"
-POSITIONS: Final = 1 << 18  # positions for which masks are compared; a window this wide is none
+POSITIONS: Final = 1 << 18  # compared; a window this wide is none
 
 
 @torch.inference_mode()
 def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> None:
-    """Run one token through page 0, which is still unused.
+    """Run one token through page 0, which is unused.
 
     Raises: UnsupportedModel, if a layer attends without our function or with a mask that we would not apply.
     """
@@ -42,7 +41,7 @@ def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> None:
 
 
 class _Witness:
-    """A `StepAttention` that records the layers and refuses unsupported arguments."""
+    """Records the layers that attend, and refuses other shapes."""
 
     def __init__(self, step: StepAttention, loaded: LoadedModel) -> None:
         self.layers: list[int] = []
@@ -62,8 +61,9 @@ class _Witness:
 
 
 def _mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:
-    """transformers' mask hook: int64 [1, 1, 1, 1], the number of keys that the last of `POSITIONS` queries sees.
+    """Mask hook of transformers.
 
+    Returns: int64 [1, 1, 1, 1], the number of keys that the last of `POSITIONS` queries sees.
     Raises: UnsupportedModel, for a mask that is more than a window.
     """
     keys = torch.arange(POSITIONS + 1)
@@ -86,7 +86,10 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`attend_paged`, after the mask was compared. Raises: UnsupportedModel."""
+    """Compare the mask, then call `attend_paged`.
+
+    Raises: UnsupportedModel.
+    """
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1) or attention_mask.dtype != torch.int64:
         raise UnsupportedModel(f"{type(module).__name__} does not take transformers' masks as they are")
     if min(sliding_window or POSITIONS, POSITIONS) != (window := int(attention_mask)):

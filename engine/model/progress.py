@@ -1,4 +1,4 @@
-"""Progress of loading."""
+"""Progress reports while a model loads."""
 
 import time
 from collections.abc import Callable
@@ -10,8 +10,7 @@ QUICK_S: Final = 1.0
 class Progress(Protocol):
     """Called from the thread that does the work."""
 
-    def __call__(self, task: str, done: int, total: int) -> None:
-        """`done` of `total` steps of `task` are complete."""
+    def __call__(self, task: str, done: int, total: int) -> None: ...
 
 
 def silent(task: str, done: int, total: int) -> None:
@@ -19,7 +18,7 @@ def silent(task: str, done: int, total: int) -> None:
 
 
 def unless_quick(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """`progress`, silent for the first `QUICK_S`: short work needs no bar."""
+    """Silence `progress` for the first `QUICK_S`."""
     began_s, told = clock(), False
 
     def report(task: str, done: int, total: int) -> None:

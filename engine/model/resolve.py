@@ -1,4 +1,4 @@
-"""Find a model's directory by its name, without torch: the frontend needs the tokenizer only."""
+"""Find a model's directory by its name, without torch, for the frontend."""
 
 import hashlib
 import re
@@ -17,7 +17,7 @@ SUFFIX: Final = ".gguf"
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The file itself, or the only one in a directory; None for a directory with other weights.
+    """The GGUF file at or in `path`; None for a directory with other weights.
 
     Raises: ModelUnavailable, for a missing file and a directory with several.
     """
@@ -36,7 +36,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def content_key(path: Path) -> str:
-    """Eight hex digits over the file's size and samples of it, independent of path and time."""
+    """Eight hex digits over the file's size and samples."""
     digest = hashlib.sha256()
     sample_file(digest, path)
     return digest.hexdigest()[:8]
@@ -47,7 +47,7 @@ HUB: Final = "engine.model.hub"  # imported with the first hub id
 
 
 def served_name(model: str) -> str:
-    """The name in the API: a directory's or GGUF file's own name, otherwise `model` itself."""
+    """Return the API's name: a directory's or file's own, otherwise `model`."""
     if (inner := inner_model(model)) is not None:
         return f"{MOCK}:{served_name(inner)}"
     path = _local_path(model)
@@ -57,16 +57,16 @@ def served_name(model: str) -> str:
 
 
 def is_random(model: str) -> bool:
-    """A path to a config.json, instead of its directory, asks for random weights."""
+    """A path to a config.json asks for random weights."""
     return model not in WHEEL_MODELS and Path(model).name == CONFIG_FILE
 
 
 def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
-    """Directory with config.json, weights and tokenizer of `model`. Converts or downloads it if needed.
+    """Directory of `model`, converted or downloaded if needed.
 
     Args:
-        model: a built-in name, a directory, a config.json (random weights), a GGUF file, a hub id, `mock`, or any
-            of these after `mock:`.
+        model: a built-in name, a directory, a config.json (random weights), a GGUF file, a hub id, `mock`, or any of
+            these after `mock:`.
         state_dir: GGUF files are converted into its `models/`; several processes may call at once.
     Raises: ModelUnavailable.
     """

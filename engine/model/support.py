@@ -11,7 +11,10 @@ NEEDED: Final = ("num_attention_heads", "num_hidden_layers", "hidden_size", "max
 
 
 def check_config(name: str, config: Any) -> None:
-    """Check configuration and model class; `engine.model.probe` checks attention. Raises: UnsupportedModel."""
+    """Check all but attention, which `engine.model.probe` checks.
+
+    Raises: UnsupportedModel.
+    """
     try:
         found = [reason for reason, applies in _reasons(config).items() if applies]
     except RuntimeError as exc:  # raised by configurations whose layers differ
@@ -42,7 +45,6 @@ def _reasons(config: Any) -> dict[str, Any]:
 
 
 def _quantisation(config: Any) -> str:
-    """The quantisation method of the weights; "" if there is none."""
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
@@ -55,8 +57,8 @@ def _quantisation(config: Any) -> str:
 def max_positions(config: Any) -> int:
     """Longest context in which a request's rotary frequencies do not depend on its batch.
 
-    "longrope" in transformers switches to long frequencies when any position of the batch exceeds the original
-    context. A request's own text switches, too, while its cached keys keep the short ones.
+    transformers' "longrope" switches frequencies when any position of the batch exceeds the original context.
+    Cached keys keep the old ones.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
     each = list(ropes.values()) if all(isinstance(rope, dict) for rope in ropes.values()) else [ropes]

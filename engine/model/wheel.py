@@ -1,4 +1,4 @@
-"""Built-in models: a GGUF file inside a Python wheel, found by metadata, checked by hash, converted once."""
+"""Built-in models: GGUF files inside Python wheels, converted once."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class WheelModel:
     version: str
     file: str
     sha256: str
-    generation: Mapping[str, float | bool]  # the authors' recommendation, which a GGUF file lacks
+    generation: Mapping[str, float | bool]  # the authors' recommendation
 
 
 WHEEL_MODELS: Final = {
@@ -34,8 +34,9 @@ WHEEL_MODELS: Final = {
 
 
 def wheel_dir(name: str, models_dir: Path, progress: Progress) -> Path:
-    """Directory of the built-in model `name` as safetensors. Raises: ModelUnavailable, if the wheel is missing or
-    its file is unknown.
+    """Directory of a built-in model as safetensors.
+
+    Raises: ModelUnavailable, if the wheel is missing or its file is unknown.
     """
     wanted = WHEEL_MODELS[name]
     return converted_dir(
@@ -49,7 +50,7 @@ def wheel_dir(name: str, models_dir: Path, progress: Progress) -> Path:
 
 
 def wheel_file(wanted: WheelModel) -> Path:
-    """The GGUF file in the installed wheel. The wheel is not imported: it would need llama.cpp."""
+    """Find the file without importing the wheel, which would need llama.cpp."""
     try:
         listed = files(wanted.distribution) or []
     except PackageNotFoundError:

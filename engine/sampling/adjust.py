@@ -1,7 +1,4 @@
-"""Penalties, bias and masks on logits.
-
-One gather and one scatter over the affected tokens of all rows; other tokens and rows are not touched.
-"""
+"""Penalties, bias and masks on logits."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -48,7 +45,7 @@ class Adjustments:
             logits.view(-1).index_fill_(0, self._flat(unfinished, lambda row: row.end_ids), -torch.inf)
 
     def _mask(self, logits: torch.Tensor) -> None:
-        """In place for a whole batch: copying rows takes longer than masking them."""
+        """Mask a whole batch in place: copying rows takes longer."""
         words = allowed_words([row for _, row in self._masked], self._vocab)
         banned = banned_tokens(words, self._vocab, self._device)
         if self._all_masked:
@@ -58,7 +55,6 @@ class Adjustments:
         logits.index_copy_(0, index, logits[index].masked_fill_(banned, -torch.inf))
 
     def _flat(self, rows: Numbered, ids: Callable[[Row], npt.ArrayLike]) -> torch.Tensor:
-        """Indices of each row's `ids` into flattened logits: int64 [their number]."""
         where = [np.asarray(ids(row), dtype=np.int64) + i * self._vocab for i, row in rows]
         return to_device(np.concatenate(where), self._device)
 
@@ -67,9 +63,9 @@ BYTE: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def banned_tokens(allowed: Words, vocab: int, device: torch.device) -> torch.Tensor:
-    """bool [len(allowed), vocab] on `device`, of tokens whose bit is not set.
+    """Unpack words on the device: they are an eighth of the bytes.
 
-    A device gets the words, an eighth of the bytes, and unpacks them.
+    Returns: bool [len(allowed), vocab] of tokens whose bit is not set.
     """
     if device.type == "cpu":
         return torch.from_numpy(bits_of(~allowed, vocab))
@@ -77,6 +73,11 @@ def banned_tokens(allowed: Words, vocab: int, device: torch.device) -> torch.Ten
 
 
 def unpacked(packed: torch.Tensor, vocab: int) -> torch.Tensor:
-    """bool [B, vocab] of uint8 [B, ceil(vocab / 8) or more], lowest bit first."""
+    """Unpack bits, lowest first.
+
+    Args:
+        packed: uint8 [B, ceil(vocab / 8) or more].
+    Returns: bool [B, vocab].
+    """
     bits = to_device(np.array(BYTE, dtype=np.uint8), packed.device)
     return packed.unsqueeze(-1).bitwise_and(bits).ne(0).flatten(1)[:, :vocab]

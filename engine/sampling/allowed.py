@@ -1,4 +1,4 @@
-"""The tokens that the masks of a batch allow."""
+"""The tokens that a batch's masks allow."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -14,10 +14,12 @@ Words = npt.NDArray[np.uint32]
 
 
 def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
-    """Allowed tokens of `rows`, all with a mask, at least one each: [len(rows), ceil(vocab / 32)].
+    """Allowed tokens of `rows`, all with a mask, at least one each.
 
-    End tokens are excluded before `min_tokens`, and always with `ignore_eos`, unless only an end is allowed. A mask
-    that allows nothing is taken to allow the end.
+    End tokens are excluded before `min_tokens` and with `ignore_eos`, unless only they are allowed.
+    A mask that allows nothing is taken to allow the end.
+
+    Returns: [len(rows), ceil(vocab / 32)].
     """
     filled = np.empty((len(rows), -(-vocab // WORD_BITS)), dtype=np.int32)
     for signed, row in zip(filled, rows, strict=True):
@@ -35,14 +37,13 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
             _clear(words, ends)
             if not words.any():
                 words[:] = as_filled
-    allowed[~allowed.any(axis=1)] = ~np.uint32(
-        0
-    )  # a model without an end token: any token is better than an invalid id
+    # without an end token, any token is better than an invalid id
+    allowed[~allowed.any(axis=1)] = ~np.uint32(0)
     return allowed
 
 
 def bits_of(words: Words, vocab: int) -> npt.NDArray[np.bool_]:
-    """One per token: [len(words), vocab]."""
+    """[len(words), vocab], one per token."""
     as_bytes = words.astype("<u4", copy=False).view(np.uint8)
     return np.unpackbits(as_bytes, axis=1, count=vocab, bitorder="little").view(np.bool_)
 

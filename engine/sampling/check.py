@@ -54,7 +54,10 @@ def check_sampling(
 
 
 def check_branches(params: SamplingParams) -> None:
-    """Before anything is made per branch. Raises: Rejected."""
+    """Check `n` before anything is made per branch.
+
+    Raises: Rejected.
+    """
     _check_range(params, "n")
 
 
@@ -82,7 +85,6 @@ def _check_bias(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: Rejected, for an id outside the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):  # faster than looking at each
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise Rejected(f"{param}: token id {wrong} is not in the vocabulary of {vocab_size}", param=param)

@@ -9,10 +9,7 @@ from engine.ports import SamplingParams
 
 
 class Cuts:
-    """Cuts of one batch; parameters stay on the device while the batch is the same."""
-
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
-        """Row i has params[i]."""
         self._min_p = _column([p.min_p for p in params], device) if any(p.min_p > 0 for p in params) else None
         sorts = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
         self._sorts = bool(sorts)
@@ -22,7 +19,7 @@ class Cuts:
         self._top_p = _column(ps, device) if any(p < 1 for p in ps) else None
 
     def cut(self, probs: torch.Tensor) -> torch.Tensor:
-        """`probs`, float64 [B, vocab], with 0 for excluded tokens; not normalised."""
+        """Return `probs`, float64 [B, vocab], with 0 for excluded tokens; not normalised."""
         if self._min_p is not None:
             probs = probs.masked_fill(probs < self._min_p * probs.amax(dim=-1, keepdim=True), 0.0)
         if not self._sorts:
@@ -32,10 +29,11 @@ class Cuts:
         return probs.index_copy(0, self._index, self._cut_sorted(probs[self._index]))
 
     def _cut_sorted(self, probs: torch.Tensor) -> torch.Tensor:
-        """The top_k most probable, lower ids first among equals; of these the smallest set that reaches top_p.
+        """Keep the top_k most probable, lower ids first among equals; of these the smallest set that reaches top_p.
 
-        top_p refers to what is left, not to 1; top_p = 1 keeps all. Sources: top-k, Fan et al. 2018,
-        arXiv:1805.04833; nucleus, Holtzman et al. 2020, arXiv:1904.09751.
+        top_p is a share of the sum that top_k leaves.
+
+        Source: top-k, Fan et al. 2018, arXiv:1805.04833; nucleus, Holtzman et al. 2020, arXiv:1904.09751.
         """
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         if self._top_k is not None:

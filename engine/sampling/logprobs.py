@@ -1,6 +1,6 @@
 """Log-probabilities of the model's own logits, before any adjustment.
 
-Computed on the device as part of a step and read with its results: nothing here waits in between.
+`read` and `leave` require that an `Arrival` was waited for.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,21 @@ from engine.device_copy import to_device, to_host
 from engine.sampling.check import MAX_LOGPROBS
 from engine.sampling.row import Row
 
-SLICE: Final = 64  # prompt rows converted to float32 at once
+SLICE: Final = 64  # prompt rows at once
 
 
 class PendingLogprobs:
-    """For token i after row i of `logits`, float32 [N, vocab], with the alternatives[i] most probable tokens."""
-
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
-        """Enqueue the work; `token_ids` is int64 [N]."""
+        """Enqueue; `logits` is float32 [N, vocab], `token_ids` is int64 [N]."""
         norm = logits.logsumexp(dim=-1, keepdim=True)
         self._alternatives = alternatives
         self._chosen = to_host((logits.gather(1, token_ids.unsqueeze(1)) - norm).squeeze(1))
         if any(alternatives):
-            # always the same number: the order of equal logits must not depend on the batch
+            # a fixed number: the order of equal logits must not depend on the batch
             values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
             self._top_values, self._top_ids = to_host(values - norm), to_host(ids)
 
     def read(self) -> list[TokenLogprobs]:
-        """After an `Arrival` was waited for."""
         chosen: list[float] = self._chosen.tolist()
         if not any(self._alternatives):
             return [TokenLogprobs(logprob) for logprob in chosen]
@@ -44,7 +41,7 @@ class PendingLogprobs:
 
 class DrawnLogprobs:
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Copy what is needed of `logits`, float32 [B, vocab], before they change; row i belongs to rows[i]."""
+        """Copy rows of `logits`, float32 [B, vocab], before they change."""
         wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         self._rows = [rows[i] for i in wanting]
         if wanting:
@@ -52,26 +49,24 @@ class DrawnLogprobs:
             self._logits = logits[self._index]
 
     def note(self, token_ids: torch.Tensor) -> None:
-        """Enqueue the work for the chosen tokens, int64 [B]."""
         if self._rows:
             alternatives = [row.params.logprobs or 0 for row in self._rows]
             self._pending = PendingLogprobs(self._logits, token_ids[self._index], alternatives)
 
     def leave(self) -> None:
-        """Store them in the rows, after an `Arrival` was waited for."""
         if self._rows:
             for row, told in zip(self._rows, self._pending.read(), strict=True):
                 row.logprobs = told
 
 
 class PromptLogprobs:
-    """For the prompt tokens after those of one chunk, some rows at a time: each row is a whole vocabulary.
+    """Rows are converted in slices, because each is a whole vocabulary.
 
     Tokens noted before a preemption are skipped.
     """
 
     def __init__(self, row: Row, logits: torch.Tensor, first: int) -> None:
-        """Enqueue the work; logits[i], of any dtype, is of token `first` + i; earlier tokens are noted."""
+        """Enqueue; logits[i] is of token `first` + i."""
         told, count = row.prompt_logprobs, row.params.prompt_logprobs
         assert told is not None
         assert count is not None
@@ -85,7 +80,7 @@ class PromptLogprobs:
             self._pending.append(PendingLogprobs(rows, to_device(some, logits.device), [count] * len(some)))
 
     def leave(self) -> bool:
-        """After an `Arrival` was waited for. False: they are not finite."""
+        """Return False if they are not finite."""
         logprobs = [token for pending in self._pending for token in pending.read()]
         self._told += logprobs
         return not any(isnan(token.logprob) for token in logprobs)

@@ -1,7 +1,4 @@
-"""Repetition, presence and frequency penalties, with a table of each row's tokens on the device.
-
-A draw sends the changes of the latest tokens, one entry a row.
-"""
+"""Penalties, with a table of tokens on the device. A draw sends only changes."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -14,21 +11,20 @@ from engine.device_copy import to_device
 from engine.sampling.row import Row
 from engine.sampling.seen import SeenTokens, seen_by
 
-SPARE: Final = 32  # free entries per row; then the table is made anew
+SPARE: Final = 32  # free entries per row until the table is rebuilt
 
 Floats = npt.NDArray[np.float32]
 
 
 class Penalties:
-    """Changes the logits of the rows that ask for it.
+    """Repetition comes first; presence and frequency count only generated tokens.
 
-    Repetition first, then presence and frequency. Sources: repetition, Keskar et al. 2019, arXiv:1909.05858, with
-    negative logits multiplied, since dividing would reward; the others as in OpenAI's API reference, over generated
-    tokens only.
+    Negative logits are multiplied, since dividing would reward repetition.
+
+    Source: repetition, Keskar et al. 2019, arXiv:1909.05858; the others, OpenAI's API reference.
     """
 
     def __init__(self, rows: Sequence[tuple[int, Row]], vocab: int, device: torch.device) -> None:
-        """`rows` with their indices in the batch."""
         self._rows = [row for _, row in rows]
         self._firsts = [i * vocab for i, _ in rows]  # start of each row in flattened logits
         self._device = device
@@ -39,7 +35,6 @@ class Penalties:
         self._make_table()
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Overwrite the rows' logits, contiguous float32 [B, vocab]."""
         self._update()
         where = self._where[: self._size]
         values = logits.view(-1).index_select(0, where)
@@ -48,11 +43,11 @@ class Penalties:
         logits.view(-1).scatter_(0, where, penalised.sub_(self._subtracted[: self._size]))
 
     def _make_table(self) -> None:
-        """An entry per seen token and row: place of its logit, repetition penalty, subtrahend."""
+        """An entry per row and seen token: place of the logit, repetition penalty, subtrahend."""
         self._seen: list[SeenTokens] = [seen_by(row) for row in self._rows]
         lengths = [len(seen.ids) for seen in self._seen]
         self._size = sum(lengths)
-        # of each row: entries of known tokens are consecutive, later ones are anywhere
+        # a row's known tokens have consecutive entries, later ones any
         self._known = lengths
         self._begins = [*map(int, np.cumsum([0, *lengths[:-1]]))]
         self._later: list[list[int]] = [[] for _ in self._rows]
@@ -65,7 +60,6 @@ class Penalties:
         self._subtracted = to_device(np.pad(self._subtractions(which, counts), (0, spare)), self._device)
 
     def _update(self) -> None:
-        """Enter the tokens since the last draw."""
         entries: list[int] = []
         which: list[int] = []
         counts: list[float] = []
@@ -87,7 +81,7 @@ class Penalties:
             self._subtracted.index_copy_(0, index, to_device(subtracted, self._device))
 
     def _entry(self, i: int, at: int) -> int:
-        """The entry of row i's token number `at`; a new one for a new token."""
+        """The entry of row i's token number `at`."""
         if at < self._known[i]:
             return self._begins[i] + at
         later = self._later[i]

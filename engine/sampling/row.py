@@ -9,7 +9,7 @@ from engine.ports import SamplingParams, TokenMask
 if TYPE_CHECKING:  # the mock engine starts without numpy
     from engine.sampling.seen import SeenTokens
 
-NO_TOKEN: Final = -1  # drawn for a row whose logits are not finite: its request fails
+NO_TOKEN: Final = -1  # drawn from logits that are not finite: the request fails
 
 
 class Row:
@@ -35,19 +35,19 @@ class Row:
         eos_token_ids: frozenset[int] = frozenset(),
         mask: TokenMask | None = None,
     ) -> None:
-        """`tokens` is extended by others; the first `num_prompt_tokens` are the prompt."""
+        """`tokens` begins with the prompt and is extended by the request."""
         self.params = params
         self.tokens = tokens
         self.mask = mask
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        self.end_ids = sorted(ends)  # these end the text
+        self.end_ids = sorted(ends)
         self.eos_ids = sorted(eos_token_ids)
         self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
         self.adjusts = bool(self.penalised or params.logit_bias or params.min_tokens or mask is not None)
         self.logprobs: TokenLogprobs | None = None  # of the latest draw
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.start = num_prompt_tokens  # index of the first generated token
-        self.seen: SeenTokens | None = None  # for penalties; the sampler keeps it
+        self.seen: SeenTokens | None = None  # for penalties
 
     @property
     def position(self) -> int:
@@ -55,5 +55,4 @@ class Row:
 
     @property
     def must_go_on(self) -> bool:
-        """Whether `min_tokens` are still to come."""
         return len(self.tokens) - self.start < self.params.min_tokens

@@ -12,21 +12,17 @@ from engine.sampling.logprobs import DrawnLogprobs
 from engine.sampling.row import NO_TOKEN, Row
 from engine.sampling.seeds import stream_starts, uniforms
 
-COLDEST: Final = 1e-100  # logits over this are still finite in float64
+COLDEST: Final = 1e-100  # temperature; logits / this are finite in float64
 
 
 class Sampler:
-    """Draws for one batch after another. Parameters are sent to the device only when the batch changes."""
+    """Sends parameters to the device only when the batch changes."""
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
 
     def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> "Draw":
-        """One token id a row of `logits`, contiguous float32 [B, vocab], which are overwritten; row i belongs to
-        rows[i].
-
-        Enqueues the work and waits for nothing.
-        """
+        """Enqueue a draw for each row of `logits`, contiguous float32 [B, vocab], which are overwritten."""
         vocab = logits.shape[1]
         if self._batch is None or not self._batch.is_of(rows, vocab):
             self._batch = Batch(rows, vocab, logits.device)
@@ -55,17 +51,17 @@ class Draw:
     def __init__(self, logits: torch.Tensor, batch: Batch) -> None:
         last = logits.shape[1] - 1
         self._logprobs = DrawnLogprobs(logits, batch.rows)
-        finite = logits.amax(dim=-1) < torch.inf  # false for NaN; -inf is a token that never comes
+        finite = logits.amax(dim=-1) < torch.inf  # false for NaN; -inf excludes a token
         chosen = _choose(logits, batch)
-        # int64 [B], on the device: valid ids, since the next step uses them before the host has seen them
+        # int64 [B] on the device; valid, since the next step uses them before the host does
         self.token_ids = chosen.clamp(max=last)
         self._logprobs.note(self.token_ids)
         self._host_ids = to_host(torch.where(finite & (chosen <= last), chosen, NO_TOKEN))
 
     def read(self) -> list[int]:
-        """The ids, NO_TOKEN for rows that are not finite, after an `Arrival` was waited for.
+        """Store log-probabilities in the rows, after an `Arrival` was waited for.
 
-        Requested log-probabilities are stored in the rows.
+        Returns: the ids, NO_TOKEN for rows that are not finite.
         """
         self._logprobs.leave()
         token_ids: list[int] = self._host_ids.tolist()
@@ -84,10 +80,10 @@ def _choose(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Inverse-CDF draws from softmax(logits / temperature), cut; float64, because 10^5 terms are summed."""
+    """Inverse-CDF draws from the cut softmax, in float64, because 10^5 terms are summed."""
     probs = batch.cuts.cut((logits.double() / batch.temperature).softmax(dim=-1))
     cumulated = probs.cumsum(dim=-1)
     draws = uniforms(batch.streams, [len(row.tokens) for row in batch.drawn])
     target = to_device(draws, logits.device).unsqueeze(1) * cumulated[:, -1:]
-    # right=True: the first token whose cumulated probability exceeds the target, never one of probability 0
+    # right=True: never a token of probability 0
     return torch.searchsorted(cumulated, target, right=True).squeeze(1)

@@ -1,7 +1,7 @@
-"""Random numbers by (seed, position).
+"""Random numbers by (seed, position): each seed has a SplitMix64 stream.
 
-Counter-based, so no state moves with a request, and computed in integers on the host, so they are equal on every
-device. Each seed has a SplitMix64 stream that starts at the seed's hash; a draw is its number at the position.
+So no state moves with a request. Integers on the host are equal on every device.
+
 Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 """
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 Words = npt.NDArray[np.uint64]
 
 SEED_MASK: Final = (1 << 64) - 1
-GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd: the step of a stream
+GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd
 FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
 SECOND: Final = np.uint64(0x94D049BB133111EB)
 UNUSED_BITS: Final = np.uint64(11)  # of 64: a float64 has 53

@@ -1,4 +1,4 @@
-"""The tokens of a text with their counts, for penalties."""
+"""The tokens of a text with their counts."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -23,7 +23,10 @@ class SeenTokens:
         self._ids[: len(distinct)] = distinct
 
     def update(self, text: Sequence[int]) -> list[int]:
-        """Count the new tokens of `text`. Returns: their indices in `ids`."""
+        """Count the new tokens of `text`.
+
+        Returns: their indices in `ids`.
+        """
         changed = []
         for token in text[self._counted :]:
             i = self._index.setdefault(token, len(self._index))

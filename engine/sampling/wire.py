@@ -1,4 +1,4 @@
-"""A request's sampling, from the message that carries it to the engine's own form: the one place for both workers."""
+"""Convert a message's sampling parameters."""
 
 from components.wire.sampling import Sampling, unpack_bias
 from components.wire.tokens import unpack_tokens
@@ -6,7 +6,10 @@ from engine.ports import SamplingParams
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """What the message says; the engine checks it. Raises: MalformedMessage, for bytes that are no numbers."""
+    """Convert parameters, which the engine checks.
+
+    Raises: MalformedMessage, for bytes that are no numbers.
+    """
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,

@@ -1,4 +1,4 @@
-"""Block tables, admission by free pages, and publication to the prefix cache."""
+"""Block tables, admission, and publication to the prefix cache."""
 
 from collections.abc import Collection
 from typing import Final
@@ -8,29 +8,25 @@ from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.scheduler.request import ENDS_WITH_PROMPT, Request
 
-LEAST_COMPUTED: Final = (
-    2  # tokens at a prompt's end that are always computed, for their logits; see `chunk_length` for why not one
-)
+LEAST_COMPUTED: Final = 2  # last prompt tokens, always computed for their logits; `chunk_length` says why two
 
 
 class RequestMemory:
-    """Gives pages to requests and takes them back. The only user of `PagePool`."""
+    """Gives pages to requests; the only user of `PagePool`."""
 
     def __init__(self, num_pages: int, page_size: int, reserve_tokens: int, *, kv_events: bool = False) -> None:
         self.prefix = PrefixCache(tells=kv_events)
         self.pool = PagePool(num_pages, self.prefix)
         self.page_size = page_size
-        self.prefix_queries = 0  # prompt tokens looked up, since start
-        self.prefix_hits = 0  # of those, found
+        self.prefix_queries = 0
+        self.prefix_hits = 0
         self._reserve_tokens = reserve_tokens
-        self._most_promised = self._pages_for(reserve_tokens) + 1  # most pages that a request may need beyond its own
+        self._most_promised = self._pages_for(reserve_tokens) + 1  # pages that a request may still need
 
     def fits(self, request: Request, others: Collection[Request], before: Collection[Request] = ()) -> bool:
-        """Whether `request` may have its pages: with a reserve, beside what `others` may still need, and after
-        those `before` it.
+        """Whether pages suffice for `request` with its reserve, for `others`, and for those `before` it.
 
-        SGLang's rule for its decode queue. It never asks for more than the request could use, so a request that
-        fits the empty pool is admitted at the latest when it is alone.
+        A request that fits the empty pool is admitted when it is alone.
         """
         found = self._match(request)
         wanted = self._pages_with_reserve(request) - len(found)
@@ -41,23 +37,21 @@ class RequestMemory:
         return left >= sum(self._pages_with_reserve(other) - len(other.pages) for other in others)
 
     def admit(self, request: Request) -> None:
-        """Give `request` a block table for all its tokens; cached ones count as computed."""
+        """Cached tokens count as computed."""
         found = self._match(request)
         self.pool.share(found)
         missing = self._pages_for(len(request.tokens)) - len(found)
         request.pages = found + self.pool.allocate(missing, after=found[-1] if found else None)
         request.num_published = len(found)
         request.num_computed = len(found) * self.page_size
-        if len(request.tokens) == request.prompt_len:  # not after a preemption, when they were counted
+        if len(request.tokens) == request.prompt_len:  # not counted again after a preemption
             request.num_cached_tokens = request.num_computed
             self.prefix_queries += request.prompt_len
             self.prefix_hits += request.num_computed
 
     def fork(self, request: Request, branch: Request) -> list[tuple[int, int]]:
-        """Give `branch` a block table from `request`, whose prompt is computed; `fits` has allowed it.
+        """Give `branch` pages of the prompt; it computes the last `LEAST_COMPUTED` tokens again.
 
-        It computes the last `LEAST_COMPUTED` prompt tokens again for its own logits. It shares the full pages
-        before them; later ones are its own, so nothing is copied on its first write.
         Returns: (source, target) pages to copy before the next step.
         """
         branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
@@ -69,7 +63,10 @@ class RequestMemory:
         return list(zip(copied, own, strict=True))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make sure that so many tokens have slots. False: a page is missing."""
+        """Make sure that `num_tokens` have slots.
+
+        Returns: False if a page is missing.
+        """
         if num_tokens <= len(request.pages) * self.page_size:
             return True
         if not self.pool.num_available:
@@ -79,13 +76,13 @@ class RequestMemory:
 
     def publish(self, request: Request) -> None:
         done, full = request.num_published, request.num_computed // self.page_size
-        if full == done:  # the common case
+        if full == done:
             return
         self.prefix.insert(self._hashes(request, full)[done:], request.pages[done:full])
         request.num_published = full
 
     def forget(self, request: Request) -> None:
-        """Hide the pages of `request`, whose KV may be broken."""
+        """Unpublish pages whose KV may be broken."""
         for page in request.pages:
             if page in self.prefix:
                 self.prefix.forget(page)
@@ -93,7 +90,6 @@ class RequestMemory:
         request.num_published = 0
 
     def give_back(self, request: Request) -> None:
-        """Take back all pages; published ones stay in the cache until eviction."""
         full = request.num_computed // self.page_size
         # again, because the holder of an equal block may have been evicted
         self.prefix.insert(self._hashes(request, full), request.pages[:full])
@@ -105,14 +101,13 @@ class RequestMemory:
     def _match(self, request: Request) -> list[int]:
         if request.reads_prompt:
             return []
-        if request.has_begun:  # after a preemption its last token would be computed alone
+        if request.has_begun:  # after a preemption the last token is computed alone
             usable = (len(request.tokens) - 1) // self.page_size
         else:
             usable = usable_pages(request.prompt_len, self.page_size)
         return self.prefix.match(self._hashes(request, usable))
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """Hashes of the first `count` full pages, computed once."""
         known = len(request.hashes)
         if known < count:
             parent = request.hashes[-1] if known else request.root_hash
@@ -121,8 +116,7 @@ class RequestMemory:
         return request.hashes[:count]
 
     def _pages_with_reserve(self, request: Request) -> int:
-        """Pages that `request` has or may need soon."""
-        if request.phase in ENDS_WITH_PROMPT:  # samples at most one token, whose KV is not computed here
+        if request.phase in ENDS_WITH_PROMPT:  # its one token gets no KV here
             return self._pages_for(request.prompt_len)
         tokens = sum(request.upcoming)
         return self._pages_for(min(request.limit - 1, tokens + self._reserve_tokens))
@@ -132,5 +126,5 @@ class RequestMemory:
 
 
 def usable_pages(prompt_len: int, page_size: int) -> int:
-    """Full pages at a prompt's beginning that may come from a cache."""
+    """Leading full pages that a cache may provide."""
     return max(0, prompt_len - LEAST_COMPUTED) // page_size

@@ -1,4 +1,4 @@
-"""A request in the scheduler, and its states."""
+"""A request in the scheduler."""
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class RequestState(StrEnum):
-    WAITING = auto()  # queued without pages, new or preempted
-    RESERVED = auto()  # DECODE: has pages, into which another process writes the KV
-    RUNNING = auto()  # in the batch
-    HELD = auto()  # over, but a transfer may still touch its pages
-    FINISHED = auto()  # over; pages go back when no step in flight writes into them
+    WAITING = auto()  # queued without pages
+    RESERVED = auto()  # DECODE: another process writes KV into its pages
+    RUNNING = auto()
+    HELD = auto()  # ended, but a transfer may touch its pages
+    FINISHED = auto()  # ended; pages are kept until the step in flight lands
 
 
 S = RequestState
-NEXT: Final = {  # a state without a row is terminal
+NEXT: Final = {
     S.WAITING: {S.RESERVED, S.RUNNING, S.FINISHED},
     S.RESERVED: {S.RUNNING, S.HELD, S.FINISHED},
     S.RUNNING: {S.WAITING, S.HELD, S.FINISHED},
@@ -40,28 +40,28 @@ class Request:
     id: str
     tokens: list[int]  # prompt, then generated tokens
     prompt_len: int
-    limit: int  # total length at which it ends with "length"
+    limit: int  # total length at which it ends
     sampling: SamplingParams
     phase: Phase  # DECODE becomes FULL with `deliver`
-    arrival: int  # ascending; order of admission within a priority, and reverse order of preemption
+    arrival: int  # order of admission within a priority
     root_hash: bytes  # parent of its first block
     pages: list[int] = field(default_factory=list)  # block table
-    hashes: list[bytes] = field(default_factory=list)  # of full pages of `tokens`, as far as needed
+    hashes: list[bytes] = field(default_factory=list)  # of full pages
     num_computed: int = 0  # leading tokens with KV in `pages`
     num_published: int = 0  # leading pages in the prefix cache
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at admission
-    released: bool = False  # `release` came before the end: nothing will be held
-    num_generated: int = 0  # trailing prompt tokens that belong to the answer: see `EngineRequest`
+    num_cached_tokens: int = 0
+    released: bool = False  # `release` came before the end
+    num_generated: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     mask: TokenMask | None = None
     branch: int = 0  # index among n
-    unwanted: set[int] = field(default_factory=set)  # branches cancelled before they existed
-    priority: int = 0  # lower goes first
-    adapter: str = ""  # by name; "": none
-    pools_all: bool = False  # EMBED: all tokens' hidden states count
-    hidden: Any = None  # EMBED: pooled so far, on the device
-    vector: bytes = b""  # EMBED: the result
-    in_flight: "Chunk | None" = None  # in the latest launched step, until it lands
+    unwanted: set[int] = field(default_factory=set)  # branches cancelled before the fork
+    priority: int = 0
+    adapter: str = ""
+    pools_all: bool = False  # EMBED: needs all tokens' states
+    hidden: Any = None  # EMBED: pooled so far
+    vector: bytes = b""
+    in_flight: "Chunk | None" = None  # in a launched step
     row: Row = field(init=False)
     lifecycle: Lifecycle[RequestState] = field(init=False)
 
@@ -76,11 +76,9 @@ class Request:
 
     @property
     def upcoming(self) -> tuple[int, int]:
-        """Start of its next chunk, and tokens to compute before the next one can be sampled.
+        """Start and count of the tokens to compute before the next draw, after a token in flight.
 
-        It starts after computed tokens and those in flight, and includes a token that is still being drawn. If that
-        token is known to be the last, or branches fork at it, there is nothing to compute until the step has
-        landed.
+        The count is 0 if that token is the last, or if branches fork there.
         """
         flight = self.in_flight
         if flight is None:
@@ -102,12 +100,12 @@ class Request:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether logits of other prompt tokens than the last are needed: then none may come from a cache."""
+        """Whether all prompt tokens' logits are needed, so that none may come from a cache."""
         told = self.row.prompt_logprobs
         return self.pools_all or (told is not None and len(told) < self.prompt_len - 1)
 
     def forked(self, branch: int) -> "Request":
-        """A new branch without pages, before anything was generated."""
+        """A new branch without pages."""
         seed = branch_seed(self.sampling.seed, branch)
         return replace(
             self,
@@ -123,5 +121,4 @@ class Request:
         )
 
     def advance(self, to: RequestState) -> None:
-        """Raises: IllegalTransition, off the table."""
         self.lifecycle.advance(to)

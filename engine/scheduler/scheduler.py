@@ -1,10 +1,8 @@
-"""Plan a step: running decodes first, then prompt chunks by priority, from one token budget.
+"""Plan steps: decodes first, then prompt chunks, from one token budget.
 
-Lower priorities go first, as in vLLM. Within a priority, pages are given in order of arrival: prefill and decode
-each hold pages until the other is ready, so they must agree on the order. Among requests with pages, short prompts
-overtake long ones, also between two chunks, so a long prompt delays others by a step at most. Bounds on overtaking
-(`components/turns.py`) prevent starvation. A running request keeps its place; when pages run out, the youngest of
-the worst priority is preempted and computed again later.
+Requests get pages by priority, then by arrival. Prefill and decode must agree on this order, because each holds pages
+for the other. With pages, short prompts overtake long ones; `components/turns.py` prevents starvation. Without free
+pages, the youngest request of the worst priority is preempted.
 """
 
 import logging
@@ -23,14 +21,14 @@ from engine.scheduler.request import Request, RequestState
 
 log = logging.getLogger(__name__)
 
-RUNNING: Final = RequestState.RUNNING  # attributes of an enum are slow, and each chunk needs them
-PASSED: Final = 64  # queued prompts that a request which needs only pages may overtake
+RUNNING: Final = RequestState.RUNNING  # enum attributes are slow
+PASSED: Final = 64  # queued prompts that a DECODE may overtake
 
 by_rank = attrgetter("priority", "arrival")  # the last is preempted first
 
 
 def by_turn(request: Request) -> tuple[int, int]:
-    """Order of computing; preempted and moved requests do not wait again."""
+    """Preempted and moved requests do not wait again."""
     fresh = not (request.has_begun or request.num_generated or request.branch)
     return turn(request.arrival, request.priority, request.prompt_len if fresh else 0)
 
@@ -40,13 +38,13 @@ def in_line(request: Request) -> tuple[int, int]:
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """A request's part of a step: tokens `start` to `end`. A msgspec struct, as `TokenOutput`."""
+    """Tokens `start` to `end`, computed in one step."""
 
     request: Request
     start: int
-    end: int  # tokens with KV once it is computed
-    samples: bool  # it includes the last token, so the next one is drawn
-    ahead: bool  # that last token is still being drawn by the step before
+    end: int
+    samples: bool  # includes the last token, so the next is drawn
+    ahead: bool  # that token is still being drawn
 
     @property
     def length(self) -> int:
@@ -54,18 +52,17 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def dropped(self) -> bool:
-        """Whether its request ended after the launch: the draw is ignored."""
         return self.request.lifecycle.state is not RUNNING
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
     chunks: list[Chunk]
-    reserved: list[Request]  # DECODE requests that got their pages
+    reserved: list[Request]
 
 
 class Scheduler:
     def __init__(self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int) -> None:
-        """`pack_tokens`: prompt tokens from which a step takes no further prompt."""
+        """A step with `pack_tokens` prompt tokens begins no further prompt."""
         self.memory = memory
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -75,7 +72,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
         self._made_room = False  # the latest plan preempted a request
-        self._decodes_wait = False  # a DECODE may be in line
+        self._decodes_wait = False
 
     def add(self, request: Request) -> None:
         self._decodes_wait |= request.phase is Phase.DECODE
@@ -87,9 +84,9 @@ class Scheduler:
         insort(self.running, request, key=by_rank)
 
     def fork(self, request: Request, branch: Request) -> list[tuple[int, int]]:
-        """A branch of a running request, whose prompt is computed, joins the batch, or waits if there is no room.
+        """Start `branch` after the prompt of `request`, or queue it.
 
-        Returns: (source, target) pages to copy; none if it waits, to find the prompt in the cache.
+        Returns: (source, target) pages to copy; none if queued, as the prompt will be cached.
         """
         if not self._has_place(branch):
             self.add(branch)
@@ -100,7 +97,7 @@ class Scheduler:
         return pages
 
     def remove(self, request: Request) -> None:
-        """The request ends; its state is still the one before."""
+        """Call it before the request's state changes."""
         lists = {
             RequestState.WAITING: self.waiting,
             RequestState.RUNNING: self.running,
@@ -109,7 +106,6 @@ class Scheduler:
         lists[request.state].remove(request)
 
     def has_work(self) -> bool:
-        """Whether `schedule` would give a step anything to do."""
         return bool(self.running) or self._can_admit()
 
     def computes(self) -> bool:
@@ -123,15 +119,13 @@ class Scheduler:
 
     def must_retract(self) -> bool:
         available = self.memory.pool.num_available
-        if available >= len(self.running):  # a page each: the common case
+        if available >= len(self.running):  # a page each
             return False
         decodes = ((len(r.pages) * self.memory.page_size, *r.upcoming) for r in self.running)
         return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
     def schedule(self, beside: int | None = None) -> Plan:
-        """Plan one step and give its requests their pages.
-
-        One step may be in flight with unknown tokens, but none if a request must be preempted.
+        """Plan one step. If `must_retract`, no step may be in flight.
 
         Args:
             beside: prompt tokens that a step with decodes may compute; None: up to the budget.
@@ -139,7 +133,7 @@ class Scheduler:
         budget = self._max_step_tokens
         retractions, page_size = self.retractions, self.memory.page_size
         chunks: list[Chunk] = []
-        for request in list(self.running):  # the last of them may be preempted
+        for request in list(self.running):  # the last may be preempted
             start, pending = request.upcoming
             if pending != 1 or (self.retractions > retractions and request.state is not RequestState.RUNNING):
                 continue
@@ -148,7 +142,7 @@ class Scheduler:
         budget -= len(chunks)
         if chunks and beside is not None:
             budget = min(budget, beside)
-        full = max(0, budget - self._pack_tokens)  # with at most this budget left, no further prompt is begun
+        full = max(0, budget - self._pack_tokens)  # at this budget, no further prompt begins
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)
         self._made_room = self.retractions > retractions
@@ -164,10 +158,9 @@ class Scheduler:
         return Plan(chunks, reserved)
 
     def reserve(self) -> list[Request]:
-        """Give pages to requests that need no more, also during a step.
+        """Give pages to DECODE requests, whose prefills hold pages meanwhile.
 
-        They overtake queued prompts if pages remain for all of them: the prefills of those requests hold pages
-        until they have theirs.
+        They overtake prompts if pages remain for all.
         """
         reserved: list[Request] = []
         while not self._made_room and (at := self._first_decode()) is not None:
@@ -175,7 +168,7 @@ class Scheduler:
         return reserved
 
     def _first_decode(self) -> int | None:
-        """Place in line of the first DECODE, if there is room for it and all before it."""
+        """Queue position of the first DECODE, if all until it have room."""
         if not self._decodes_wait:
             return None
         at = next((i for i, r in enumerate(self.waiting[: PASSED + 1]) if r.phase is Phase.DECODE), None)
@@ -185,10 +178,13 @@ class Scheduler:
         return at if self._has_place(self.waiting[at], self.waiting[:at]) else None
 
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
-        """The next prompt: one of the running `prompts`, whose first is last in the list, or one from the line.
+        """Take the next prompt from `prompts`, whose first is last in the list.
 
-        `admit`: false after a preemption, whose request would be next. `more`: there is budget. While a waiting
-        request comes before all `prompts`, those in line up to it get pages and become prompts.
+        Queued requests are admitted first, if one comes before all `prompts`.
+
+        Args:
+            admit: False after a preemption, as the preempted request would be next.
+            more: there is budget.
         """
         while admit and self._takes_first(prompts, more=more) and self._can_admit():
             prompts.append(self._admit())
@@ -196,7 +192,7 @@ class Scheduler:
         return prompts.pop() if prompts and more else None
 
     def _takes_first(self, prompts: list[Request], *, more: bool) -> bool:
-        if not self.waiting or self.waiting[0].phase is Phase.DECODE:  # it waits for pages, and is not overtaken
+        if not self.waiting or self.waiting[0].phase is Phase.DECODE:  # it is not overtaken
             return False
         if not more or not prompts:
             return more
@@ -208,7 +204,7 @@ class Scheduler:
         return bool(self.waiting) and self._has_place(self.waiting[0])
 
     def _has_place(self, request: Request, before: Sequence[Request] = ()) -> bool:
-        """Whether `request` may join the batch now, and those `before` it later."""
+        """True if there is room for `request`, and later for those `before` it."""
         if len(self.running) + len(self.reserved) + len(before) >= self._max_running:
             return False
         return self.memory.fits(request, [*self.running, *self.reserved], before)
@@ -225,9 +221,9 @@ class Scheduler:
         return request
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Give a decode slots for so many tokens, preempting the last in rank if needed. False: it was the last.
+        """Give a decode slots. Preempt others if needed, but no PREFILL, whose pages a transfer reads.
 
-        A PREFILL request is never preempted: its pages are being read, and it needs no more.
+        Returns: False if the decode itself was preempted.
         """
         while not self.memory.grow(request, num_tokens):
             last = next(r for r in reversed(self.running) if r.phase is not Phase.PREFILL)
@@ -237,7 +233,6 @@ class Scheduler:
         return True
 
     def _retract(self, request: Request) -> None:
-        """Preempt a request: it loses its pages and is computed again later."""
         assert request.in_flight is None, "pages that are being written would be given away"
         log.info("request retracted", extra={"request_id": request.id, "tokens": len(request.tokens)})
         self.running.remove(request)
@@ -248,10 +243,10 @@ class Scheduler:
 
 
 def chunk_length(pending: int, budget: int) -> int:
-    """Tokens of a prompt with `pending` left that a step with `budget` left computes; 0: none.
+    """Prompt tokens of `pending` that a step computes.
 
-    Never one of several, and never all but one: a matrix product with one row takes another path and has other last
-    bits. Chunks depend on other requests, and logits must not.
+    Never one of several, nor all but one: a matrix product with one row has other last bits, so logits would depend on
+    other requests.
     """
     if pending <= budget:
         return pending
