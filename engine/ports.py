@@ -18,6 +18,7 @@ from components.wire.block_hash import PromptBlocks
 from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout
 from components.wire.logprobs import TokenLogprobs
+from components.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
     import numpy as np
@@ -36,31 +37,6 @@ class FinishReason(StrEnum):
 
     STOP = auto()
     LENGTH = auto()
-
-
-class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn. The draw at position p depends on (seed, p) alone, never on the batch.
-
-    Order: penalties, `logit_bias`, mask, temperature, then min_p, top_k and top_p, each on what the one before
-    left. `engine.sampling.check` has the bounds.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0  # 0 means greedy
-    top_p: float = 1.0
-    seed: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    top_k: int = 0  # 0 or -1: all
-    min_p: float = 0.0  # of the most probable token's probability
-    presence_penalty: float = 0.0  # once for each token generated so far
-    frequency_penalty: float = 0.0  # for each time it was generated
-    repetition_penalty: float = 1.0  # of tokens in the prompt or generated; divides positive logits
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, summand), no id twice
-    min_tokens: int = 0  # before that, no token that ends the text is drawn
-    logprobs: int | None = None  # alternatives to report with each token; 0: the chosen one only
-    prompt_logprobs: int | None = None  # the same for the prompt, which is then computed whole, cached or not
-    n: int = 1  # branches that share the prompt; each has a seed derived from `seed`, branch 0 `seed` itself
 
 
 class TokenMask(Protocol):

@@ -4,12 +4,13 @@ Raise PROTOCOL if an older process would not understand a change: a new tag, a c
 frames. Raise OLDEST, too, if this process no longer understands the older one. A field with a default changes neither.
 
 2: token frames are numbered for each frontend, and messages with a deadline have their time of sending.
+3: `SamplingParams` is the engine's own struct.
 """
 
 from typing import Final
 
-PROTOCOL: Final = 2
-OLDEST: Final = 2  # version 1 has other token frames
+PROTOCOL: Final = 3
+OLDEST: Final = 3  # earlier requests have other sampling parameters
 UNNAMED: Final = 1  # of records without a version
 
 

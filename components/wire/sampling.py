@@ -1,13 +1,8 @@
-"""Sampling parameters, which go unchanged from the frontend to decode and prefill."""
+"""Sampling parameters, which go unchanged from the frontend to the engines of decode and prefill."""
 
-import sys
-from array import array
-from collections.abc import Mapping
 from typing import Literal
 
-from components.errors import MalformedMessage
 from components.wire.codec import Struct
-from components.wire.tokens import pack_tokens, unpack_tokens
 
 
 class Constraint(Struct):
@@ -15,45 +10,27 @@ class Constraint(Struct):
     text: str  # a JSON schema, a regular expression, or a grammar for llguidance
 
 
-class Sampling(Struct):
-    """`engine.ports.SamplingParams` has the meanings, `engine.sampling.check` the limits."""
+class SamplingParams(Struct):
+    """How tokens are drawn. The draw at position p depends on (seed, p) alone, never on the batch.
+
+    Order: penalties, `logit_bias`, constraint, temperature, then min_p, top_k and top_p, each on what the one
+    before left. `engine.sampling.check` has the bounds.
+    """
 
     max_tokens: int  # still to generate
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias_ids: bytes = b""  # int32[K]
-    logit_bias_values: bytes = b""  # float32[K], little-endian
-    min_tokens: int = 0  # of the whole answer, with the tokens before a move
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0  # of the most probable token's probability
+    presence_penalty: float = 0.0  # once for each token generated so far
+    frequency_penalty: float = 0.0  # for each time it was generated
+    repetition_penalty: float = 1.0  # of tokens in the prompt or generated; divides positive logits
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, summand), no id twice
+    min_tokens: int = 0  # of the whole answer; before that, no token that ends the text is drawn
     seed: int = 0
     ignore_eos: bool = False
-    stop_token_ids: bytes = b""  # int32[S]
-    logprobs: int | None = None  # alternatives to report; 0: the token alone
-    prompt_logprobs: int | None = None  # for the prompt, which decode then computes itself
-    n: int = 1  # branches
-    num_generated: int = 0  # last token ids that belong to the answer, after a move
-    constraint: Constraint | None = None
-
-
-def pack_bias(bias: Mapping[int, float]) -> tuple[bytes, bytes]:
-    """`logit_bias_ids` and `logit_bias_values`."""
-    values = array("f", bias.values())
-    if sys.byteorder == "big":
-        values.byteswap()
-    return pack_tokens(list(bias)), values.tobytes()
-
-
-def unpack_bias(sampling: Sampling) -> list[tuple[int, float]]:
-    """Pairs of token id and bias. Raises: MalformedMessage."""
-    ids = unpack_tokens(sampling.logit_bias_ids)
-    if len(sampling.logit_bias_values) != 4 * len(ids):
-        raise MalformedMessage(f"{len(ids)} biased token ids and {len(sampling.logit_bias_values)} bytes of values")
-    values = array("f")
-    values.frombytes(sampling.logit_bias_values)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return list(zip(ids, values.tolist(), strict=True))
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # alternatives to report with each token; 0: the token alone
+    prompt_logprobs: int | None = None  # the same for the prompt, which decode then computes whole
+    n: int = 1  # branches that share the prompt; each has a seed derived from `seed`, branch 0 `seed` itself
+    constraint: Constraint | None = None  # services compile it to `EngineRequest.mask`
