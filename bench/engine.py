@@ -29,6 +29,7 @@ import torch
 import typer
 
 from bench.host_step import CONTEXT, host_steps
+from components.wire.sampling import SamplingParams
 from engine.attention.choose import prepare_attention
 from engine.build import Pool, assemble
 from engine.compilation.forward import EagerForward, Forward
@@ -39,7 +40,7 @@ from engine.inflight import Launched, Runner
 from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
-from engine.ports import EngineRequest, Recording, SamplingParams, StepOutput
+from engine.ports import EngineRequest, Recording, StepOutput
 from engine.scheduler.scheduler import Chunk
 
 COPY_BYTES = 256 * 1024 * 1024  # larger than any cache

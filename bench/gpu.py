@@ -32,6 +32,7 @@ from bench.attention_case import AttentionCase, Dtype, Outcome
 from bench.engine import Bench, Machine, best_s, measure_machine, roofline_s, say
 from components.kv_transfer.checksum import PageChecksums
 from components.wire.layout import KvLayout
+from components.wire.sampling import SamplingParams
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.step_tables import StepLimits
 from engine.attention.triton_backend import Tiles, TritonAttention, choose_tiles
@@ -42,7 +43,7 @@ from engine.config import EngineConfig
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
-from engine.ports import EngineRequest, KvRegion, SamplingParams
+from engine.ports import EngineRequest, KvRegion
 
 DEVICE: Final = "cuda:0"
 QWEN3_4B: Final = {

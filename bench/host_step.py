@@ -13,12 +13,13 @@ from typing import Any, Final
 import torch
 
 from components.wire.layout import KvLayout
+from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention, StepShape
 from engine.attention.step_tables import StepLimits, StepTables, count_decodes
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.lora.load import Adapters
-from engine.ports import EngineRequest, KvRegion, SamplingParams
+from engine.ports import EngineRequest, KvRegion
 from engine.runner import TorchRunner
 
 VOCAB: Final = 64

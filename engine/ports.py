@@ -17,6 +17,7 @@ from components.wire.block_hash import PromptBlocks
 from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout
 from components.wire.logprobs import TokenLogprobs
+from components.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
     import numpy as np
@@ -33,30 +34,6 @@ class Phase(StrEnum):
 class FinishReason(StrEnum):
     STOP = auto()
     LENGTH = auto()
-
-
-class SamplingParams(msgspec.Struct, frozen=True):
-    """A draw depends on the seed and the position, never on the batch.
-
-    Order: penalties, `logit_bias`, mask, temperature, min_p, top_k, top_p. `engine.sampling.check` has the bounds.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    seed: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    top_k: int = 0  # 0 or -1: all
-    min_p: float = 0.0  # share of the highest probability
-    presence_penalty: float = 0.0  # once per token
-    frequency_penalty: float = 0.0  # per occurrence
-    repetition_penalty: float = 1.0  # also of prompt tokens; divides positive logits
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, summand)
-    min_tokens: int = 0  # no end token before that
-    logprobs: int | None = None  # alternatives per token; 0: the chosen one only
-    prompt_logprobs: int | None = None  # the same for the prompt, computed without the cache
-    n: int = 1  # branches; branch 0 uses `seed` itself
 
 
 class TokenMask(Protocol):

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from components.wire.sampling import SamplingParams
 from engine.attention.backend import AttentionBackend, StepShape
 from engine.compilation.forward import Forward
 from engine.cores import SharedCores
@@ -15,7 +16,6 @@ from engine.inflight import StepFailed
 from engine.lora.load import Adapters
 from engine.pooled import PooledStep
 from engine.pooling import Pooling
-from engine.ports import SamplingParams
 from engine.profile import Profile, Recording
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.row import NO_TOKEN, Row

@@ -17,7 +17,7 @@ from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask, Wear
 from components.structured.metrics import ConstraintMetrics
 from components.structured.threads import Threads
-from components.wire.sampling import Constraint, Sampling
+from components.wire.sampling import Constraint
 
 THREADS: Final = 2  # a slow one does not block others
 STOP_S: Final = 2.0  # the process's end waits so long for a compilation
@@ -63,17 +63,17 @@ class MaskMaker:
         self._known: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._starting: dict[Constraint, asyncio.Task[_Compiled]] = {}
 
-    async def mask_of(self, sampling: Sampling, token_ids: Sequence[int]) -> GrammarMask | None:
-        """A mask at the end of `token_ids`. Raises: Rejected, though the frontend should have refused it."""
-        constraint = sampling.constraint
-        if constraint is None:
-            return None
+    async def mask_of(self, constraint: Constraint, token_ids: Sequence[int], num_generated: int = 0) -> GrammarMask:
+        """A mask at the end of `token_ids`, of which the last `num_generated` belong to the answer.
+
+        Raises: Rejected, though the frontend should have refused it.
+        """
         compiled = self._recall(constraint)
         if compiled is None:
             compiled = await asyncio.shield(self._start(constraint))  # other requests may wait for it, too
         mask = compiled.mask()
-        if sampling.num_generated:  # a moved stream: 3 us a token
-            await self._threads.do(lambda: _replay(mask, token_ids[-sampling.num_generated :]))
+        if num_generated:  # a moved stream: 3 us a token
+            await self._threads.do(lambda: _replay(mask, token_ids[-num_generated:]))
         return mask
 
     async def aclose(self) -> None:

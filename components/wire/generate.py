@@ -16,7 +16,7 @@ from components.errors import MalformedMessage, MeshError
 from components.wire.codec import Dated, Struct, message, unpack_plain
 from components.wire.logprobs import PackedLogprobs, TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused, refusal
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
@@ -25,7 +25,7 @@ MAX_STREAM_ID: Final = 2**63 - 1
 PLAIN: Final = (None, None, 0, 0, None, None)  # an item's fields after its tokens
 
 
-@message("generate.v4")  # new with each FRAME_VERSION
+@message("generate.v5")  # new with each FRAME_VERSION
 class GenerateRequest(Dated):
     """A stream that moves is sent again with its tokens so far."""
 
@@ -35,7 +35,8 @@ class GenerateRequest(Dated):
     stream_id: int  # of the first branch; the others' follow
     reply_to: str  # NATS subject
     token_ids: bytes  # int32[T], after a move with the tokens so far
-    sampling: Sampling
+    sampling: SamplingParams
+    num_generated: int = 0  # of `token_ids`, after a move
     cache_salt: str = ""
     priority: int = 0  # lower goes first
     adapter: str = ""

@@ -2,10 +2,10 @@
 
 from components.wire.codec import Dated, Struct, message
 from components.wire.layout import KvLayout
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 
 
-@message("prefill.v5")
+@message("prefill.v6")
 class PrefillRequest(Dated):
     """The deadline is for the whole transfer."""
 
@@ -16,7 +16,8 @@ class PrefillRequest(Dated):
     room: str
     stamp: int  # random uint63 for the aux slot
     token_ids: bytes  # int32[T]
-    sampling: Sampling  # for the first token
+    sampling: SamplingParams  # for the first token
+    num_generated: int = 0  # of `token_ids`, after a move
     cache_salt: str = ""
     priority: int = 0
     adapter: str = ""

@@ -6,8 +6,8 @@ older form. A field with a default changes neither.
 
 from typing import Final
 
-PROTOCOL: Final = 2
-OLDEST: Final = 2  # version 1 has other token frames
+PROTOCOL: Final = 3
+OLDEST: Final = 3  # earlier requests have other sampling parameters
 UNNAMED: Final = 1  # of records without a version
 
 

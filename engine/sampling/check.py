@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Final
 
 from components.errors import Rejected
-from engine.ports import SamplingParams
+from components.wire.sampling import SamplingParams
 
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROBS: Final = 20  # OpenAI's bound on top_logprobs

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from components.wire.sampling import SamplingParams
 from engine.device_copy import to_device
-from engine.ports import SamplingParams
 
 
 class Cuts:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from components.wire.logprobs import TokenLogprobs
-from engine.ports import SamplingParams, TokenMask
+from components.wire.sampling import SamplingParams
+from engine.ports import TokenMask
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
     from engine.sampling.seen import SeenTokens

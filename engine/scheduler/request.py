@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from components.lifecycle import Lifecycle
-from engine.ports import Phase, SamplingParams, TokenMask
+from components.wire.sampling import SamplingParams
+from engine.ports import Phase, TokenMask
 from engine.sampling.branches import branch_seed
 from engine.sampling.row import Row
 

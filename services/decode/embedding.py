@@ -7,9 +7,10 @@ from components.discovery.registry import Registration
 from components.errors import Cancelled, DeadlineExceeded, MeshError, PeerLost, Rejected
 from components.messaging.service import Endpoint
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedCancelled, EmbedRequest, Vectors
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import unpack_tokens
 from engine.loop import EngineLoop
-from engine.ports import Engine, EngineRequest, Phase, SamplingParams, StepOutput
+from engine.ports import Engine, EngineRequest, Phase, StepOutput
 from services.worker import check_addressed, check_model
 
 NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)

@@ -198,6 +198,7 @@ class PrefillClient:
             sender=self._registration.instance_id,
             sent_unix_ms=now_ms(),
             sampling=request.sampling,
+            num_generated=request.num_generated,
             cache_salt=request.cache_salt,
             priority=request.priority,
             adapter=request.adapter,

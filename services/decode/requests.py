@@ -14,7 +14,7 @@ from components.messaging.outbox import OutStream, StreamOutbox
 from components.telemetry.spans import mark_outcome, record_span
 from components.wire.block_hash import PromptBlocks
 from components.wire.generate import GenerateRequest
-from engine.ports import SamplingParams, TokenMask, TokenOutput
+from engine.ports import TokenMask, TokenOutput
 from services.decode.inbound import InboundState
 
 SPAN_LOCAL_PREFILL: Final = "decode.prefill"
@@ -58,7 +58,6 @@ class ActiveRequest:
     request: GenerateRequest
     token_ids: list[int]
     blocks: PromptBlocks
-    sampling: SamplingParams
     streams: dict[int, OutStream]
     span: Span
     lifecycle: Lifecycle[RequestState]

@@ -34,12 +34,12 @@ from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccep
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.rooms import KvComing, RoomFailed, RoomOk
+from components.wire.sampling import Constraint
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
 from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
 from engine.sampling.check import check_branches
-from engine.sampling.wire import sampling_params
 from services.decode.config import OnTransferFailure
 from services.decode.embedding import EmbeddingService
 from services.decode.inbound import InboundState, InboundTransfer
@@ -121,17 +121,16 @@ class DecodeService:
         engine_id = f"{request.request_id}.{request.stream_id}"
         if self._active.find(engine_id) is not None:
             raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
-        sampling = sampling_params(request.sampling)
-        check_branches(sampling)
-        if not 0 <= request.stream_id <= MAX_STREAM_ID - sampling.n:
+        check_branches(request.sampling)
+        num_branches = request.sampling.n
+        if not 0 <= request.stream_id <= MAX_STREAM_ID - num_branches:
             raise Rejected(f"stream id {request.stream_id} is out of range", param="stream_id")
         active = ActiveRequest(
             engine_id=engine_id,
             request=request,
             token_ids=unpack_tokens(request.token_ids),
             blocks=self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter),
-            sampling=sampling,
-            streams={i: OutStream(request.reply_to, request.stream_id + i) for i in range(sampling.n)},
+            streams={i: OutStream(request.reply_to, request.stream_id + i) for i in range(num_branches)},
             span=tracer.start_span("decode.request", kind=trace.SpanKind.SERVER),
             lifecycle=self._active.lifecycle(engine_id),
         )
@@ -205,8 +204,8 @@ class DecodeService:
     async def _run(self, active: ActiveRequest) -> None:
         with use_span(active.span):
             try:
-                if active.request.sampling.constraint is not None:
-                    active.mask = await self._mask_of(active)
+                if (constraint := active.request.sampling.constraint) is not None:
+                    active.mask = await self._mask_of(constraint, active)
                 prefill = await self._choose(active)
                 if prefill is None:
                     active.enter(RequestState.WAITING)
@@ -220,7 +219,7 @@ class DecodeService:
                 self._engine.call(lambda engine: engine.cancel(active.engine_id))
                 self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
 
-    async def _mask_of(self, active: ActiveRequest) -> TokenMask | None:
+    async def _mask_of(self, constraint: Constraint, active: ActiveRequest) -> TokenMask:
         """Called before pages are reserved or prefill is asked: a request that waits for its mask must hold neither.
 
         Raises: Rejected.
@@ -228,7 +227,7 @@ class DecodeService:
         if self._masks is None:
             raise Rejected("this instance has no masks for constraints")
         with tracer.start_as_current_span("decode.compile"):
-            return await self._masks.mask_of(active.request.sampling, active.token_ids)
+            return await self._masks.mask_of(constraint, active.token_ids, active.request.num_generated)
 
     async def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, RouteChoice] | None:
         """Choose a prefill instance. Returns None if the prompt should be computed here."""
@@ -238,7 +237,7 @@ class DecodeService:
             span.set_attribute("kvmesh.cached_tokens", hit)
         active.num_cached = hit
         with tracer.start_as_current_span("decode.choose_prefill") as span:
-            if active.sampling.prompt_logprobs is not None:
+            if active.request.sampling.prompt_logprobs is not None:
                 span.set_attribute("kvmesh.prefill.why_local", "the prompt's log-probabilities are asked for")
                 return None
             wanted = Wanted(active.blocks, request.adapter, request.session)
@@ -292,7 +291,7 @@ class DecodeService:
             route.succeeded()
             active.wait("decode.first_token")
             # Branches copy pages, and masks take time: not on the event loop.
-            light = active.sampling.n == 1 and active.mask is None
+            light = active.request.sampling.n == 1 and active.mask is None
             run = self._engine.call if light else self._engine.post
             outputs = await run(lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs))
         except MeshError as exc:
@@ -313,7 +312,7 @@ class DecodeService:
         self._metrics.transfer_failed()
         if isinstance(cause, KvCorrupt):
             self._metrics.corrupt()
-        if self._on_transfer_failure == "fail" and not active.request.sampling.num_generated:
+        if self._on_transfer_failure == "fail" and not active.request.num_generated:
             self._engine.call(lambda engine: engine.cancel(active.engine_id))
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
         log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": cause.message})
@@ -329,10 +328,10 @@ class DecodeService:
         prompt = EngineRequest(
             request_id=active.engine_id,
             token_ids=active.token_ids,
-            sampling=active.sampling,
+            sampling=request.sampling,
             phase=phase,
             cache_salt=request.cache_salt,
-            num_generated=request.sampling.num_generated,
+            num_generated=request.num_generated,
             mask=active.mask,
             priority=request.priority,
             adapter=request.adapter,
@@ -340,7 +339,7 @@ class DecodeService:
         )
 
         # Branches may be cancelled while the mask is compiled.
-        gone = [branch for branch in range(active.sampling.n) if branch not in active.streams]
+        gone = [branch for branch in range(request.sampling.n) if branch not in active.streams]
 
         def submit(engine: Engine) -> None:
             engine.submit(prompt)

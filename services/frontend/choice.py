@@ -12,7 +12,6 @@ from components.text.token_bytes import TokenBytes
 from components.text.tokenizer import TextModel
 from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
-from components.wire.tokens import unpack_tokens
 from services.frontend.ports import Prompt
 
 
@@ -96,7 +95,7 @@ class Choice:
         self._echo = spec.echo
         self._ends: frozenset[int] = frozenset()  # tokens without text if the answer ends with them
         if not spec.shows_end:
-            stop_ids = unpack_tokens(spec.prompt.sampling.stop_token_ids)
+            stop_ids = spec.prompt.sampling.stop_token_ids
             self._ends = text.specials.union(stop_ids) if spec.shows_special else frozenset(stop_ids)
         self._text = text
         self._length = len(spec.echo)  # of the text so far, with what a stop string may remove

@@ -32,7 +32,7 @@ from components.text.tokenizer import TextModel
 from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from services.frontend.ports import Prompt
 
@@ -184,7 +184,7 @@ def explain_endpoint(choice: DecodeChoice, text: TextModel, model: str) -> Endpo
             request_id="",
             model=request.adapter or model,
             token_ids=token_ids,
-            sampling=Sampling(max_tokens=1),
+            sampling=SamplingParams(max_tokens=1),
             cache_salt=request.cache_salt,
             deadline_unix_ms=now_ms(),
             session=request.session,

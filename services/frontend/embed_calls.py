@@ -12,7 +12,7 @@ from components.messaging.inbox import InStream, StreamInbox
 from components.wire.codec import Struct
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.instances import InstanceRecord
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from services.frontend.decode_choice import MOVING, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
@@ -53,7 +53,7 @@ class EmbedCalls:
     async def _embed(self, texts: Texts) -> list[bytes]:
         # one prompt of all texts, to choose an instance by
         together = [token for tokens in texts.token_ids for token in tokens]
-        nothing = Sampling(max_tokens=1)
+        nothing = SamplingParams(max_tokens=1)
         prompt = Prompt(texts.request_id, texts.model, together, nothing, texts.cache_salt, texts.deadline_unix_ms)
         attempts = Attempts()
         while True:

@@ -152,6 +152,7 @@ class MeshClient:
             sender=self._inbox.subject,
             sent_unix_ms=now_ms(),
             sampling=prompt.sampling,
+            num_generated=prompt.num_generated,
             cache_salt=prompt.cache_salt,
             priority=prompt.priority,
             adapter=self.choice.adapter(prompt),
@@ -263,10 +264,7 @@ def _of_branch(prompt: Prompt, branch: int) -> Prompt:
 def _rest_of(prompt: Prompt, generated: list[int]) -> Prompt:
     if not generated:
         return prompt
-    sampling = structs.replace(
-        prompt.sampling,
-        max_tokens=prompt.sampling.max_tokens - len(generated),
-        num_generated=len(generated),
-        prompt_logprobs=None,
-    )
-    return replace(prompt, token_ids=[*prompt.token_ids, *generated], sampling=sampling)
+    left = prompt.sampling.max_tokens - len(generated)
+    sampling = structs.replace(prompt.sampling, max_tokens=left, prompt_logprobs=None)
+    tokens = [*prompt.token_ids, *generated]
+    return replace(prompt, token_ids=tokens, sampling=sampling, num_generated=len(generated))

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from components.wire.embed import EmbeddingModel
 from components.wire.generate import StreamItem
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +14,10 @@ class Prompt:
     request_id: str  # ours and random
     model: str  # one of `Mesh.models`
     token_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     cache_salt: str
     deadline_unix_ms: int
+    num_generated: int = 0  # last token ids that belong to the answer, after a move
     priority: int = 0  # lower goes first
     session: str = ""  # equal for prompts that belong together
 

@@ -9,8 +9,7 @@ from components.openai.fields import GenerationFields
 from components.text.sampling_defaults import SamplingDefaults
 from components.wire.codec import MAX_MESSAGE_BYTES
 from components.wire.logprobs import packed_bytes
-from components.wire.sampling import Constraint, Sampling, pack_bias
-from components.wire.tokens import pack_tokens
+from components.wire.sampling import Constraint, SamplingParams
 from services.frontend.ports import Mesh, Prompt, ServedModel
 
 NAMED: Final = 8  # models in the error for an unknown one
@@ -104,7 +103,7 @@ def _check_logprobs(request: GenerationFields, num_tokens: int) -> None:
 
 def _sampling(
     request: GenerationFields, max_tokens: int, defaults: SamplingDefaults, constraint: Constraint | None
-) -> Sampling:
+) -> SamplingParams:
     """The client's values, else those of the model's authors, else OpenAI's defaults. Raises: Rejected."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -113,8 +112,7 @@ def _sampling(
             param="min_tokens",
             code="invalid_value",
         )
-    bias_ids, bias_values = pack_bias(request.logit_bias or {})
-    return Sampling(
+    return SamplingParams(
         max_tokens=max_tokens,
         temperature=_first(request.temperature, defaults.temperature),
         top_p=_first(request.top_p, defaults.top_p),
@@ -123,12 +121,11 @@ def _sampling(
         presence_penalty=_first(request.presence_penalty, 0.0),
         frequency_penalty=_first(request.frequency_penalty, 0.0),
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
-        logit_bias_ids=bias_ids,
-        logit_bias_values=bias_values,
+        logit_bias=tuple((request.logit_bias or {}).items()),
         min_tokens=min_tokens,
         seed=random.getrandbits(63) if request.seed is None else request.seed,
         ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=pack_tokens(request.stop_token_ids or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
         logprobs=request.alternatives,
         prompt_logprobs=request.prompt_alternatives,
         n=request.n or 1,

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -26,11 +26,11 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import KvComing, PagesOffered, RoomOk
+from components.wire.sampling import Constraint
 from components.wire.tokens import unpack_tokens
 from engine.log_line import BatchLog
 from engine.loop import EngineLoop
 from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
-from engine.sampling.wire import sampling_params
 from services.prefill.outbound import NEXT, OutboundState, OutboundTransfer
 from services.prefill.rooms import Rooms
 from services.worker import check_addressed
@@ -193,10 +193,10 @@ class PrefillService:
         prompt = EngineRequest(
             request_id=request.request_id,
             token_ids=unpack_tokens(request.token_ids),
-            sampling=sampling_params(request.sampling),
+            sampling=request.sampling,
             phase=Phase.PREFILL,
             cache_salt=request.cache_salt,
-            num_generated=request.sampling.num_generated,
+            num_generated=request.num_generated,
             priority=request.priority,
             adapter=request.adapter,
             blocks=blocks,
@@ -224,11 +224,11 @@ class PrefillService:
         submitted = self._engine.post(lambda engine: engine.submit(prompt))
         submitted.add_done_callback(lambda done: _fail_unless_submitted(done, transfer))
 
-    async def _mask_of(self, request: PrefillRequest, token_ids: Sequence[int]) -> TokenMask | None:
+    async def _mask_of(self, constraint: Constraint, prompt: EngineRequest) -> TokenMask:
         """The mask of the first token. Raises: Rejected."""
         assert self._masks is not None, "such a prompt was not accepted"
         with tracer.start_as_current_span("prefill.compile"):
-            return await self._masks.mask_of(request.sampling, token_ids)
+            return await self._masks.mask_of(constraint, prompt.token_ids, prompt.num_generated)
 
     @cached_property
     def _checksums(self) -> PageChecksums:
@@ -243,14 +243,14 @@ class PrefillService:
                 await self._bus.publish(f"{decode.subject}.kv_coming", KvComing(room=offer.room))
 
     async def _run(self, transfer: OutboundTransfer, prompt: EngineRequest) -> None:
-        request = transfer.request
+        request, constraint = transfer.request, prompt.sampling.constraint
 
-        async def submit_with_mask() -> None:
-            mask = await self._mask_of(request, prompt.token_ids)
+        async def submit_with_mask(constraint: Constraint) -> None:
+            mask = await self._mask_of(constraint, prompt)
             self._submit(transfer, msgspec.structs.replace(prompt, mask=mask))
 
         try:
-            outcome = await transfer.run(None if request.sampling.constraint is None else submit_with_mask)
+            outcome = await transfer.run(None if constraint is None else partial(submit_with_mask, constraint))
             if transfer.offer is not None:
                 self._rooms.close_later(transfer.offer)
             if outcome is None:

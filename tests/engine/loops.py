@@ -5,10 +5,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
+from components.wire.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.loop import EngineLoop
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Pause, SamplingParams, StepOutput
+from engine.ports import EngineRequest, Pause, StepOutput
 from engine.start import run_engine
 from tests.engine.tiny_engine import make_engine
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from components.wire.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import Computed, EngineRequest, Phase, SamplingParams
+from engine.ports import Computed, EngineRequest, Phase
 from tests.engine.tiny_engine import alone, greedy, make_engine, prompt, read_page, run, run_until_idle, write_page
 
 pytestmark = pytest.mark.usefixtures("pipeline")
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("pipeline")
 PROMPT = prompt(53)
 SAMPLINGS = {
     "greedy": greedy(40, ignore_eos=True),
-    "seeded": SamplingParams(40, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True),
+    "seeded": SamplingParams(max_tokens=40, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True),
 }
 
 
@@ -52,7 +53,7 @@ def prepared(tiny: LoadedModel, situation: Situation) -> EngineCore:
     if situation.cached:
         run(engine, [EngineRequest("before", situation.cached, greedy(1))])
     for i in range(situation.others):
-        sampling = SamplingParams(30 + i, temperature=0.4 * (i % 4), seed=i, frequency_penalty=0.3 * (i % 3))
+        sampling = SamplingParams(max_tokens=30 + i, temperature=0.4 * (i % 4), seed=i, frequency_penalty=0.3 * (i % 3))
         engine.submit(EngineRequest(f"other{i}", prompt(5 + 2 * i, start=i + 1), sampling))
     return engine
 

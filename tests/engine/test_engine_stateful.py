@@ -18,10 +18,11 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
+from components.wire.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.inflight import Launched
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase, Reserved, SamplingParams, StepOutput
+from engine.ports import EngineRequest, Phase, Reserved, StepOutput
 from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (
@@ -49,11 +50,11 @@ PROMPTS = (
     prompt(90, start=2),
 )
 SAMPLINGS = (
-    SamplingParams(1, temperature=0),
-    SamplingParams(20, temperature=0),
-    SamplingParams(70, temperature=0, ignore_eos=True),
-    SamplingParams(40, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True),
-    SamplingParams(20, temperature=1.0, seed=6, ignore_eos=True, frequency_penalty=0.5, n=3),
+    SamplingParams(max_tokens=1, temperature=0),
+    SamplingParams(max_tokens=20, temperature=0),
+    SamplingParams(max_tokens=70, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=20, temperature=1.0, seed=6, ignore_eos=True, frequency_penalty=0.5, n=3),
 )
 MAX_CONTEXT = 192
 SMALL_POOL = {"max_running": 5, "max_step_tokens": 24, "reserve_tokens": 8, "max_context": MAX_CONTEXT}

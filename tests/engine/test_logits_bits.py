@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention
 from engine.build import assemble
 from engine.compilation.forward import EagerForward
 from engine.kernels.linear import is_packed, pack_linears
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase, SamplingParams
+from engine.ports import EngineRequest, Phase
 from tests.engine.tiny_engine import alone, greedy, load_tiny, make_engine, prompt, run, run_until_idle, small
 
 STEPS = 4  # tokens that are drawn
@@ -96,7 +97,7 @@ def test_logits_have_the_same_bits_in_any_company(loaded: LoadedModel, company: 
 
 def test_a_branch_is_the_request_with_its_seed_to_the_last_bit(loaded: LoadedModel) -> None:
     """Branches computed their prompt's last token alone."""
-    params = SamplingParams(1, temperature=0, logprobs=5, n=3)
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=5, n=3)
     for length in (2, 17, 33, 97):
         engine = make_engine(loaded, dtype="bfloat16", max_step_tokens=512)
         engine.submit(EngineRequest("r", prompt(length), params))
@@ -109,8 +110,8 @@ def test_a_branch_is_the_request_with_its_seed_to_the_last_bit(loaded: LoadedMod
 
 def test_prefill_and_a_worker_that_computes_the_prompt_itself_draw_from_the_same_bits(loaded: LoadedModel) -> None:
     config = {"dtype": "bfloat16", "max_step_tokens": 512}
-    request = EngineRequest("r", prompt(49), SamplingParams(2, logprobs=5), Phase.PREFILL)
+    request = EngineRequest("r", prompt(49), SamplingParams(max_tokens=2, logprobs=5), Phase.PREFILL)
     computed = run(make_engine(loaded, **config, max_running=1), [request]).computed["r"][-1]
     in_chunks = run(make_engine(loaded, **config | {"max_step_tokens": 24}), [request]).computed["r"][-1]
     assert computed.logprobs == in_chunks.logprobs
-    assert [computed.first_token] == alone(loaded, prompt(49), SamplingParams(2), **config)[:1]
+    assert [computed.first_token] == alone(loaded, prompt(49), SamplingParams(max_tokens=2), **config)[:1]

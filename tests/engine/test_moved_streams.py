@@ -13,11 +13,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from components.wire.logprobs import TokenLogprobs
+from components.wire.sampling import SamplingParams
 from engine.build import assemble, build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.kernels.linear import can_pack, pack_linears
-from engine.ports import EngineRequest, SamplingParams
+from engine.ports import EngineRequest
 from tests.engine.tiny_engine import VOCAB, load_tiny, prompt, run, save_tiny, small
 
 LENGTH: Final = 64
@@ -45,7 +46,7 @@ def _needs_products(kernel: str | None) -> None:
 def sampling(max_tokens: int, seed: int | None) -> SamplingParams:
     """Greedy without a seed."""
     temperature, draws = (0.0, 0) if seed is None else (0.8, seed)
-    return SamplingParams(max_tokens, temperature=temperature, seed=draws, ignore_eos=True, logprobs=3)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=draws, ignore_eos=True, logprobs=3)
 
 
 def written(

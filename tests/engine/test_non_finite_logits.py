@@ -11,12 +11,13 @@ import torch
 from components.errors import NonFiniteLogits, reported
 from components.openai.errors import from_mesh
 from components.wire.refused import raised, refusal
+from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention
 from engine.build import assemble
 from engine.compilation.forward import EagerForward
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase, SamplingParams
+from engine.ports import EngineRequest, Phase
 from tests.engine.embedding_model import SIZE, save_embedding_model
 from tests.engine.sampling.reference import make_row, sample
 from tests.engine.tiny_engine import (
@@ -82,7 +83,9 @@ def broken_at(loaded: LoadedModel, at: int, value: float = float("nan"), token: 
 
 def others() -> list[EngineRequest]:
     return [
-        EngineRequest(f"o{i}", prompt(4 + i, start=i), SamplingParams(12, temperature=0.5 * i, seed=i, ignore_eos=True))
+        EngineRequest(
+            f"o{i}", prompt(4 + i, start=i), SamplingParams(max_tokens=12, temperature=0.5 * i, seed=i, ignore_eos=True)
+        )
         for i in range(3)
     ]
 
@@ -104,16 +107,18 @@ def test_only_the_request_whose_logits_are_not_finite_fails(
 ) -> None:
     """Sampled, a NaN became an id one beyond the vocabulary, and failed the whole batch in the next step."""
     core = broken_at(tiny, 3, value, token)
-    seen = run(core, [*others(), EngineRequest("r", prompt(LONG), SamplingParams(20, **how, ignore_eos=True))])
+    seen = run(
+        core, [*others(), EngineRequest("r", prompt(LONG), SamplingParams(max_tokens=20, **how, ignore_eos=True))]
+    )
     assert list(seen.failed) == ["r"]
     assert type(seen.failed["r"].error) is NonFiniteLogits
-    assert seen.tokens["r"] == alone(tiny, prompt(LONG), SamplingParams(20, **how, ignore_eos=True))[:3]
+    assert seen.tokens["r"] == alone(tiny, prompt(LONG), SamplingParams(max_tokens=20, **how, ignore_eos=True))[:3]
     for other in others():
         assert seen.tokens[other.request_id] == alone(tiny, other.token_ids, other.sampling)
 
 
 def test_a_masked_request_fails_alone_and_its_mask_is_not_told(tiny: LoadedModel) -> None:
-    for params in (greedy(20, ignore_eos=True), SamplingParams(20, ignore_eos=True)):
+    for params in (greedy(20, ignore_eos=True), SamplingParams(max_tokens=20, ignore_eos=True)):
         request = EngineRequest("r", prompt(LONG), params, mask=Even())
         seen = run(broken_at(tiny, 3), [*others(), request])
         assert list(seen.failed) == ["r"]
@@ -134,7 +139,7 @@ def test_pages_of_a_broken_request_are_found_by_nobody(tiny: LoadedModel) -> Non
 
 def test_all_branches_end_with_the_broken_one_and_it_is_told_once(tiny: LoadedModel) -> None:
     core = broken_at(tiny, 4)
-    core.submit(EngineRequest("r", prompt(LONG), SamplingParams(20, n=3, ignore_eos=True)))
+    core.submit(EngineRequest("r", prompt(LONG), SamplingParams(max_tokens=20, n=3, ignore_eos=True)))
     told = []
     while core.has_work():
         told += core.step().failed

@@ -3,10 +3,11 @@
 import pytest
 
 from components.errors import PromptTooLong, Rejected
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, FinishReason, Phase, Reserved, SamplingParams, StepOutput
+from engine.ports import EngineRequest, FinishReason, Phase, Reserved, StepOutput
 from engine.scheduler import memory
 from tests.engine.tiny_engine import (
     EOS,
@@ -49,7 +50,7 @@ def spoil(engine: EngineCore, reserved: Reserved) -> None:
         write_page(engine, page, b"\x3f" * engine.kv_region.layout.page_bytes)
 
 
-@pytest.mark.parametrize("sampling", [greedy(24), SamplingParams(24, temperature=0.8, top_p=0.9, seed=7)])
+@pytest.mark.parametrize("sampling", [greedy(24), SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=7)])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_request_split_over_two_engines_gives_the_tokens_of_one(
     tiny: LoadedModel, length: int, sampling: SamplingParams
@@ -239,8 +240,8 @@ def test_a_prompt_that_could_never_fit_is_refused_with_both_numbers(
         (EngineRequest("r", [7, 128], greedy(5)), "token id 128 is not in the vocabulary of 128"),
         (EngineRequest("r", [7, -1], greedy(5)), "token id -1"),
         (EngineRequest("r", [7], greedy(0)), "max_tokens is 0"),
-        (EngineRequest("r", [7], SamplingParams(1, temperature=-1)), "temperature is -1"),
-        (EngineRequest("r", [7], SamplingParams(1, top_p=0)), "top_p is 0"),
+        (EngineRequest("r", [7], SamplingParams(max_tokens=1, temperature=-1)), "temperature is -1"),
+        (EngineRequest("r", [7], SamplingParams(max_tokens=1, top_p=0)), "top_p is 0"),
     ],
 )
 def test_a_wrong_request_is_refused_with_the_reason(engine: EngineCore, request_: EngineRequest, said: str) -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from components.wire.layout import KvLayout
+from components.wire.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, SamplingParams, StepOutput
+from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, StepOutput
 from engine.runner import TorchRunner, TorchStep
 from engine.scheduler.scheduler import Chunk
 from tests.engine.tiny_engine import (

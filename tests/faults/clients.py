@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from components.aio import time_limit
 from components.errors import InvariantBroken, KvUnavailable, MeshError
 from components.messaging.deadline import now_ms
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from services.frontend.ports import Prompt
 from tests.faults.nodes import MODEL, Frontend
 from tests.services.frontend.reading import reading
@@ -26,7 +26,7 @@ class Client:
 
     number: int
     prompts: list[list[int]]  # one for each choice
-    sampling: Sampling
+    sampling: SamplingParams
     at_s: float
     life_s: float
     adapter: str = ""

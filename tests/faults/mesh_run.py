@@ -13,7 +13,7 @@ from typing import Final
 from unittest import mock
 from uuid import UUID
 
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from engine.mock import build
 from services.decode import prefill_client as prefill_client_module
 from services.decode.prefill_client import PrefillClient
@@ -271,7 +271,7 @@ class MeshRun:
         draw = self.random
         prompt = self._prompt()
         temperature = draw.choice((0.0, 1.0))
-        sampling = Sampling(
+        sampling = SamplingParams(
             max_tokens=draw.choice(self._max_tokens), temperature=temperature, seed=draw.getrandbits(32)
         )
         adapter = ADAPTER if self._setup.adapters != "none" and draw.random() < 0.4 else ""

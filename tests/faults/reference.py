@@ -12,7 +12,6 @@ from components.wire.tokens import pack_tokens
 from engine.core import EngineCore
 from engine.mock.memory import BLOCK, MARK
 from engine.ports import EngineRequest
-from engine.sampling.wire import sampling_params
 from tests.faults.clients import Answer, Client
 from tests.faults.nodes import make_engine
 from tests.faults.setup import ADAPTER, WEIGHTS
@@ -40,7 +39,7 @@ class Reference:
         core._runner._busy_until_s = 0.0  # type: ignore[attr-defined]  # by the clock of the run before
         asked = {f"{next(_ids)}": (client, prompt) for client in clients for prompt in client.prompts}
         for name, (client, prompt) in asked.items():
-            core.submit(EngineRequest(name, prompt, sampling_params(client.sampling), adapter=client.adapter))
+            core.submit(EngineRequest(name, prompt, client.sampling, adapter=client.adapter))
         tokens: dict[str, list[int]] = {name: [] for name in asked}
         finishes: dict[str, str] = {}
         while len(finishes) < len(asked):

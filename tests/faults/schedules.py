@@ -9,7 +9,7 @@ from tests.faults.faults import OF_MESSAGES, OF_WRITES, Do, Fault
 from tests.faults.mesh_run import ROLES
 from tests.faults.setup import varied
 
-REQUEST: Final = ("generate.v4", "prefill.v5", "room-open.v2")
+REQUEST: Final = ("generate.v5", "prefill.v6", "room-open.v2")
 ANSWER: Final = ("generate-accepted.v1", "prefill-accepted.v2", "room-ok.v1")
 TOLD: Final = ("room-pages.v2", "room-close.v2", "frame", "kv-events", "kv-dump-fetch.v1", "kv-dump-part.v1")
 AFTER_FAILURE: Final = ("room-failed.v1", "quiesce.v1", "quiet.v1")  # only after a transfer has failed
@@ -17,16 +17,16 @@ AFTER_CLIENT: Final = ("cancel.v1", "quiesce.v1", "quiet.v1")  # only after a cl
 MESSAGES: Final = (*REQUEST, *ANSWER, *TOLD)
 ERRORS: Final = ("Overloaded", "PeerLost", "DeadlineExceeded", "InvariantBroken", "Rejected")
 FIELDS: Final = {
-    "generate.v4": ("epoch", "model", "deadline_unix_ms"),
-    "prefill.v5": ("epoch", "decode_epoch", "decode_id", "deadline_unix_ms", "room", "stamp"),
+    "generate.v5": ("epoch", "model", "deadline_unix_ms"),
+    "prefill.v6": ("epoch", "decode_epoch", "decode_id", "deadline_unix_ms", "room", "stamp"),
     "room-open.v2": ("room", "request_id", "prefill_epoch", "decode_epoch", "deadline_unix_ms", "pages", "aux_slot"),
     "room-pages.v2": ("request_id", "room", "bootstrap_id", "decode_epoch", "pages", "aux_slot"),
     "room-close.v2": ("rooms",),
     "heartbeat.v1": ("epoch",),
 }
 STATES: Final = (  # the first of each lifecycle by what leads to it: nothing moves there
-    "message generate.v4",  # decode accepted
-    "message prefill.v5",  # inbound prealloc
+    "message generate.v5",  # decode accepted
+    "message prefill.v6",  # inbound prealloc
     "inbound transfer",
     "decode running",
     "decode ended",
@@ -177,7 +177,7 @@ def named(schedule: Schedule) -> str:
 def mixture(seed: int) -> Schedule:
     """Three to six faults at random moments, the first of them at one that comes in every run."""
     draw = Random(seed)
-    certain = [replace(fault, nth=draw.randint(1, 4)) for fault in _of_message("generate.v4")]
+    certain = [replace(fault, nth=draw.randint(1, 4)) for fault in _of_message("generate.v5")]
     return [draw.choice(certain), *(_anything(draw) for _ in range(draw.randint(2, 5)))]
 
 

@@ -28,7 +28,7 @@ from components.wire.generate import StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.logprobs import TokenLogprobs
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from engine.model.mock_model import is_mock
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
@@ -190,14 +190,14 @@ class Client:
         **sampling: Any,
     ) -> list[int]:
         """The ids that the mesh generates; end-of-text does not stop it."""
-        how = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True, **sampling)
+        how = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True, **sampling)
         [answer] = await self.branches(token_ids, how, model=model, salt=salt)
         return answer.token_ids
 
     async def branches(
         self,
         token_ids: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         model: str,
         salt: str = "",

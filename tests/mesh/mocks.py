@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from components.wire.sampling import SamplingParams
 from engine.config import EngineConfig, MockConfig
 from engine.mock.build import build_engine
-from engine.ports import Engine, EngineRequest, SamplingParams
+from engine.ports import Engine, EngineRequest
 from tests.mesh.harness import Answer, Client
 
 MODEL: Final = "mock"
 MAX_TOKENS: Final = 24
-GREEDY: Final = SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True)
+GREEDY: Final = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
 SHAPE: Final = {"LAYERS": "4", "KV_HEADS": "2", "HEAD_DIM": "16"}  # 8 KiB a page
 MOCK_ENV: Final = {
     "MESH_ENGINE__NUM_PAGES": "2048",

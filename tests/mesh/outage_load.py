@@ -15,7 +15,7 @@ from typing import Final, Self
 
 import httpx
 
-from engine.ports import SamplingParams
+from components.wire.sampling import SamplingParams
 from tests.mesh.mocks import MODEL, one_engine
 
 NUM_STREAMS: Final = 8
@@ -73,7 +73,7 @@ class Load:
         self._salts = count()
         draw = random.Random(1)
         self._prompts = [[draw.randrange(ord("a"), ord("z")) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
-        sampling = SamplingParams(stream_tokens, temperature=0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=stream_tokens, temperature=0, ignore_eos=True)
         self._texts = [bytes(ids).decode() for ids in one_engine(home, self._prompts, sampling)]
         self._streams: set[_Stream] = set()
         self._asking: dict[object, float] = {}  # when each short request began that has no answer yet

@@ -30,7 +30,7 @@ from components.wire.kv_events import FetchKvDump, KvEventBatch, pack_batch
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce
 from components.wire.refused import Refused
 from components.wire.rooms import OpenRoom, PagesOffered, RoomOk
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from tests.components.kv_transfer.test_network import own_address
 from tests.components.wire.frames import pack_frame
 from tests.mesh.harness import Client, MeshProcesses, open_client
@@ -154,7 +154,7 @@ async def published_garbage_is_counted(client: Client, by_role: dict[str, Instan
 
 async def wrong_requests_are_refused(client: Client, by_role: dict[str, InstanceRecord]) -> None:
     decode, prefill, bootstrap = by_role["decode"], by_role["prefill"], by_role["bootstrap"]
-    sampling, soon = Sampling(max_tokens=4), now_ms() + 10_000
+    sampling, soon = SamplingParams(max_tokens=4), now_ms() + 10_000
     generate = GenerateRequest(
         request_id="bad", epoch=decode.epoch, model=MODEL, stream_id=1, reply_to="nobody", token_ids=b"\1\0\0\0",
         deadline_unix_ms=soon, sampling=sampling,

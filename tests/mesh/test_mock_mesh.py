@@ -11,8 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from components.wire.sampling import Sampling
-from engine.ports import SamplingParams
+from components.wire.sampling import SamplingParams
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import (
     MAX_TOKENS,
@@ -94,7 +93,7 @@ def test_a_fitting_page_size_excuses_no_other_difference(mock_mesh: MeshProcesse
 def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
     """Prefill computes 500 tokens a second here, decode at once: whoever comes behind 3,000 tokens is computed there."""
     prompts = [[i + 1] * 200 for i in range(20)]
-    sampling = SamplingParams(4, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     expected = [ids[:4] for ids in one_engine(mock_mesh.home, prompts, sampling)]
 
     async def run() -> None:
@@ -133,9 +132,9 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
     Each branch moves alone and goes on with its own seed; its log-probabilities go on too.
     """
     prompts = random_prompts(8)
-    drawn = SamplingParams(400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
+    drawn = SamplingParams(max_tokens=400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
     expected = branches_of_one_engine(mock_mesh.home, prompts, drawn)
-    sampling = Sampling(max_tokens=400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
+    sampling = SamplingParams(max_tokens=400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
     pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.004"}
     costless = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 
@@ -189,7 +188,7 @@ def test_a_worker_is_there_at_once_and_has_loaded_no_torch(mock_mesh: MeshProces
 def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_alone(mock_mesh: MeshProcesses) -> None:
     """Each token is a letter, and its log-probability the one that a single engine tells."""
     prompt, count = [*b"Once upon a time, there was "], 200
-    drawn = SamplingParams(count, temperature=1.0, seed=3, ignore_eos=True, n=3, logprobs=2)
+    drawn = SamplingParams(max_tokens=count, temperature=1.0, seed=3, ignore_eos=True, n=3, logprobs=2)
     [whole] = branches_of_one_engine(mock_mesh.home, [prompt], drawn)
     texts = [bytes(answer.token_ids).decode() for answer in whole]
     stop = next(

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from components.messaging.deadline import now_ms
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from services.frontend.ports import Prompt
 from tests.mesh.harness import Client, MeshProcesses, Worker, open_client, tracer
 from tests.mesh.preloaded import Preloaded
@@ -46,7 +46,7 @@ def bfloat16_mesh(
 
 
 async def tokens_of(client: Client, prompt_ids: list[int], temperature: float) -> AsyncGenerator[int, None]:
-    sampling = Sampling(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
     prompt = Prompt(uuid4().hex, MODEL, prompt_ids, sampling, uuid4().hex, now_ms() + 120_000)
     with tracer.start_as_current_span("test"):
         async with reading(client.mesh, prompt) as [stream]:

@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 from components.wire.logprobs import TokenLogprobs
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.sampling.wire import sampling_params
 from tests.mesh.harness import MeshProcesses, open_client
 from tests.mesh.mocks import aggregated, no_page_is_lost
 
@@ -35,14 +34,14 @@ HOW: Final[tuple[dict[str, Any], ...]] = (
 )
 
 
-def questions() -> list[tuple[list[int], Sampling]]:
+def questions() -> list[tuple[list[int], SamplingParams]]:
     """Prompts of all lengths; every third begins like the one before it. Each has a seed of its own."""
     draw, lengths, how = random.Random(8), cycle(EDGES), cycle(HOW)
-    asked: list[tuple[list[int], Sampling]] = []
+    asked: list[tuple[list[int], SamplingParams]] = []
     for i in range(COUNT):
         shared = asked[-1][0][: draw.randrange(len(asked[-1][0]) + 1)] if i % 3 == 2 else []
         prompt = shared + [draw.randrange(3, 512) for _ in range(next(lengths))]
-        asked.append((prompt, Sampling(max_tokens=6, seed=i, ignore_eos=True, **next(how))))
+        asked.append((prompt, SamplingParams(max_tokens=6, seed=i, ignore_eos=True, **next(how))))
     return asked
 
 
@@ -59,9 +58,7 @@ def test_200_prompts_give_what_one_engine_gives(tiny_mesh: MeshProcesses, tiny_m
     tiny_mesh.start("bootstrap", "prefill", "decode")
     asked = questions()
     config = EngineConfig(dtype="float32", num_pages=2048, max_step_tokens=128, threads=1, compile="off")
-    expected = aggregated(
-        build_engine(str(tiny_model), config, tiny_mesh.home), [(p, sampling_params(s)) for p, s in asked]
-    )
+    expected = aggregated(build_engine(str(tiny_model), config, tiny_mesh.home), asked)
 
     async def run() -> None:
         async with open_client(tiny_mesh, MODEL) as client:
@@ -69,7 +66,7 @@ def test_200_prompts_give_what_one_engine_gives(tiny_mesh: MeshProcesses, tiny_m
             [decode] = client.decodes.usable()
             places = asyncio.Semaphore(24)
 
-            async def ask(prompt: list[int], sampling: Sampling) -> Any:
+            async def ask(prompt: list[int], sampling: SamplingParams) -> Any:
                 async with places:
                     return await client.branches(prompt, sampling, model=MODEL)
 

@@ -10,7 +10,7 @@ from components.errors import InvariantBroken
 from components.kv_transfer.choose import kv_opener
 from components.startup import WrongSettings
 from components.telemetry.trace_store import TraceStore
-from engine.ports import SamplingParams
+from components.wire.sampling import SamplingParams
 from tests.mesh.harness import MeshProcesses, open_client
 from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
 
@@ -47,7 +47,9 @@ def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses, page_size:
     except WrongSettings as exc:
         pytest.skip(exc.message)
     prompts = random_prompts(100)
-    expected = one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+    expected = one_engine(
+        mock_mesh.home, prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+    )
     sizes = {"MESH_PREFILL_ENGINE__PAGE_SIZE": str(page_size)}
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="mooncake", **sizes)
     assert _answers(mock_mesh, prompts) == expected
@@ -57,7 +59,7 @@ def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses, page_size:
 
 def test_fake_runs_the_whole_protocol_moves_nothing_and_says_so(mock_mesh: MeshProcesses) -> None:
     prompts = random_prompts(20)
-    expected = one_engine(mock_mesh.home, prompts, SamplingParams(1, temperature=0, ignore_eos=True))
+    expected = one_engine(mock_mesh.home, prompts, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="fake")
     assert _answers(mock_mesh, prompts, 1) == expected, "the first token is prefill's"
     assert RECOMPUTED not in mock_mesh.one("decode").logged()
@@ -74,7 +76,9 @@ def test_fake_runs_the_whole_protocol_moves_nothing_and_says_so(mock_mesh: MeshP
 
 def test_two_backends_do_not_try_each_other_and_decode_computes_the_prompts(mock_mesh: MeshProcesses) -> None:
     prompts = random_prompts(10)
-    expected = one_engine(mock_mesh.home, prompts, SamplingParams(MAX_TOKENS, temperature=0, ignore_eos=True))
+    expected = one_engine(
+        mock_mesh.home, prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+    )
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_PREFILL_KV_TRANSFER="fake")
     assert _answers(mock_mesh, prompts) == expected
     logged = mock_mesh.one("decode").logged()

@@ -32,7 +32,7 @@ from components.wire.generate import CancelStreams, GenerateRequest, StreamsCanc
 from components.wire.instances import AskPresent, Present
 from components.wire.refused import Refused, raised
 from components.wire.rooms import KvComing, RoomOk
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from services.local.child_process import kill
 from services.local.servers import NATS, running
 
@@ -144,7 +144,7 @@ async def test_a_message_too_large_is_refused_at_the_sender_and_the_connection_l
         reply_to="x",
         token_ids=data[: len(data) - 180],
         deadline_unix_ms=0,
-        sampling=Sampling(max_tokens=1),
+        sampling=SamplingParams(max_tokens=1),
     )
     async with served(bus, namespace, ok) as subject:
         span = TracerProvider().get_tracer("test").start_span("x")

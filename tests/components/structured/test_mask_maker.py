@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
 from components.structured.masks import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
-from components.wire.sampling import Constraint, Sampling
+from components.wire.sampling import Constraint
 from engine.model.mock_model import SPECIAL
 
 pytestmark = pytest.mark.anyio
@@ -40,8 +39,8 @@ async def maker(folder: Path, registry: CollectorRegistry) -> AsyncIterator[Mask
         yield opened
 
 
-def asking(regex: str, **more: Any) -> Sampling:
-    return Sampling(max_tokens=9, constraint=Constraint(kind="regex", text=regex), **more)
+def pattern(regex: str) -> Constraint:
+    return Constraint(kind="regex", text=regex)
 
 
 def allowed(mask: GrammarMask | None, vocab: int = VOCAB) -> set[int]:
@@ -51,15 +50,11 @@ def allowed(mask: GrammarMask | None, vocab: int = VOCAB) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
-async def test_without_a_constraint_there_is_no_mask(maker: MaskMaker) -> None:
-    assert await maker.mask_of(Sampling(max_tokens=1), [1]) is None
-
-
 async def test_each_request_has_a_mask_of_its_own_from_one_compilation(
     maker: MaskMaker, registry: CollectorRegistry
 ) -> None:
-    first, second = await asyncio.gather(*(maker.mask_of(asking("ab|ac"), [1]) for _ in range(2)))
-    third = await maker.mask_of(asking("ab|ac"), [1])
+    first, second = await asyncio.gather(*(maker.mask_of(pattern("ab|ac"), [1]) for _ in range(2)))
+    third = await maker.mask_of(pattern("ab|ac"), [1])
     assert first is not None
     first.accept(ord("a"))
     fork = first.fork()
@@ -76,7 +71,7 @@ async def test_each_request_has_a_mask_of_its_own_from_one_compilation(
 
 
 async def test_the_mask_of_a_stream_that_moved_has_seen_its_tokens(maker: MaskMaker) -> None:
-    mask = await maker.mask_of(asking("a{2}[bc]", num_generated=2), [7, 7, *b"aa"])
+    mask = await maker.mask_of(pattern("a{2}[bc]"), [7, 7, *b"aa"], 2)
     assert allowed(mask) == {ord("b"), ord("c")}
 
 
@@ -85,11 +80,11 @@ async def test_the_mask_of_a_stream_that_moved_has_seen_its_tokens(maker: MaskMa
     [(r"\d", set(range(48, 58))), ("/", {47}), ("\n", {10}), ('"', {34}), (r"\/", {47}), (r"[/\]]", {47, 93})],
 )
 async def test_a_regex_is_what_it_says_whatever_stands_in_it(maker: MaskMaker, regex: str, first: set[int]) -> None:
-    assert allowed(await maker.mask_of(asking(regex), [1])) == first
+    assert allowed(await maker.mask_of(pattern(regex), [1])) == first
 
 
 async def test_what_the_frontend_should_have_refused_is_refused(maker: MaskMaker) -> None:
-    for wrong in (asking("("), Sampling(max_tokens=1, constraint=Constraint(kind="json_schema", text="{"))):
+    for wrong in (pattern("("), Constraint(kind="json_schema", text="{")):
         with pytest.raises(Rejected, match="cannot be kept"):
             await maker.mask_of(wrong, [1])
 
@@ -97,13 +92,13 @@ async def test_what_the_frontend_should_have_refused_is_refused(maker: MaskMaker
 async def test_a_model_without_tokenizer_answers_nobody_who_needs_one(tmp_path: Path) -> None:
     async with open_masks(lambda: tmp_path, VOCAB, frozenset(), ConstraintMetrics(CollectorRegistry())) as maker:
         with pytest.raises(Rejected, match="tokenizer"):
-            await maker.mask_of(asking("a"), [1])
+            await maker.mask_of(pattern("a"), [1])
 
 
 async def test_only_so_many_are_kept(maker: MaskMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KNOWN", 2)
     for regex in ("a", "b", "a", "c", "a"):
-        await maker.mask_of(asking(regex), [1])
+        await maker.mask_of(pattern(regex), [1])
     assert [constraint.text for constraint in maker._known] == ["c", "a"]
 
 
@@ -115,16 +110,16 @@ async def test_what_is_kept_is_bounded_by_what_it_takes(
     monkeypatch.setattr(module, "MAX_KNOWN_BYTES", 10_000)
     monkeypatch.setattr(module, "BYTES_PER_TOKEN", 1000)
     monkeypatch.setattr(module, "BYTES_PER_CPU_S", 0)
-    masks = [await maker.mask_of(asking(f"{name}*"), [1]) for name in "abc"]
+    masks = [await maker.mask_of(pattern(f"{name}*"), [1]) for name in "abc"]
     assert [constraint.text for constraint in maker._known] == ["a*", "b*", "c*"]
     if grows == "with the texts":
         assert masks[1] is not None
         for _ in range(11):
             masks[1].fork().accept(ord("b"))
-        await maker.mask_of(asking("c*"), [1])
+        await maker.mask_of(pattern("c*"), [1])
     else:
         monkeypatch.setattr(module, "BYTES_PER_CPU_S", 1e12)
-        await maker.mask_of(asking("d*"), [1])
+        await maker.mask_of(pattern("d*"), [1])
     kept = {"with the texts": ["c*"], "when it is compiled": []}[grows]
     assert [constraint.text for constraint in maker._known] == kept
     assert allowed(masks[1]) == {ord("b"), END}, "who has a mask keeps it"
@@ -135,7 +130,7 @@ async def test_a_compilation_that_texts_have_filled_up_serves_nobody_else(
 ) -> None:
     """All masks of a constraint share what one text has made of it: after one that was too much, each failed at once."""
     monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=100, verbose_errors=False))
-    counting = asking("[a-z]{0,300}!")
+    counting = pattern("[a-z]{0,300}!")
     filling = await maker.mask_of(counting, [1])
     assert filling is not None
     for _ in range(300):
@@ -154,7 +149,7 @@ async def test_a_constraint_is_compiled_anew_after_so_many_tokens(
 ) -> None:
     monkeypatch.setattr(module, "MAX_TOKENS", 5)
     for _ in range(4):
-        await maker.mask_of(asking("a*", num_generated=3), [7, *b"aaa"])
+        await maker.mask_of(pattern("a*"), [7, *b"aaa"], 3)
     results = "structured_output_requests_total"
     assert registry.get_sample_value(results, {"result": "compiled"}) == 2
     assert registry.get_sample_value(results, {"result": "cached"}) == 2
@@ -164,11 +159,11 @@ async def test_leaving_ends_the_threads(folder: Path) -> None:
     """They lived on, and the end of the process waited for what they were compiling."""
     before = set(threading.enumerate())
     async with open_masks(lambda: folder, VOCAB, frozenset({END}), ConstraintMetrics(CollectorRegistry())) as maker:
-        await maker.mask_of(asking("a"), [1])
+        await maker.mask_of(pattern("a"), [1])
         assert {thread.name for thread in set(threading.enumerate()) - before} >= {"constraint"}
     assert "constraint" not in {thread.name for thread in set(threading.enumerate()) - before}
     with pytest.raises(Overloaded):
-        await maker.mask_of(asking("b"), [1])
+        await maker.mask_of(pattern("b"), [1])
 
 
 LEAVES_IN_THE_MIDDLE = """
@@ -177,13 +172,13 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from components.structured import masks
 from components.structured.metrics import ConstraintMetrics
-from components.wire.sampling import Constraint, Sampling
+from components.wire.sampling import Constraint
 
 async def main():
     masks.STOP_S = 0.1
     bomb = Constraint(kind="json_schema", text='{"type": "integer", "multipleOf": 9999991}')
     async with masks.open_masks(lambda: Path(sys.argv[1]), 258, frozenset(), ConstraintMetrics(CollectorRegistry())) as maker:
-        asking = [asyncio.create_task(maker.mask_of(Sampling(max_tokens=1, constraint=bomb), [1])) for _ in range(2)]
+        asking = [asyncio.create_task(maker.mask_of(bomb, [1])) for _ in range(2)]
         while not any("start_matcher" in str(frame) for frame in frames()):
             await asyncio.sleep(0.01)
     print("left", *(task.cancelled() for task in asking))
@@ -209,13 +204,13 @@ def test_the_end_of_a_process_does_not_wait_for_what_is_being_compiled(folder: P
 async def test_ids_without_a_token_never_come(folder: Path, vocab: int) -> None:
     """A model's logits are often more than its tokenizer's tokens."""
     async with open_masks(lambda: folder, vocab, frozenset({END}), ConstraintMetrics(CollectorRegistry())) as maker:
-        mask = await maker.mask_of(asking("(?s:.*)"), [1])
+        mask = await maker.mask_of(pattern("(?s:.*)"), [1])
     assert max(allowed(mask, vocab)) == END
 
 
 async def test_a_tokenizer_may_have_more_tokens_than_the_model(folder: Path) -> None:
     async with open_masks(lambda: folder, 200, frozenset(), ConstraintMetrics(CollectorRegistry())) as maker:
-        assert allowed(await maker.mask_of(asking("[a-c]"), [1]), 200) == {*b"abc"}
+        assert allowed(await maker.mask_of(pattern("[a-c]"), [1]), 200) == {*b"abc"}
 
 
 def test_a_mask_allows_what_the_grammar_takes_and_nothing_else(real_model_dir: Path) -> None:

@@ -39,6 +39,10 @@ def sample(kind: Any) -> Any:
             return sample(next(one for one in kind.types if not isinstance(one, inspect.NoneType)))
         case inspect.ListType():
             return [sample(kind.item_type)]
+        case inspect.VarTupleType():
+            return (sample(kind.item_type),)
+        case inspect.TupleType():
+            return tuple(sample(item) for item in kind.item_types)
         case inspect.DictType():
             return {sample(kind.key_type): sample(kind.value_type)}
         case inspect.LiteralType():

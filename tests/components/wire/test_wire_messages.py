@@ -22,7 +22,7 @@ from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, l
 from components.wire.layout import KvLayout
 from components.wire.plans import RolePlan
 from components.wire.rooms import PagesOffered, RoomOk
-from components.wire.sampling import Constraint, Sampling
+from components.wire.sampling import Constraint, SamplingParams
 
 for module in pkgutil.iter_modules(components.wire.__path__):
     importlib.import_module(f"components.wire.{module.name}")
@@ -49,7 +49,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, args))
     if origin is Literal:
         return st.sampled_from(args)
-    if annotation in (Candidate, Constraint, EmbeddingModel, KvEndpoint, KvLayout, RolePlan, Sampling):
+    if annotation in (Candidate, Constraint, EmbeddingModel, KvEndpoint, KvLayout, RolePlan, SamplingParams):
         return instances(annotation)
     return PLAIN[annotation]
 

@@ -12,10 +12,10 @@ from llguidance import LLTokenizer
 from components.errors import Rejected
 from components.structured.grammar import as_lark, load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
-from components.wire.sampling import Constraint
+from components.wire.sampling import Constraint, SamplingParams
 from engine.core import EngineCore
 from engine.model.mock_model import SPECIAL, mock_dir
-from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
+from engine.ports import EngineRequest, FinishReason, Phase
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import check_pages, prompt, read_page, run, run_until_idle, write_page
 
@@ -48,7 +48,7 @@ def mask(vocabulary: LLTokenizer, asked: Any, seen: list[int] | None = None) -> 
 
 
 def drawn(max_tokens: int = 600, seed: int = 0, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens, temperature=1.0, seed=seed, **more)
+    return SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed, **more)
 
 
 def text_of(token_ids: list[int]) -> str:

@@ -10,10 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from components.errors import UnknownModel
+from components.wire.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.model.mock_model import SPECIAL
 from engine.model.resolve import model_dir, served_name
-from engine.ports import EngineRequest, FinishReason, Phase, SamplingParams
+from engine.ports import EngineRequest, FinishReason, Phase
 from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (
@@ -32,7 +33,7 @@ from tests.engine.tiny_engine import (
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
-DRAWN = SamplingParams(40, temperature=1.0, seed=7, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=40, temperature=1.0, seed=7, ignore_eos=True)
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_retraction_and_prefix_hits_change_no_token(tmp_path: Path) -> None:
 
 def test_a_text_that_goes_on_elsewhere_from_its_tokens_is_the_same(tmp_path: Path) -> None:
     whole = alone(tmp_path, prompt(50), DRAWN)
-    rest = SamplingParams(40 - 13, temperature=1.0, seed=7, ignore_eos=True)
+    rest = SamplingParams(max_tokens=40 - 13, temperature=1.0, seed=7, ignore_eos=True)
     assert alone(tmp_path, prompt(50) + whole[:13], rest) == whole[13:]
 
 
@@ -122,9 +123,9 @@ def test_kv_of_another_adapter_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_seed_matters_when_drawing_and_only_then(tmp_path: Path) -> None:
-    other = SamplingParams(40, temperature=1.0, seed=8, ignore_eos=True)
+    other = SamplingParams(max_tokens=40, temperature=1.0, seed=8, ignore_eos=True)
     assert alone(tmp_path, prompt(50), DRAWN) != alone(tmp_path, prompt(50), other)
-    frozen = [SamplingParams(40, temperature=0, seed=seed, ignore_eos=True) for seed in (1, 2)]
+    frozen = [SamplingParams(max_tokens=40, temperature=0, seed=seed, ignore_eos=True) for seed in (1, 2)]
     assert alone(tmp_path, prompt(50), frozen[0]) == alone(tmp_path, prompt(50), frozen[1])
 
 

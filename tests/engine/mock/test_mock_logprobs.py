@@ -6,13 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from components.wire.logprobs import pack_logprobs, unpack_logprobs
-from engine.ports import EngineRequest, SamplingParams
+from components.wire.sampling import SamplingParams
+from engine.ports import EngineRequest
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import prefilled, prompt, run
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
-TOLD = SamplingParams(12, temperature=1.0, seed=7, ignore_eos=True, logprobs=3)
+TOLD = SamplingParams(max_tokens=12, temperature=1.0, seed=7, ignore_eos=True, logprobs=3)
 
 
 def test_each_token_has_its_own_and_its_alternatives(tmp_path: Path) -> None:

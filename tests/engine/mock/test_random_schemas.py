@@ -7,9 +7,9 @@ from jsonschema import Draft202012Validator
 
 from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
-from components.wire.sampling import Constraint
+from components.wire.sampling import Constraint, SamplingParams
 from engine.model.mock_model import SPECIAL, mock_dir
-from engine.ports import EngineRequest, FinishReason, SamplingParams
+from engine.ports import EngineRequest, FinishReason
 from tests.components.structured.random_schemas import random_schema
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import Seen, check_pages, prompt
@@ -35,7 +35,7 @@ def test_answers_to_500_random_schemas_are_valid(tmp_path: Path) -> None:
         for i, (name, schema) in enumerate(schemas.items()):
             matcher = start_matcher(vocabulary, Constraint(kind="json_schema", text=json.dumps(schema)))
             assert not matcher.get_error(), schema
-            params = SamplingParams(LONGEST, temperature=1.0, seed=i)
+            params = SamplingParams(max_tokens=LONGEST, temperature=1.0, seed=i)
             engine.submit(EngineRequest(name, prompt(5, start=i), params, mask=GrammarMask(matcher, -(-258 // 32))))
         seen = Seen()
         while engine.has_work():

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from components.wire.sampling import SamplingParams
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.ports import EngineRequest, SamplingParams
+from engine.ports import EngineRequest
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(110)]
 

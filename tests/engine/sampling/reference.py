@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.ports import SamplingParams
+from components.wire.sampling import SamplingParams
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampler
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from engine.ports import SamplingParams
+from components.wire.sampling import SamplingParams
 from engine.sampling.adjust import Adjustments
 from engine.sampling.cuts import Cuts
 from engine.sampling.row import Row

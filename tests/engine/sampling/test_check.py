@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 
 from components.errors import Rejected
+from components.wire.sampling import SamplingParams
 from engine.core import EngineCore
-from engine.ports import EngineRequest, Phase, SamplingParams
+from engine.ports import EngineRequest, Phase
 from engine.sampling.check import check_sampling
 from tests.engine.tiny_engine import VOCAB, check_pages, prompt
 
@@ -71,17 +72,17 @@ def test_what_is_within_bounds_is_taken(params: dict[str, Any]) -> None:
 
 
 def test_min_tokens_count_what_was_generated_before_a_move() -> None:
-    check_sampling(SamplingParams(2, min_tokens=5), VOCAB, frozenset(), num_generated=3)
+    check_sampling(SamplingParams(max_tokens=2, min_tokens=5), VOCAB, frozenset(), num_generated=3)
     with pytest.raises(Rejected, match="min_tokens"):
-        check_sampling(SamplingParams(2, min_tokens=6), VOCAB, frozenset(), num_generated=3)
+        check_sampling(SamplingParams(max_tokens=2, min_tokens=6), VOCAB, frozenset(), num_generated=3)
 
 
 @pytest.mark.parametrize("num_generated", [-1, 5, 6])
 def test_an_answer_is_shorter_than_the_tokens_given(engine: EngineCore, num_generated: int) -> None:
     with pytest.raises(Rejected, match="num_generated"):
-        engine.submit(EngineRequest("r", prompt(5), SamplingParams(2), num_generated=num_generated))
+        engine.submit(EngineRequest("r", prompt(5), SamplingParams(max_tokens=2), num_generated=num_generated))
 
 
 def test_logprobs_of_a_prompt_that_is_computed_elsewhere_are_refused(engine: EngineCore) -> None:
     with pytest.raises(Rejected, match="prompt_logprobs"):
-        engine.submit(EngineRequest("r", prompt(5), SamplingParams(2, prompt_logprobs=1), Phase.DECODE))
+        engine.submit(EngineRequest("r", prompt(5), SamplingParams(max_tokens=2, prompt_logprobs=1), Phase.DECODE))

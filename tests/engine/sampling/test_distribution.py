@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from components.wire.sampling import SamplingParams
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, SamplingParams
+from engine.ports import EngineRequest
 from tests.engine.sampling.reference import adjusted, make_row, probabilities, sample
 from tests.engine.tiny_engine import make_engine, prompt, run
 
@@ -64,7 +65,7 @@ def test_positions_of_one_seed_are_as_random_as_seeds() -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2
     rows = [make_row(range(position), seed=8) for position in range(DRAWS)]
     found = Counter(sample(logits.expand(DRAWS, -1).clone(), rows))
-    assert_follows(found, probabilities(logits.tolist(), SamplingParams(100)))
+    assert_follows(found, probabilities(logits.tolist(), SamplingParams(max_tokens=100)))
 
 
 def test_first_tokens_of_an_engine_follow_the_model(tiny: LoadedModel) -> None:
@@ -73,13 +74,16 @@ def test_first_tokens_of_an_engine_follow_the_model(tiny: LoadedModel) -> None:
     how = {"temperature": 3.0, "top_k": 20}
     singles = run(
         make_engine(tiny, max_running=32),
-        [EngineRequest(f"r{seed}", prompt(5), SamplingParams(1, seed=seed, **how)) for seed in range(3000)],
+        [EngineRequest(f"r{seed}", prompt(5), SamplingParams(max_tokens=1, seed=seed, **how)) for seed in range(3000)],
     )
-    probs = probabilities(logits, SamplingParams(1, **how))
+    probs = probabilities(logits, SamplingParams(max_tokens=1, **how))
     assert_follows(Counter(tokens[0] for tokens in singles.tokens.values()), probs)
     branched = run(
         make_engine(tiny, max_running=32),
-        [EngineRequest(f"r{seed}", prompt(5), SamplingParams(1, seed=seed, n=30, **how)) for seed in range(100)],
+        [
+            EngineRequest(f"r{seed}", prompt(5), SamplingParams(max_tokens=1, seed=seed, n=30, **how))
+            for seed in range(100)
+        ],
     )
     firsts = Counter(tokens[0] for tokens in [*branched.tokens.values(), *branched.branches.values()])
     assert firsts.total() == 3000
@@ -91,7 +95,7 @@ def logits_after(tiny: LoadedModel, token_ids: list[int]) -> list[float]:
     found: dict[int, float] = {}
     engine = make_engine(tiny)
     for token in range(tiny.vocab_size):
-        params = SamplingParams(1, temperature=0, logprobs=0, logit_bias=((token, 100.0),))
+        params = SamplingParams(max_tokens=1, temperature=0, logprobs=0, logit_bias=((token, 100.0),))
         engine.submit(EngineRequest(f"t{token}", token_ids, params))
     while engine.has_work():
         for output in engine.step().tokens:

@@ -9,10 +9,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from components.wire.sampling import SamplingParams
 from engine.attention.backend import Scoring
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase, SamplingParams, TokenMask
+from engine.ports import EngineRequest, Phase, TokenMask
 from engine.sampling.seen import seen_by
 from tests.engine.sampling.reference import make_row, sample
 from tests.engine.tiny_engine import (
@@ -150,12 +151,12 @@ def test_no_end_comes_before_min_tokens(tiny: LoadedModel) -> None:
     ends = {"logit_bias": ((EOS, 90.0), (9, 100.0)), "stop_token_ids": (9,)}
     for temperature in (0.0, 1.0):
         for wanted in (0, 1, 2, 17):
-            params = SamplingParams(40, temperature=temperature, min_tokens=wanted, **ends)
+            params = SamplingParams(max_tokens=40, temperature=temperature, min_tokens=wanted, **ends)
             tokens = alone(tiny, prompt(20), params)
             assert len(tokens) == wanted + 1
             assert tokens[-1] == 9
             assert not {EOS, 9} & set(tokens[:-1])
-    params = SamplingParams(6, temperature=0, min_tokens=3, ignore_eos=True, **ends)
+    params = SamplingParams(max_tokens=6, temperature=0, min_tokens=3, ignore_eos=True, **ends)
     assert alone(tiny, prompt(20), params) == [EOS, EOS, EOS, 9], "an end that is ignored is a token as any other"
 
 
@@ -184,7 +185,7 @@ def test_penalties_of_prompt_and_answer(tiny: LoadedModel) -> None:
 
 def test_a_mask_decides_and_is_told(tiny: LoadedModel) -> None:
     wanted = [9, 40, 127, 0, 31, 32]
-    for params in (greedy(20, ignore_eos=True), SamplingParams(20, seed=3, ignore_eos=True, top_k=3)):
+    for params in (greedy(20, ignore_eos=True), SamplingParams(max_tokens=20, seed=3, ignore_eos=True, top_k=3)):
         mask = Cycle(wanted)
         seen = run(make_engine(tiny), [*others(5), EngineRequest("r", prompt(30), params, mask=mask)])
         assert seen.tokens["r"] == (wanted * 4)[:20]
@@ -216,7 +217,7 @@ def test_a_mask_holds_back_its_end_until_min_tokens_unless_it_leaves_nothing_els
     assert seen.tokens["r"] == [32, 32, 32, 32, EOS]
 
 
-@pytest.mark.parametrize("params", [greedy(9), SamplingParams(9, temperature=1.0, min_tokens=3)])
+@pytest.mark.parametrize("params", [greedy(9), SamplingParams(max_tokens=9, temperature=1.0, min_tokens=3)])
 def test_a_mask_that_allows_nothing_ends_the_text(tiny: LoadedModel, params: SamplingParams) -> None:
     seen = run(make_engine(tiny), [EngineRequest("r", prompt(9), params, mask=Nothing([]))])
     assert seen.tokens["r"] == [EOS]
@@ -255,12 +256,22 @@ class _Causal:
 
 
 @pytest.mark.parametrize("length", [1, 16, 90])
-@pytest.mark.parametrize("how", [greedy(8, ignore_eos=True), SamplingParams(8, seed=2, ignore_eos=True, top_k=4)])
+@pytest.mark.parametrize(
+    "how", [greedy(8, ignore_eos=True), SamplingParams(max_tokens=8, seed=2, ignore_eos=True, top_k=4)]
+)
 def test_logprobs_are_those_of_the_model(tiny: LoadedModel, length: int, how: SamplingParams) -> None:
     """Also of a prompt that comes in chunks, that others have cached, and beside others."""
     engine = make_engine(tiny)
     run(engine, [EngineRequest("warm", prompt(length), greedy(1))])
-    params = SamplingParams(8, how.temperature, seed=2, ignore_eos=True, top_k=how.top_k, logprobs=4, prompt_logprobs=3)
+    params = SamplingParams(
+        max_tokens=8,
+        temperature=how.temperature,
+        seed=2,
+        ignore_eos=True,
+        top_k=how.top_k,
+        logprobs=4,
+        prompt_logprobs=3,
+    )
     seen = run(engine, [*others(4), EngineRequest("r", prompt(length), params), *others(9)[4:]])
     assert seen.cached["r"] == 0
     text = [*prompt(length), *seen.tokens["r"]]
@@ -298,7 +309,7 @@ def test_prefill_tells_the_logprobs_of_prompt_and_first_token(tiny: LoadedModel)
 
 
 def test_seeds_give_the_same_text_on_another_engine_with_other_pages(tiny: LoadedModel) -> None:
-    params = SamplingParams(30, seed=77, top_p=0.9, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, seed=77, top_p=0.9, ignore_eos=True)
     settings: list[Callable[[], EngineCore]] = [
         lambda: make_engine(tiny),
         lambda: make_engine(tiny, num_pages=5),

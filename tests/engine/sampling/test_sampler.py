@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from components.wire.sampling import SamplingParams
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, SamplingParams
+from engine.ports import EngineRequest
 from engine.sampling.adjust import banned_tokens, unpacked
 from engine.sampling.branches import branch_seed
 from engine.sampling.row import Row
@@ -176,7 +177,7 @@ def test_a_tiny_temperature_is_almost_greedy_and_not_a_number_of_nothing() -> No
 def test_a_seeded_request_gives_the_same_tokens_whatever_else_is_in_the_batch(tiny: LoadedModel) -> None:
     params = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.95, seed=11, ignore_eos=True)
     others = [
-        EngineRequest(f"o{i}", prompt(9 + 7 * i, start=i), SamplingParams(40, temperature=0.3 * i, seed=i))
+        EngineRequest(f"o{i}", prompt(9 + 7 * i, start=i), SamplingParams(max_tokens=40, temperature=0.3 * i, seed=i))
         for i in range(7)
     ]
     seen = run(make_engine(tiny), [*others, EngineRequest("r", prompt(21), params)])
@@ -185,7 +186,7 @@ def test_a_seeded_request_gives_the_same_tokens_whatever_else_is_in_the_batch(ti
 
 def test_seeds_give_different_texts(tiny: LoadedModel) -> None:
     texts = {
-        tuple(alone(tiny, prompt(21), SamplingParams(12, temperature=1.0, seed=seed, ignore_eos=True)))
+        tuple(alone(tiny, prompt(21), SamplingParams(max_tokens=12, temperature=1.0, seed=seed, ignore_eos=True)))
         for seed in range(5)
     }
     assert len(texts) == 5

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from components.wire.sampling import SamplingParams
 from engine.chunk_limit import UNKNOWN, ChunkLimit
 from engine.core import EngineCore
 from engine.inflight import Launched
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase, SamplingParams
+from engine.ports import EngineRequest, Phase
 from engine.scheduler.scheduler import Chunk, chunk_length
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import GENERATING, check_pages, greedy, make_engine, peek, prompt, run
@@ -77,7 +78,7 @@ def test_it_holds_beside_decodes_behind_prefix_hits_after_retractions_and_for_br
         length = draw.choice([1, 2, 16, 17, 18, 32, 33, 34, draw.randint(1, 120)])
         tokens = shared[:length] if draw.random() < 0.6 else prompt(length, start=i)
         phase = draw.choice([Phase.FULL, Phase.FULL, Phase.PREFILL])
-        sampling = SamplingParams(draw.randint(1, 40), seed=i, ignore_eos=True, n=draw.choice([1, 1, 3]))
+        sampling = SamplingParams(max_tokens=draw.randint(1, 40), seed=i, ignore_eos=True, n=draw.choice([1, 1, 3]))
         engine.submit(EngineRequest(f"r{i}", tokens, sampling, phase))
         for _ in range(draw.randrange(4)):
             for computed in engine.step().computed:

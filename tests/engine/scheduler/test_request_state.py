@@ -4,7 +4,8 @@ import pytest
 
 from components.errors import IllegalTransition
 from components.lifecycle import Lifecycle
-from engine.ports import Phase, SamplingParams
+from components.wire.sampling import SamplingParams
+from engine.ports import Phase
 from engine.scheduler.request import NEXT, Request, RequestState
 
 

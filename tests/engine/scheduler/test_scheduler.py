@@ -2,9 +2,10 @@
 
 import pytest
 
+from components.wire.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase, SamplingParams
+from engine.ports import EngineRequest, Phase
 from tests.engine.tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle
 
 
@@ -113,7 +114,9 @@ def test_retracted_requests_come_back_and_go_on_with_the_same_tokens(tiny: Loade
 
 def test_retracted_samples_go_on_with_the_same_draws(tiny: LoadedModel) -> None:
     engine = make_engine(tiny, num_pages=10, reserve_tokens=0)
-    drawn = {f"r{i}": SamplingParams(60, temperature=1.0, top_p=0.9, seed=i, ignore_eos=True) for i in range(5)}
+    drawn = {
+        f"r{i}": SamplingParams(max_tokens=60, temperature=1.0, top_p=0.9, seed=i, ignore_eos=True) for i in range(5)
+    }
     seen = run(engine, [EngineRequest(name, prompt(17), params) for name, params in drawn.items()])
     assert seen.steps[-1].retractions > 2
     assert seen.tokens == {name: alone(tiny, prompt(17), params) for name, params in drawn.items()}

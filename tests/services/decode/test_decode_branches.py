@@ -6,14 +6,14 @@ from components.errors import Rejected
 from components.kv_transfer.aux import AuxRecord
 from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from engine.ports import Failed, FinishReason, Phase, TokenOutput
 from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import ID, ROOM, STAMP, Decode, decode  # noqa: F401
 
 pytestmark = pytest.mark.anyio
 
-THREE = Sampling(max_tokens=5, n=3)
+THREE = SamplingParams(max_tokens=5, n=3)
 TOLD = TokenLogprobs(-0.5, ((42, -0.5), (7, -1.25)))
 
 
@@ -95,12 +95,12 @@ async def test_a_failure_is_told_to_every_branch_that_is_not_over(decode: Decode
 @pytest.mark.parametrize("n", [0, -1, 129, 2**31])
 async def test_no_streams_are_made_for_a_number_out_of_range(decode: Decode, n: int) -> None:  # noqa: F811
     with pytest.raises(Rejected, match="between 1 and 128"):
-        await decode.ask(sampling=Sampling(max_tokens=5, n=n))
+        await decode.ask(sampling=SamplingParams(max_tokens=5, n=n))
     decode.assert_nothing_is_kept()
 
 
 async def test_the_first_tokens_logprobs_come_beside_the_kv(decode: Decode) -> None:  # noqa: F811
-    await decode.ask(sampling=Sampling(max_tokens=5, logprobs=2))
+    await decode.ask(sampling=SamplingParams(max_tokens=5, logprobs=2))
     assert decode.prefill.asked[0].sampling.logprobs == 2
     await decode.reserve()
     decode.transfer.land(ROOM, decode.prefill.offered[-1].aux_slot, AuxRecord(STAMP, 3, 42, 0, logprobs=TOLD))
@@ -112,7 +112,7 @@ async def test_the_first_tokens_logprobs_come_beside_the_kv(decode: Decode) -> N
 
 
 async def test_a_prompt_whose_logprobs_are_asked_for_is_computed_here(decode: Decode) -> None:  # noqa: F811
-    await decode.ask(sampling=Sampling(max_tokens=5, prompt_logprobs=1))
+    await decode.ask(sampling=SamplingParams(max_tokens=5, prompt_logprobs=1))
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
     assert not decode.prefill.asked
     decode.engine.step(tokens=[TokenOutput(ID, [42], FinishReason.LENGTH, prompt_logprobs=[TOLD] * 9)])

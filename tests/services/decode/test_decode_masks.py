@@ -8,14 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from components.errors import Rejected
-from components.wire.sampling import Constraint, Sampling
+from components.wire.sampling import Constraint, SamplingParams
 from engine.ports import Phase
 from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import ID, Decode, decode
 
 pytestmark = pytest.mark.anyio
 __all__ = ["decode"]
-CONSTRAINED = Sampling(max_tokens=5, constraint=Constraint(kind="regex", text="a+"))
+CONSTRAINED = SamplingParams(max_tokens=5, constraint=Constraint(kind="regex", text="a+"))
 
 
 class Masks:
@@ -25,7 +25,7 @@ class Masks:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.asked: list[list[int]] = []
 
-    async def mask_of(self, sampling: Sampling, token_ids: Sequence[int]) -> Any:
+    async def mask_of(self, constraint: Constraint, token_ids: Sequence[int], num_generated: int) -> Any:
         self.asked.append(list(token_ids))
         return await asyncio.shield(self.ready)
 

@@ -33,7 +33,7 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.protocol import UNNAMED
 from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.ports import Failed, FinishReason, Phase, Reserved, StepStats, TokenOutput
 from services.decode.prefill_client import PrefillClient
@@ -134,7 +134,7 @@ class Decode:
             reply_to=FRONT,
             token_ids=pack_tokens(range(10)),
             deadline_unix_ms=now_ms() + life_ms,
-            sampling=Sampling(max_tokens=5),
+            sampling=SamplingParams(max_tokens=5),
         )
         accepted = await self.service.generate(replace(request, **changes))
         await turns()
@@ -445,7 +445,7 @@ async def test_an_adapter_that_is_not_here_is_refused_at_once(decode: Decode) ->
         ({"epoch": "older"}, StaleInstance),
         ({"model": "other"}, UnknownModel),
         ({"token_ids": b"123"}, MalformedMessage),
-        ({"sampling": Sampling(max_tokens=5, stop_token_ids=b"123")}, MalformedMessage),
+        ({"sampling": SamplingParams(max_tokens=5, stop_token_ids=b"123")}, MalformedMessage),
     ],
 )
 async def test_a_wrong_request_is_refused_before_anything_is_taken(
@@ -735,7 +735,7 @@ async def test_a_stream_that_has_begun_goes_on_where_failures_are_asked_for(deco
     """It moved here from an instance that died: its client has tokens already."""
     decode.service._on_transfer_failure = "fail"
     decode.prefill.refusal = Overloaded("full")
-    await decode.ask(sampling=Sampling(max_tokens=5, num_generated=2))
+    await decode.ask(num_generated=2)
     assert decode.engine.did("recompute") == [ID]
     await decode.finish()
     assert decode.tokens() == [43]

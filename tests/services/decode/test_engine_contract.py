@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from components.wire.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.ports import EngineRequest, KvRegion, Phase, SamplingParams, StepOutput
+from engine.ports import EngineRequest, KvRegion, Phase, StepOutput
 from engine.scheduler.scheduler import Chunk
 from tests.components.kv_transfer.fake_transfer import LAYOUT
 

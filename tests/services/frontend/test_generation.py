@@ -4,7 +4,7 @@ import pytest
 
 from components.errors import Cancelled
 from components.text.tokenizer import TextModel
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from services.frontend.choice import Piece, PromptSpec
 from services.frontend.generation import Generation
 from services.frontend.metrics import GapCounts
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 def generation_of(mesh: FakeMesh, text: TextModel, *, n: int = 1, prompts: int = 1) -> Generation:
-    prompt = Prompt("r", MODEL, [1, 2], Sampling(max_tokens=100, n=n), "", 0)
+    prompt = Prompt("r", MODEL, [1, 2], SamplingParams(max_tokens=100, n=n), "", 0)
     return Generation(mesh, text, [PromptSpec(prompt)] * prompts, GapCounts(), lambda _: None)
 
 

@@ -31,7 +31,7 @@ from components.messaging.service import Endpoint
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, TokenFrame
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens, unpack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVES
@@ -49,7 +49,7 @@ PROMPT = Prompt(
     request_id="r",
     model="m",
     token_ids=[1, 2, 3],
-    sampling=Sampling(
+    sampling=SamplingParams(
         max_tokens=6, temperature=0.8, top_p=0.9, seed=11, ignore_eos=True, stop_token_ids=pack_tokens([7])
     ),
     cache_salt="s",
@@ -171,7 +171,8 @@ async def test_a_stream_moves_with_the_tokens_it_has_the_rest_to_make_and_the_sa
     [request] = second.requests
     assert unpack_tokens(request.token_ids) == [1, 2, 3, *WHOLE[:count]]
     assert request.sampling.max_tokens == 6 - count
-    assert request.sampling == structs.replace(PROMPT.sampling, max_tokens=6 - count, num_generated=count)
+    assert request.sampling == structs.replace(PROMPT.sampling, max_tokens=6 - count)
+    assert request.num_generated == count
     await asyncio.sleep(0)
     assert mesh.cancelled() == [("ns.decode.a.cancel", [0])], "the lost one may live, and generate for nobody"
 
@@ -449,11 +450,11 @@ async def test_adapters_are_listed_after_their_model_with_what_those_that_have_t
     assert listed == [("m", 80, 5, None), ("legal", 80, 5, "m"), ("medical", 100, 9, "m")]
 
 
-def three(**changes: Any) -> Sampling:
+def three(**changes: Any) -> SamplingParams:
     return structs.replace(PROMPT.sampling, n=3, **changes)
 
 
-async def ask_all(mesh: Mesh, sampling: Sampling) -> list[list[StreamItem]]:
+async def ask_all(mesh: Mesh, sampling: SamplingParams) -> list[list[StreamItem]]:
     prompt = replace(PROMPT, deadline_unix_ms=now_ms() + 60_000, sampling=sampling)
 
     async def read(deltas: AsyncGenerator[StreamItem, None]) -> list[StreamItem]:
@@ -494,14 +495,14 @@ async def test_each_unfinished_branch_moves_by_itself_with_its_own_seed(mesh: Me
     found = await ask_all(mesh, three(logprobs=1, prompt_logprobs=0))
     assert [tokens(branch) for branch in found] == [WHOLE] * 3
     assert found[2][0].logprobs == [TOLD] * 2
-    moved = sorted(second.requests, key=lambda request: request.sampling.num_generated)
+    moved = sorted(second.requests, key=lambda request: request.num_generated)
     for branch, request in zip((1, 2), moved, strict=True):
+        assert request.num_generated == branch
         assert unpack_tokens(request.token_ids) == [1, 2, 3, *WHOLE[:branch]]
         assert request.sampling == structs.replace(
             PROMPT.sampling,
             seed=branch_seed(PROMPT.sampling.seed, branch),
             max_tokens=6 - branch,
-            num_generated=branch,
             logprobs=1,
             prompt_logprobs=None,
         )

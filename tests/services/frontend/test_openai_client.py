@@ -8,8 +8,7 @@ from openai import AsyncOpenAI
 
 from components.errors import DecodeLost
 from components.text.tokenizer import TextModel
-from components.wire.sampling import Sampling, unpack_bias
-from components.wire.tokens import pack_tokens
+from components.wire.sampling import SamplingParams
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +19,7 @@ async def test_a_chat_is_answered(openai: AsyncOpenAI, mesh: FakeMesh, text: Tex
     answer = await openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
     prompt = mesh.prompts[0]
     assert text.decode(prompt.token_ids) == "user\nHello\nassistant\n"
-    assert prompt.sampling == Sampling(max_tokens=CONTEXT - len(prompt.token_ids), seed=prompt.sampling.seed)
+    assert prompt.sampling == SamplingParams(max_tokens=CONTEXT - len(prompt.token_ids), seed=prompt.sampling.seed)
     assert prompt.cache_salt == ""
     assert 0 <= prompt.sampling.seed < 2**63
     assert answer.choices[0].message.content == ANSWER
@@ -80,8 +79,7 @@ async def test_parameters_reach_the_mesh(openai: AsyncOpenAI, mesh: FakeMesh) ->
     )
     prompt = mesh.prompts[0]
     assert prompt.cache_salt == "tenant"
-    assert unpack_bias(prompt.sampling) == [(7, -100.0), (9, 2.5)]
-    assert prompt.sampling == Sampling(
+    assert prompt.sampling == SamplingParams(
         max_tokens=3,
         temperature=0.0,
         top_p=0.5,
@@ -90,12 +88,11 @@ async def test_parameters_reach_the_mesh(openai: AsyncOpenAI, mesh: FakeMesh) ->
         presence_penalty=-2.0,
         frequency_penalty=0.5,
         repetition_penalty=1.25,
-        logit_bias_ids=prompt.sampling.logit_bias_ids,
-        logit_bias_values=prompt.sampling.logit_bias_values,
+        logit_bias=((7, -100.0), (9, 2.5)),
         min_tokens=2,
         seed=-7,
         ignore_eos=True,
-        stop_token_ids=pack_tokens([4, 5]),
+        stop_token_ids=(4, 5),
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None

@@ -8,7 +8,7 @@ from components.messaging.deadline import now_ms
 from components.telemetry.spans import tracer
 from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import PrefillRequest
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.ports import Computed
 from services.prefill.outbound import OutboundTransfer
@@ -26,7 +26,7 @@ def outbound(transfer: Any, num_tokens: int, *, stamp: int = STAMP, **options: A
         stamp=stamp,
         token_ids=pack_tokens(range(num_tokens)),
         deadline_unix_ms=now_ms() + 60_000,
-        sampling=Sampling(max_tokens=5),
+        sampling=SamplingParams(max_tokens=5),
     )
     kv: KvTransfer = transfer
     return OutboundTransfer(kv, request, tracer.start_span("prefill.request"), **options)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from components.errors import Rejected
-from components.wire.sampling import Constraint, Sampling
+from components.wire.sampling import Constraint, SamplingParams
 from tests.services.decode.fake_engine import turns
 from tests.services.prefill.test_prefill_service import Prefill, prefill
 
 pytestmark = pytest.mark.anyio
 __all__ = ["prefill"]
-CONSTRAINED = Sampling(max_tokens=5, constraint=Constraint(kind="regex", text="a+"))
+CONSTRAINED = SamplingParams(max_tokens=5, constraint=Constraint(kind="regex", text="a+"))
 
 
 class Masks:
@@ -21,7 +21,7 @@ class Masks:
     def __init__(self) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def mask_of(self, sampling: Sampling, token_ids: Any) -> Any:
+    async def mask_of(self, constraint: Constraint, token_ids: Any, num_generated: int) -> Any:
         return await asyncio.shield(self.ready)
 
 

@@ -23,7 +23,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import CloseRooms, KvComing, PagesOffered, RoomFailed, RoomOk
-from components.wire.sampling import Sampling
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.ports import Computed, Failed, KvRegion, Phase
 from services.prefill.outbound import OutboundState
@@ -74,7 +74,7 @@ class Prefill:
             stamp=7,
             token_ids=pack_tokens(range(10)),
             deadline_unix_ms=now_ms() + life_ms,
-            sampling=Sampling(max_tokens=5, temperature=0.0, seed=3),
+            sampling=SamplingParams(max_tokens=5, temperature=0.0, seed=3),
         )
         return await self.service.prefill(replace(request, **changes))
 
@@ -137,7 +137,7 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forgotten(prefill: Prefill) -> None:
     landed = prefill.decode.expect(ROOM, 0)
-    accepted = await prefill.ask(sampling=Sampling(max_tokens=5, stop_token_ids=pack_tokens([9])), cache_salt="s")
+    accepted = await prefill.ask(sampling=SamplingParams(max_tokens=5, stop_token_ids=pack_tokens([9])), cache_salt="s")
     assert accepted == PrefillAccepted(request_id="r", number=1)
     await turns()
     submitted = prefill.engine.engine.submitted["r"]
@@ -585,7 +585,7 @@ async def test_a_leaving_instance_waits_for_pages_that_are_to_come_and_closes_th
 
 async def test_the_first_tokens_logprobs_go_beside_the_pages(prefill: Prefill) -> None:
     told = TokenLogprobs(-0.5, ((42, -0.5), (7, -1.25)))
-    await prefill.ask(sampling=Sampling(max_tokens=5, logprobs=2, n=3))
+    await prefill.ask(sampling=SamplingParams(max_tokens=5, logprobs=2, n=3))
     await prefill.offer()
     landed = prefill.decode.expect(ROOM, 0)
     prefill.engine.step(computed=[Computed("r", PAGES, 10, 0, 42, logprobs=told)])
