@@ -28,7 +28,7 @@ class InlineLoop(EngineLoop):
         self._next: asyncio.Handle | None = None
         self._is_soon = False  # in the event loop's next turn
 
-    def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
+    def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
         if self._ended.done():
             future.set_exception(dead(self._ended.result()))
@@ -36,9 +36,6 @@ class InlineLoop(EngineLoop):
             Call(call, future).made(self.engine).settle()
             self._soon()
         return future
-
-    def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        return self.post(call)
 
     async def start(self) -> None:
         built: asyncio.Future[Engine] = self._loop.create_future()

@@ -58,23 +58,19 @@ class EngineLoop(ABC):
 
     @property
     def engine(self) -> Engine:
-        """For attributes and `peek_prefix`; use `post` and `call` for the rest."""
+        """For attributes and `peek_prefix`; use `between_steps` for the rest."""
         assert self._engine is not None, "the engine is not loaded yet"
         return self._engine
 
     @abstractmethod
-    def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Run `call(engine)` between two steps or while the engine waits.
+    def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
+        """Run `call(engine)` between two steps or while the engine waits; calls run in order.
 
         A task that awaits the future resumes before callbacks get a later output, so tokens stay in order.
-        """
 
-    @abstractmethod
-    def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Run a `call` that touches no device, at once if the engine rests.
-
-        Earlier calls have returned by then. An awaiting task resumes before callbacks get the next output;
-        done-callbacks run after them.
+        Args:
+            light: the call is short and touches no device, so it runs at once if the engine rests. Done-callbacks then
+                run after those that get the next output.
         """
 
     @abstractmethod

@@ -29,7 +29,7 @@ class EngineProfiler:
     async def start(self) -> None:
         if "torch" in sys.modules:  # not with the mock engine
             await asyncio.to_thread(import_module, SLOW_IMPORT)
-        await self._engine.post(self._start)
+        await self._engine.between_steps(self._start)
         self._started_s = perf_counter()
         self._steps = 0
 
@@ -44,12 +44,12 @@ class EngineProfiler:
             while running:
                 await asyncio.sleep(min(SEGMENT_S, end_s - perf_counter()))
                 running = perf_counter() < end_s
-                recording = await self._engine.post(self._next if running else _stop)
+                recording = await self._engine.between_steps(self._next if running else _stop)
                 recorded_s, steps = perf_counter() - self._started_s, self._steps
                 await asyncio.to_thread(recording.save, path)
         finally:
             if running:
-                await self._engine.post(_stop)
+                await self._engine.between_steps(_stop)
         return recorded_s, steps
 
     def _start(self, engine: Engine) -> None:

@@ -33,24 +33,19 @@ class ThreadedLoop(EngineLoop):
         # daemon: an exit does not wait for it
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
-    def post(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
+    def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
-        if self._ended.done() or self._broken is not None:
+        if light and self._engine is not None and self._take():
+            try:
+                Call(call, future).made(self._engine).settle()
+                self._go_on(self._engine)
+            finally:
+                self._own.release()
+        elif self._ended.done() or self._broken is not None:
             future.set_exception(dead(self._broken or self._ended.result()))
         else:
             self._unsettled += 1
             self._calls.put(Call(call, future))
-        return future
-
-    def call(self, call: Callable[[Engine], T]) -> asyncio.Future[T]:
-        if (engine := self._engine) is None or not self._take():
-            return self.post(call)
-        try:
-            future: asyncio.Future[T] = self._loop.create_future()
-            Call(call, future).made(engine).settle()
-            self._go_on(engine)
-        finally:
-            self._own.release()
         return future
 
     async def start(self) -> None:

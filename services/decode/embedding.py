@@ -57,7 +57,7 @@ class EmbeddingService:
                 for name, tokens in zip(ids, texts, strict=True)
             ]
             async with asyncio.timeout(left_s):
-                await self._engine.post(lambda engine: _submit_all(engine, prompts))
+                await self._engine.between_steps(lambda engine: _submit_all(engine, prompts))
                 return Vectors(request_id=request.request_id, vectors=[await future for future in futures])
         except TimeoutError as exc:
             raise DeadlineExceeded("the request's deadline passed") from exc
@@ -91,7 +91,7 @@ class EmbeddingService:
             if not future.done() or future.cancelled() or future.exception() is not None:
                 left.append(name)
         if left:
-            self._engine.post(lambda engine: _cancel_all(engine, left))
+            self._engine.between_steps(lambda engine: _cancel_all(engine, left))
         if not self._calls:
             self._idle.set()
 

@@ -216,7 +216,7 @@ class DecodeService:
                 self._active.fail(active, exc)
             except Exception as exc:
                 log.exception("request failed", extra={"request": active.engine_id})
-                self._engine.call(lambda engine: engine.cancel(active.engine_id))
+                self._engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
                 self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
 
     async def _mask_of(self, constraint: Constraint, active: ActiveRequest) -> TokenMask:
@@ -292,8 +292,9 @@ class DecodeService:
             active.wait("decode.first_token")
             # Branches copy pages, and masks take time: not on the event loop.
             light = active.request.sampling.n == 1 and active.mask is None
-            run = self._engine.call if light else self._engine.post
-            outputs = await run(lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs))
+            outputs = await self._engine.between_steps(
+                lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs), light=light
+            )
         except MeshError as exc:
             in_time = now_ms() < active.request.deadline_unix_ms  # else the request came with too little time left
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
@@ -313,14 +314,14 @@ class DecodeService:
         if isinstance(cause, KvCorrupt):
             self._metrics.corrupt()
         if self._on_transfer_failure == "fail" and not active.request.num_generated:
-            self._engine.call(lambda engine: engine.cancel(active.engine_id))
+            self._engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
         log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": cause.message})
         active.span.add_event("recompute", {"cause": cause.message})
         self._metrics.recomputed()
         active.enter(RequestState.WAITING)
         active.wait(SPAN_LOCAL_PREFILL)
-        self._engine.call(lambda engine: engine.recompute(active.engine_id))
+        self._engine.between_steps(lambda engine: engine.recompute(active.engine_id), light=True)
 
     def _submit(self, active: ActiveRequest, phase: Phase) -> None:
         request = active.request
@@ -354,18 +355,17 @@ class DecodeService:
 
         # Checking and hashing a long prompt takes milliseconds, which the event loop should not lose.
         light = phase is Phase.DECODE and len(active.token_ids) <= LIGHT_TOKENS
-        run = self._engine.call if light else self._engine.post
-        run(submit).add_done_callback(submitted)
+        self._engine.between_steps(submit, light=light).add_done_callback(submitted)
 
     def _stop_branch(self, active: ActiveRequest, branch: int) -> None:
         if len(active.streams) == 1:
             self._stop(active, Cancelled("the client has gone"))
             return
-        self._engine.call(lambda engine: engine.cancel(active.engine_id, branch))
+        self._engine.between_steps(lambda engine: engine.cancel(active.engine_id, branch), light=True)
         self._active.drop(active, branch)
 
     def _stop(self, active: ActiveRequest, error: MeshError) -> None:
-        self._engine.call(lambda engine: engine.cancel(active.engine_id))
+        self._engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
         self._active.fail(active, error)
         if (task := self._tasks.get(active.engine_id)) is not None:
             task.cancel()
@@ -375,7 +375,7 @@ class DecodeService:
 
         async def settle() -> None:
             await self._prefill.settle(transfer, cancelled=cancelled)
-            self._engine.call(lambda engine: engine.release(transfer.engine_id))
+            self._engine.between_steps(lambda engine: engine.release(transfer.engine_id), light=True)
 
         task = self._keep(f"settle {transfer.engine_id}", settle())
         self._settling.add(task)

@@ -221,7 +221,7 @@ class PrefillService:
         return PrefillAccepted(request_id=request.request_id, number=self._num_accepted)
 
     def _submit(self, transfer: OutboundTransfer, prompt: EngineRequest) -> None:
-        submitted = self._engine.post(lambda engine: engine.submit(prompt))
+        submitted = self._engine.between_steps(lambda engine: engine.submit(prompt))
         submitted.add_done_callback(lambda done: _fail_unless_submitted(done, transfer))
 
     async def _mask_of(self, constraint: Constraint, prompt: EngineRequest) -> TokenMask:
@@ -274,7 +274,7 @@ class PrefillService:
             engine.cancel(request_id)
             engine.release(request_id)
 
-        self._engine.call(forget)
+        self._engine.between_steps(forget, light=True)
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)

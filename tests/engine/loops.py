@@ -34,7 +34,7 @@ class Listener:
 
     async def ask(self, loop: EngineLoop, name: str, ids: Sequence[int], sampling: SamplingParams) -> list[int]:
         self.ended[name] = asyncio.Event()
-        await loop.post(lambda engine: engine.submit(EngineRequest(name, ids, sampling)))
+        await loop.between_steps(lambda engine: engine.submit(EngineRequest(name, ids, sampling)))
         await self.ended[name].wait()
         return self.tokens[name]
 

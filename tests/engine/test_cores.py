@@ -280,7 +280,7 @@ async def test_an_engine_computes_with_what_it_is_lent_and_lends_what_it_does_no
         engine.on_output(stepped)
         assert threads(other, prompts=True) == 3
         other.rest()
-        await engine.post(lambda engine: engine.submit(asked()))
+        await engine.between_steps(lambda engine: engine.submit(asked()))
         while len(found) < len(wanted):
             await asyncio.sleep(0.01)
         while threads(other, prompts=True) != 3:  # it says that it rests

@@ -58,12 +58,12 @@ def test_many_requests_at_once_get_their_own_tokens_on_the_loops_thread(thread: 
 def test_what_a_call_returns_and_raises_reaches_its_caller(thread: bool, tiny: LoadedModel) -> None:
     async def main() -> None:
         async with running(tiny, thread=thread) as loop:
-            assert await loop.post(lambda engine: (engine.max_context, threading.current_thread().name)) == (
+            assert await loop.between_steps(lambda engine: (engine.max_context, threading.current_thread().name)) == (
                 512,
                 "engine" if thread else threading.current_thread().name,
             )
             with pytest.raises(PromptTooLong):
-                await loop.post(lambda engine: engine.submit(EngineRequest("r", prompt(600), greedy(1))))
+                await loop.between_steps(lambda engine: engine.submit(EngineRequest("r", prompt(600), greedy(1))))
             assert await Listener(loop).ask(loop, "next", prompt(5), greedy(3)), "the thread lives on"
 
     asyncio.run(main())
@@ -80,7 +80,7 @@ def test_an_idle_engine_sleeps_and_wakes_at_once(thread: bool, tiny: LoadedModel
             assert len(listener.outputs) == before
             assert time.process_time() - cpu < 0.2
             asked = time.perf_counter()
-            await loop.post(lambda engine: None)
+            await loop.between_steps(lambda engine: None)
             assert time.perf_counter() - asked < 0.2
 
     asyncio.run(main())
@@ -91,9 +91,11 @@ def test_requests_that_wait_for_held_pages_keep_the_step_counter_moving(thread: 
 
     async def main() -> None:
         async with running(tiny, thread=thread, num_pages=4) as loop:
-            await loop.post(lambda engine: engine.submit(EngineRequest("d", prompt(60), greedy(3), Phase.DECODE)))
+            await loop.between_steps(
+                lambda engine: engine.submit(EngineRequest("d", prompt(60), greedy(3), Phase.DECODE))
+            )
             await eventually(lambda: bool(loop.stats.num_reserved))
-            await loop.post(lambda engine: engine.cancel("d"))
+            await loop.between_steps(lambda engine: engine.cancel("d"))
             listener = Listener(loop)
             asked = asyncio.create_task(listener.ask(loop, "r", prompt(20), greedy(3)))
             await asyncio.sleep(0.1)
@@ -101,7 +103,7 @@ def test_requests_that_wait_for_held_pages_keep_the_step_counter_moving(thread: 
             assert (before.num_waiting, before.num_held) == (1, 1)
             await asyncio.sleep(0.6)
             assert before.step < loop.stats.step < before.step + 10
-            await loop.post(lambda engine: engine.release("d"))
+            await loop.between_steps(lambda engine: engine.release("d"))
             assert await asked
 
     asyncio.run(main())
@@ -120,9 +122,9 @@ def test_what_deliver_returns_is_not_overtaken_by_the_next_step(thread: bool, ti
 
             loop.on_output(take)
             request = EngineRequest("r", prompt(5), greedy(4, ignore_eos=True), Phase.DECODE)
-            await loop.post(lambda engine: engine.submit(request))
+            await loop.between_steps(lambda engine: engine.submit(request))
             await reserved.wait()
-            delivered = loop.post(lambda engine: engine.deliver("r", 7))
+            delivered = loop.between_steps(lambda engine: engine.deliver("r", 7))
             time.sleep(0.1)  # the engine takes its steps while nobody listens
             told.append(f"first token {(await delivered)[0].token_ids}")
             await asyncio.sleep(0.05)
@@ -146,14 +148,14 @@ def test_pages_and_answers_are_had_while_a_device_computes(thread: bool, tmp_pat
                     reserved.set()
 
             loop.on_output(take)
-            await loop.post(lambda engine: engine.submit(EngineRequest("computes", prompt(5), greedy(1))))
+            await loop.between_steps(lambda engine: engine.submit(EngineRequest("computes", prompt(5), greedy(1))))
             await asyncio.sleep(0.1)
             request = EngineRequest("waits", prompt(5), greedy(4), Phase.DECODE)
-            await loop.post(lambda engine: engine.submit(request))
+            await loop.between_steps(lambda engine: engine.submit(request))
             await reserved.wait()
-            assert await loop.post(lambda engine: engine.deliver("waits", 7))
+            assert await loop.between_steps(lambda engine: engine.deliver("waits", 7))
             assert told == ["waits"]
-            await loop.post(lambda engine: engine.cancel("waits"))
+            await loop.between_steps(lambda engine: engine.cancel("waits"))
             while "computes" not in told:
                 await asyncio.sleep(0.01)
 
@@ -168,10 +170,10 @@ def test_a_dead_engine_does_not_look_alive(thread: bool, tiny: LoadedModel, capl
     async def main() -> None:
         async with run_engine(lambda: failing(make_engine(tiny)), thread=thread) as loop:
             watcher = asyncio.create_task(loop.failed())
-            assert await loop.post(kill) == "done"
+            assert await loop.between_steps(kill) == "done"
             assert isinstance(await watcher, OSError)
             with pytest.raises(InvariantBroken, match="the device is gone"):
-                await loop.post(lambda engine: None)
+                await loop.between_steps(lambda engine: None)
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(main())
@@ -184,7 +186,7 @@ def test_calls_in_the_queue_of_an_engine_that_stops_are_refused(thread: bool, ti
         async with running(tiny, thread=thread) as loop:
             pass
         with pytest.raises(InvariantBroken, match="stopped"):
-            await loop.post(lambda engine: None)
+            await loop.between_steps(lambda engine: None)
         assert not any(thread.name == "engine" for thread in threading.enumerate())
 
     asyncio.run(main())

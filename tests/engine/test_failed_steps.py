@@ -87,5 +87,5 @@ async def test_the_loop_of_a_dead_engine_says_so(tmp_path: Path, *, thread: bool
         for number in range(MOST):
             request = EngineRequest(f"r{number}", prompt(20, start=number), greedy(2))
             await eventually(lambda number=number: len(failed) == number)  # type: ignore[misc]
-            await loop.post(lambda engine, request=request: engine.submit(request))  # type: ignore[misc]
+            await loop.between_steps(lambda engine, request=request: engine.submit(request))  # type: ignore[misc]
         assert isinstance(await loop.failed(), EngineBroken)

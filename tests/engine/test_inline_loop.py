@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("pipeline")]
 
 
 def recompute(loop: EngineLoop, request_id: str) -> None:
-    loop.call(lambda engine: engine.recompute(request_id))
+    loop.between_steps(lambda engine: engine.recompute(request_id), light=True)
 
 
 def submit(loop: EngineLoop, request: EngineRequest) -> None:
-    loop.call(lambda engine: engine.submit(request))
+    loop.between_steps(lambda engine: engine.submit(request), light=True)
 
 
 async def test_a_mock_has_no_thread_unless_it_is_to_have_one(tmp_path: Path) -> None:
@@ -40,11 +40,11 @@ async def test_calls_run_at_once_while_a_device_computes(tmp_path: Path) -> None
         listener = Listener(loop)
         asked = asyncio.create_task(listener.ask(loop, "computes", prompt(5), greedy(1)))
         await asyncio.sleep(0.05)
-        called = loop.post(lambda engine: engine.has_work())
+        called = loop.between_steps(lambda engine: engine.has_work())
         assert called.done()
         assert await called
         request = EngineRequest("waits", prompt(5), greedy(4), Phase.DECODE)
-        await loop.call(lambda engine: engine.submit(request))
+        await loop.between_steps(lambda engine: engine.submit(request), light=True)
         await asyncio.sleep(0)
         assert [one.request_id for one in listener.outputs[-1].reserved] == ["waits"], "the pause was ended for it"
         assert not asked.done()
@@ -79,7 +79,7 @@ async def test_a_stop_waits_for_the_step_under_way_and_tells_what_it_gave(tmp_pa
     assert listener.tokens.keys() == {"r"}
     assert len(listener.outputs) == 1
     with pytest.raises(InvariantBroken, match="stopped"):
-        await loop.post(lambda engine: None)
+        await loop.between_steps(lambda engine: None)
     await asyncio.sleep(0.3)
     assert len(listener.outputs) == 1
 

@@ -35,21 +35,25 @@ def test_a_call_runs_where_it_is_made_while_the_engine_rests(tiny: LoadedModel) 
                 engine.submit(request)
                 return threading.current_thread().name
 
-            submitted = loop.call(submit)
+            submitted = loop.between_steps(submit, light=True)
             assert submitted.done()
             assert await submitted == here
             assert not listener.outputs, "the caller goes on before anybody hears of the step that follows"
             await asyncio.sleep(0)
             assert [one.request_id for one in listener.outputs[-1].reserved] == ["r"], "and no thread was waited for"
             listener.ended["r"] = asyncio.Event()
-            delivered = loop.call(lambda engine: (engine.deliver("r", 7), threading.current_thread().name))
+            delivered = loop.between_steps(
+                lambda engine: (engine.deliver("r", 7), threading.current_thread().name), light=True
+            )
             assert delivered.done()
             [first], where = await delivered
             assert (first.token_ids, where) == ([7], here)
             await listener.ended["r"].wait()
             assert len(listener.tokens["r"]) == 3
             with pytest.raises(PromptTooLong):
-                await loop.call(lambda engine: engine.submit(EngineRequest("long", prompt(6000), greedy(1))))
+                await loop.between_steps(
+                    lambda engine: engine.submit(EngineRequest("long", prompt(6000), greedy(1))), light=True
+                )
 
     asyncio.run(main())
 
@@ -59,9 +63,11 @@ def test_a_call_to_an_engine_that_computes_waits_for_its_thread(tmp_path: Path) 
         slow = {"speedup": 1.0, "step_s": 0.2}
         async with run_engine(lambda: make_mock(tmp_path, mock=slow)) as loop:
             await rest(loop)
-            loop.call(lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(2, ignore_eos=True))))
+            loop.between_steps(
+                lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(2, ignore_eos=True))), light=True
+            )
             await asyncio.sleep(0.05)
-            called = loop.call(lambda engine: threading.current_thread().name)
+            called = loop.between_steps(lambda engine: threading.current_thread().name, light=True)
             assert not called.done()
             assert await called == "engine"
 
@@ -75,9 +81,9 @@ def test_an_engine_whose_step_fails_where_it_was_called_dies_all_the_same(
         async with run_engine(lambda: failing(make_mock(tmp_path))) as loop:
             await rest(loop)
             monkeypatch.setattr(FailingEngine, "fatal", True)
-            assert await loop.call(lambda engine: "done") == "done"
+            assert await loop.between_steps(lambda engine: "done", light=True) == "done"
             with pytest.raises(InvariantBroken, match="the device is gone"):
-                await asyncio.wait_for(loop.call(lambda engine: None), 5)
+                await asyncio.wait_for(loop.between_steps(lambda engine: None, light=True), 5)
             assert isinstance(await loop.failed(), OSError)
 
     with caplog.at_level(logging.ERROR):
@@ -100,7 +106,7 @@ def test_an_engine_that_cannot_start_leaves_it_to_the_service_to_say_so(caplog: 
     assert not caplog.records
 
 
-@given(ways=st.lists(st.sampled_from(["post", "call", "turn", "pause", "busy", "request"]), min_size=2, max_size=30))
+@given(ways=st.lists(st.sampled_from(["heavy", "light", "turn", "pause", "busy", "request"]), min_size=2, max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_calls_run_in_the_order_in_which_they_are_made(
     tmp_path_factory: pytest.TempPathFactory, ways: list[str]
@@ -140,16 +146,16 @@ def test_calls_run_in_the_order_in_which_they_are_made(
                             assert heard[-1:] == [engine._step] or engine._step == 1
                         return engine._step
 
-                    future = loop.call(run) if way == "call" else loop.post(run)
+                    future = loop.between_steps(run, light=way == "light")
                     tasks.append(asyncio.create_task(wait(future)))
             await asyncio.gather(*tasks)
-        assert ran == [i for i, way in enumerate(ways) if way in ("post", "call")]
+        assert ran == [i for i, way in enumerate(ways) if way in ("heavy", "light")]
 
     asyncio.run(main())
 
 
 def submit(loop: EngineLoop, request: EngineRequest) -> None:
-    loop.call(lambda engine: engine.submit(request))
+    loop.between_steps(lambda engine: engine.submit(request), light=True)
 
 
 async def rest(loop: EngineLoop) -> None:

@@ -56,20 +56,16 @@ class FakeEngine:
 
 
 class FakeEngineLoop:
-    """See `engine.loop.EngineLoop`."""
-
     def __init__(self) -> None:
         self.engine = FakeEngine()
         self.stats = StepStats()
         self.callbacks: list[Callable[[StepOutput], None]] = []
 
-    def post(self, call: Callable[[Any], Any]) -> asyncio.Future[Any]:
+    def between_steps(self, call: Callable[[Any], Any], *, light: bool = False) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         loop.call_soon(self._run, call, future)
         return future
-
-    call = post
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
         self.callbacks.append(callback)

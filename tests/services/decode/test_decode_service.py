@@ -445,7 +445,6 @@ async def test_an_adapter_that_is_not_here_is_refused_at_once(decode: Decode) ->
         ({"epoch": "older"}, StaleInstance),
         ({"model": "other"}, UnknownModel),
         ({"token_ids": b"123"}, MalformedMessage),
-        ({"sampling": SamplingParams(max_tokens=5, stop_token_ids=b"123")}, MalformedMessage),
     ],
 )
 async def test_a_wrong_request_is_refused_before_anything_is_taken(

@@ -32,7 +32,7 @@ from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRe
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
-from components.wire.tokens import pack_tokens, unpack_tokens
+from components.wire.tokens import unpack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVES
 from services.frontend.mesh_client import MeshClient
@@ -49,9 +49,7 @@ PROMPT = Prompt(
     request_id="r",
     model="m",
     token_ids=[1, 2, 3],
-    sampling=SamplingParams(
-        max_tokens=6, temperature=0.8, top_p=0.9, seed=11, ignore_eos=True, stop_token_ids=pack_tokens([7])
-    ),
+    sampling=SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=11, ignore_eos=True, stop_token_ids=(7,)),
     cache_salt="s",
     deadline_unix_ms=0,
 )

@@ -137,7 +137,7 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forgotten(prefill: Prefill) -> None:
     landed = prefill.decode.expect(ROOM, 0)
-    accepted = await prefill.ask(sampling=SamplingParams(max_tokens=5, stop_token_ids=pack_tokens([9])), cache_salt="s")
+    accepted = await prefill.ask(sampling=SamplingParams(max_tokens=5, stop_token_ids=(9,)), cache_salt="s")
     assert accepted == PrefillAccepted(request_id="r", number=1)
     await turns()
     submitted = prefill.engine.engine.submitted["r"]
