@@ -41,7 +41,7 @@ from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest, Recording, StepOutput
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk
 
 COPY_BYTES = 256 * 1024 * 1024  # larger than any cache
 PAGES_MARGIN = 1.1

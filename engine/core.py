@@ -37,8 +37,8 @@ from engine.ports import (
 )
 from engine.requests import Requests
 from engine.scheduler.memory import RequestMemory, usable_pages
-from engine.scheduler.request import Request
-from engine.scheduler.scheduler import Chunk, Scheduler
+from engine.scheduler.request import Chunk, Request
+from engine.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import msgspec
 
 from components.errors import InvariantBroken
 from engine.ports import Recording
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk
 
 
 class StepFailed(InvariantBroken):

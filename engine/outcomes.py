@@ -12,8 +12,8 @@ from engine.requests import Requests
 from engine.sampling.check import check_token_ids
 from engine.sampling.row import NO_TOKEN
 from engine.scheduler.memory import RequestMemory
-from engine.scheduler.request import Request
-from engine.scheduler.scheduler import Chunk, Scheduler
+from engine.scheduler.request import Chunk, Request
+from engine.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

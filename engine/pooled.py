@@ -9,8 +9,7 @@ import torch
 from engine.device_copy import Arrival, to_host
 from engine.pooling import Pooling
 from engine.sampling.row import NO_TOKEN
-from engine.scheduler.request import Request
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk, Request
 
 
 class Guard(Protocol):

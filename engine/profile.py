@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk
 
 COPY_BYTES: Final = 1 << 20
 GZIP_LEVEL: Final = 3  # 20 times smaller already

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from engine.ports import Phase
 from engine.scheduler.memory import RequestMemory
-from engine.scheduler.request import Request, RequestState
-from engine.scheduler.scheduler import Chunk, Scheduler
+from engine.scheduler.request import Chunk, Request, RequestState
+from engine.scheduler.scheduler import Scheduler
 
 
 class Requests:

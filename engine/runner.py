@@ -20,8 +20,7 @@ from engine.profile import Profile, Recording
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.row import NO_TOKEN, Row
 from engine.sampling.sampler import Draw, Sampler
-from engine.scheduler.request import Request
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk, Request
 from engine.thread_limit import ThreadLimit
 
 DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # for a request that has ended

@@ -1,18 +1,19 @@
 """The instances of one role as a process sees them, and the choice among them."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
 from components.messaging.fan_out import Following
 from components.messaging.heartbeats import Liveness, watch_heartbeats
-from components.messaging.kv_metrics import KvMirrorMetrics
-from components.messaging.kv_subscriber import follow_kv_events
+from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
 from components.routing.candidates import CandidateChoice, Inquiry, depths
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
@@ -150,3 +151,28 @@ async def watch_fleet(
             questions = await enter(ask_heartbeats(bus, alive, following.sizes.questions_per_s, fleet.rng))
             fleet.inquiries = Inquiries(fleet, phase, following, questions)
         yield fleet
+
+
+class KvMirrorMetrics(Collector):
+    def __init__(self, index: KvIndex, mirror: KvMirror) -> None:
+        self._index = index
+        self._mirror = mirror
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        index, counts = self._index, self._mirror.counts
+        gauges = {
+            "kv_index_blocks": ("Blocks in the index, of all instances.", index.num_blocks),
+            "kv_index_max_blocks": ("As many as it may hold.", index.max_blocks),
+            "kv_index_missing_blocks": ("Not in it for want of room, at most.", self._mirror.missing),
+        }
+        counters = {
+            "kv_index_refused_blocks": ("Refused for want of room.", index.refused),
+            "kv_mirror_batches": ("Batches of KV events that came.", counts.batches),
+            "kv_mirror_gaps": ("Gaps seen in their numbers.", counts.gaps),
+            "kv_mirror_dumps": ("Dumps taken in.", counts.dumps),
+            "kv_mirror_failed_dumps": ("Dumps that failed.", counts.failed_dumps),
+        }
+        for name, (about, value) in gauges.items():
+            yield GaugeMetricFamily(name, about, value=value)
+        for name, (about, value) in counters.items():
+            yield CounterMetricFamily(name, about, value=value)

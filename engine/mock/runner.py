@@ -1,6 +1,10 @@
 """Steps without a device: marks instead of KV."""
 
+import math
+import random
+import sys
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from struct import Struct
@@ -8,14 +12,15 @@ from typing import Final, Protocol, cast
 from zlib import crc32
 
 from components.errors import InvariantBroken, Rejected
+from components.wire.embed import EmbeddingModel
+from components.wire.logprobs import TokenLogprobs
+from components.wire.tokens import pack_tokens
 from engine.config import MockConfig, attended
-from engine.mock.made_up import leave_prompt_logprobs, made_up, made_up_vector
 from engine.mock.memory import MarkedPages
 from engine.pooling import Pooling
 from engine.ports import Recording
 from engine.sampling.row import Row
-from engine.scheduler.request import Request
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk, Request
 
 SEED: Final = Struct("<Q")
 MIX: Final = 0x9E3779B1  # 2^32 over the golden ratio: neighbouring checksums become distant tokens
@@ -181,3 +186,33 @@ class MockStep:
             time.sleep(left_s)
         self._runner.leave(self._chunks, self._checksums, self._token_ids)
         return self._token_ids
+
+
+def made_up_vector(checksum: int, model: EmbeddingModel) -> bytes:
+    draw = random.Random(checksum)
+    values = [draw.gauss(0.0, 1.0) for _ in range(model.dimensions)]
+    length = math.hypot(*values) if model.normalised else 1.0
+    vector = array("f", [value / length for value in values])
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return vector.tobytes()
+
+
+STEPS: Final = 1024  # per unit; all exact in float32
+
+
+def made_up(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[int]) -> TokenLogprobs:
+    logprob = -(checksum % STEPS) / STEPS
+    others = [other for other in alphabet[:alternatives] if other != token_id]
+    top = [(other, logprob - i) for i, other in enumerate([token_id, *others][:alternatives])]
+    return TokenLogprobs(logprob, tuple(top))
+
+
+def leave_prompt_logprobs(chunk: Chunk, alphabet: Sequence[int]) -> None:
+    request = chunk.request
+    told, alternatives = request.row.prompt_logprobs, request.sampling.prompt_logprobs
+    if told is None or alternatives is None:
+        return
+    for position in range(len(told) + 1, min(chunk.end + 1, request.prompt_len)):
+        checksum = crc32(pack_tokens([position, request.tokens[position]]))
+        told.append(made_up(checksum, request.tokens[position], alternatives, alphabet))

@@ -9,7 +9,7 @@ import torch
 
 from engine.device_copy import to_device
 from engine.sampling.row import Row
-from engine.sampling.seen import SeenTokens, seen_by
+from engine.sampling.seen import SeenTokens
 
 SPARE: Final = 32  # free entries per row until the table is rebuilt
 
@@ -92,3 +92,11 @@ class Penalties:
 
     def _subtractions(self, rows: npt.NDArray[np.int64], counts: Floats) -> Floats:
         return self._frequency[rows] * counts + self._presence[rows] * (counts > 0)
+
+
+def seen_by(row: Row) -> SeenTokens:
+    if row.seen is None:
+        prompt = row.tokens[: row.start] if row.params.repetition_penalty != 1 else ()
+        row.seen = SeenTokens(prompt, row.start)
+    row.seen.update(row.tokens)
+    return row.seen

@@ -6,8 +6,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from engine.sampling.row import Row
-
 NONE_SEEN: Final = 64  # initial capacity
 
 
@@ -48,11 +46,3 @@ class SeenTokens:
     def counts(self) -> npt.NDArray[np.float32]:
         """How often each of `ids` was generated."""
         return self._counts[: len(self._index)]
-
-
-def seen_by(row: Row) -> SeenTokens:
-    if row.seen is None:
-        prompt = row.tokens[: row.start] if row.params.repetition_penalty != 1 else ()
-        row.seen = SeenTokens(prompt, row.start)
-    row.seen.update(row.tokens)
-    return row.seen

@@ -1,8 +1,8 @@
-"""A request in the scheduler."""
+"""A request in the scheduler, and the part of it that one step computes."""
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -11,9 +11,6 @@ from components.wire.sampling import SamplingParams
 from engine.ports import Phase, TokenMask
 from engine.sampling.branches import branch_seed
 from engine.sampling.row import Row
-
-if TYPE_CHECKING:
-    from engine.scheduler.scheduler import Chunk
 
 
 class RequestState(StrEnum):
@@ -31,8 +28,7 @@ NEXT: Final = {
     S.RUNNING: {S.WAITING, S.HELD, S.FINISHED},
     S.HELD: {S.FINISHED},
 }
-
-
+RUNNING: Final = S.RUNNING  # enum attributes are slow
 ENDS_WITH_PROMPT: Final = frozenset({Phase.PREFILL, Phase.EMBED})
 
 
@@ -123,3 +119,21 @@ class Request:
 
     def advance(self, to: RequestState) -> None:
         self.lifecycle.advance(to)
+
+
+class Chunk(msgspec.Struct, frozen=True, eq=False):
+    """Tokens `start` to `end`, computed in one step."""
+
+    request: Request
+    start: int
+    end: int
+    samples: bool  # includes the last token, so the next is drawn
+    ahead: bool  # that token is still being drawn
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def dropped(self) -> bool:
+        return self.request.lifecycle.state is not RUNNING

@@ -17,11 +17,10 @@ import msgspec
 from components.turns import turn
 from engine.ports import Phase
 from engine.scheduler.memory import RequestMemory
-from engine.scheduler.request import Request, RequestState
+from engine.scheduler.request import Chunk, Request, RequestState
 
 log = logging.getLogger(__name__)
 
-RUNNING: Final = RequestState.RUNNING  # enum attributes are slow
 PASSED: Final = 64  # queued prompts that a DECODE may overtake
 
 by_rank = attrgetter("priority", "arrival")  # the last is preempted first
@@ -35,24 +34,6 @@ def by_turn(request: Request) -> tuple[int, int]:
 
 def in_line(request: Request) -> tuple[int, int]:
     return turn(request.arrival, request.priority, 0)
-
-
-class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """Tokens `start` to `end`, computed in one step."""
-
-    request: Request
-    start: int
-    end: int
-    samples: bool  # includes the last token, so the next is drawn
-    ahead: bool  # that token is still being drawn
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
-
-    @property
-    def dropped(self) -> bool:
-        return self.request.lifecycle.state is not RUNNING
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):

@@ -9,7 +9,7 @@ from components.wire.layout import KvLayout
 from engine.core import EngineCore
 from engine.inflight import StepFailed
 from engine.ports import EngineRequest, KvRegion, Phase
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk
 from tests.engine.tiny_engine import Seen, check_pages, greedy, peek, prompt, run_until_idle, small
 
 pytestmark = pytest.mark.usefixtures("pipeline")

@@ -9,7 +9,7 @@ from engine.core import EngineCore
 from engine.failed_steps import MOST, EngineBroken
 from engine.inflight import Launched, StepFailed
 from engine.ports import Engine, EngineRequest
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk
 from engine.start import run_engine
 from tests.engine.loops import eventually
 from tests.engine.mock_engine import make_mock

@@ -19,7 +19,7 @@ from engine.inflight import StepFailed
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, StepOutput
 from engine.runner import TorchRunner, TorchStep
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk
 from tests.engine.tiny_engine import (
     GENERATING,
     Seen,

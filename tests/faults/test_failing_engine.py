@@ -9,7 +9,7 @@ import pytest
 
 from engine.failed_steps import EngineBroken
 from engine.inflight import StepFailed
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk
 from tests.faults import nodes
 from tests.faults.limits import ANYTHING
 from tests.faults.mesh_run import Outcome, run_faults

@@ -14,7 +14,7 @@ from components.discovery.book import InstanceBook
 from components.errors import BackendUnavailable, Overloaded, Rejected, StaleInstance
 from components.messaging import kv_publisher, kv_subscriber
 from components.messaging.bus import Bus, connect_bus
-from components.messaging.kv_metrics import KvMirrorMetrics
+from components.messaging.fleet import KvMirrorMetrics
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.messaging.service import serve_calls

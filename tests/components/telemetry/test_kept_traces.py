@@ -8,8 +8,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from components.telemetry import spans
-from components.telemetry.spans import Spans, record_span, trace_context, trace_headers
-from components.telemetry.trace_rate import TraceRate
+from components.telemetry.spans import Spans, TraceRate, record_span, trace_context, trace_headers
 
 Kept = tuple[Spans, InMemorySpanExporter]
 REMOTE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"

@@ -14,7 +14,8 @@ from engine.core import EngineCore
 from engine.inflight import Launched
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
-from engine.scheduler.scheduler import Chunk, chunk_length
+from engine.scheduler.request import Chunk
+from engine.scheduler.scheduler import chunk_length
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import GENERATING, check_pages, greedy, make_engine, peek, prompt, run
 

@@ -8,7 +8,7 @@ from components.wire.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.ports import EngineRequest, KvRegion, Phase, StepOutput
-from engine.scheduler.scheduler import Chunk
+from engine.scheduler.request import Chunk
 from tests.components.kv_transfer.fake_transfer import LAYOUT
 
 

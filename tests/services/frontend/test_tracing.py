@@ -4,7 +4,7 @@ import math
 import pytest
 from opentelemetry import trace
 
-from components.telemetry.trace_rate import TraceRate
+from components.telemetry.spans import TraceRate
 from services.frontend import tracing
 from tests.components.telemetry.test_kept_traces import REMOTE, Kept, kept
 

