@@ -17,10 +17,10 @@ from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention, StepShape
 from engine.attention.step_tables import StepLimits, StepTables, count_decodes
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.lora.load import Adapters
+from engine.core.engine_core import EngineCore
+from engine.lora.adapters import Adapters
 from engine.ports import EngineRequest, KvRegion
-from engine.runner import TorchRunner
+from engine.runner.torch_runner import TorchRunner
 
 VOCAB: Final = 64
 PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens

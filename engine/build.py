@@ -8,26 +8,26 @@ from typing import Final
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.attention.choose import make_attention, prepare_attention
+from engine.attention.choose_attention import make_attention, prepare_attention
 from engine.attention.cpu import CpuAttention
 from engine.attention.step_tables import StepLimits
 from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import EngineConfig
-from engine.core import PACK_TOKENS, EngineCore
-from engine.cores import SharedCores
-from engine.cpu_time import cores_for_a_while, usable_cores
+from engine.core.engine_core import PACK_TOKENS, EngineCore
+from engine.cpu.cpu_time import cores_for_a_while, usable_cores
+from engine.cpu.machine import keep_compiled
+from engine.cpu.shared_cores import SharedCores
+from engine.cpu.thread_limit import ThreadLimit
 from engine.kernels.linear import pack_linears
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage
-from engine.machine import keep_compiled
 from engine.model.load import LoadedModel, load_model
 from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.ports import KvRegion
-from engine.runner import TorchRunner
-from engine.thread_limit import ThreadLimit
+from engine.runner.torch_runner import TorchRunner
 
 log = logging.getLogger(__name__)
 

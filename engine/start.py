@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Final, Protocol, cast
 
 from engine.config import EngineConfig
-from engine.inline_loop import InlineLoop
-from engine.loop import EngineLoop, tell
+from engine.loop.engine_loop import EngineLoop, tell
+from engine.loop.inline_loop import InlineLoop
+from engine.loop.threaded_loop import ThreadedLoop
 from engine.model.mock_model import is_mock
 from engine.model.progress import Progress, silent
 from engine.ports import Engine
-from engine.threaded_loop import ThreadedLoop
 
 TORCH: Final = "engine.build"
-MOCK: Final = "engine.mock.build"
+MOCK: Final = "engine.mock.mock_engine"
 
 
 class Builder(Protocol):

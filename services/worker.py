@@ -10,15 +10,15 @@ from components.aio import first, raises
 from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
-from components.kv_transfer.choose import kv_opener, own_address
+from components.kv_transfer.backends import kv_opener, own_address
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.deadline import remaining_s
 from components.messaging.fan_out import FleetSizes
 from components.messaging.heartbeats import NumCached, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
-from components.messaging.service import Endpoint, serve_calls
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
 from components.process_health import serve_health
 from components.routing.policies import Phase
@@ -31,10 +31,10 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.embed import EmbeddingModel
 from components.wire.heartbeat import Heartbeat
 from engine.config import EngineConfig
-from engine.loop import EngineLoop
+from engine.loop.engine_loop import EngineLoop
+from engine.loop.profiler import EngineProfiler
 from engine.model.resolve import model_dir, served_name
 from engine.ports import max_request_pages
-from engine.profiler import EngineProfiler
 from engine.start import start_engine
 
 

@@ -80,27 +80,10 @@ COMPONENTS_ORDER: Final = (
 )
 # The parts of the engine, lowest first: each imports only parts before it.
 ENGINE_ORDER: Final = (
-    *("engine.config", "engine.errors", "engine.ports", "engine.pooling"),
-    *("engine.device_copy", "engine.huge_pages", "engine.cpu_time", "engine.machine", "engine.machine_memory"),
-    *("engine.cores", "engine.thread_limit", "engine.chunk_limit"),
-    *(
-        "engine.loop",
-        "engine.inline_loop",
-        "engine.threaded_loop",
-        "engine.slow_steps",
-        "engine.log_line",
-        "engine.profiler",
-    ),
-    *("engine.sampling", "engine.limits", "engine.kv", "engine.scheduler"),
+    *("engine.config", "engine.errors", "engine.ports"),
+    *("engine.cpu", "engine.device", "engine.loop"),
+    *("engine.sampling", "engine.kv", "engine.scheduler"),
     *("engine.kernels", "engine.lora", "engine.attention", "engine.model", "engine.compilation"),
-    *(
-        "engine.failed_steps",
-        "engine.inflight",
-        "engine.pooled",
-        "engine.profile",
-        "engine.requests",
-        "engine.outcomes",
-    ),
     *("engine.runner", "engine.core", "engine.build", "engine.mock", "engine.start"),
 )
 
@@ -163,16 +146,16 @@ def fault(importer: str, imported: str) -> str | None:
         ("services.local.plan", "services.decode.config", True),
         ("services.local.plan", "services.decode.service", False),
         ("services.planner.config", "services.decode.config", False),
-        ("services.decode.service", "engine.core", True),
+        ("services.decode.service", "engine.core.engine_core", True),
         ("components.routing.load_policies", "engine.ports", False),
         ("components.wire.rooms", "services.bootstrap.service", False),
-        ("engine.core", "components.errors", True),
-        ("engine.core", "components.discovery.registry", False),
-        ("engine.core", "services.decode.config", False),
-        ("engine.core", "torch.nn.functional", True),
-        ("engine.core", "nats", False),
-        ("engine.core", "socket", False),
-        ("engine.loop", "asyncio", True),
+        ("engine.core.engine_core", "components.errors", True),
+        ("engine.core.engine_core", "components.discovery.registry", False),
+        ("engine.core.engine_core", "services.decode.config", False),
+        ("engine.core.engine_core", "torch.nn.functional", True),
+        ("engine.core.engine_core", "nats", False),
+        ("engine.core.engine_core", "socket", False),
+        ("engine.loop.engine_loop", "asyncio", True),
     ],
 )
 def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:

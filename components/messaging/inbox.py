@@ -13,8 +13,8 @@ from nats.aio.msg import Msg
 
 from components.aio import Failure, background
 from components.errors import DecodeLost, FramesLost, InvariantBroken, MalformedMessage, MeshError
-from components.messaging.arrivals import LOOK_S, Arrivals
 from components.messaging.bus import Bus
+from components.messaging.frame_order import LOOK_S, Arrivals
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
 from components.wire.generate import (
     FramesResent,

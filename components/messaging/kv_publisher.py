@@ -12,7 +12,7 @@ from typing import Final
 from components.aio import background
 from components.errors import MeshError, Overloaded, Rejected, StaleInstance
 from components.messaging.bus import Bus
-from components.messaging.service import Endpoint
+from components.messaging.call_server import Endpoint
 from components.wire.block_hash import HASH_BYTES
 from components.wire.kv_events import (
     DUMP_PART_BLOCKS,

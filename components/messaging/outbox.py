@@ -14,7 +14,7 @@ from typing import Final
 from components.aio import background
 from components.errors import MeshError, MessageTooLarge
 from components.messaging.bus import Bus
-from components.messaging.service import Endpoint
+from components.messaging.call_server import Endpoint
 from components.wire.generate import FrameDraft, FramesResent, ResendFrames, StreamItem, num_numbers
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import refusal

@@ -16,7 +16,7 @@ from components.discovery.book import InstanceBook
 from components.discovery.registry import Registration
 from components.errors import MeshError, NobodyListens, PeerLost
 from components.messaging.bus import Bus
-from components.messaging.service import Endpoint
+from components.messaging.call_server import Endpoint
 from components.wire.instances import AskPresent, InstanceRecord, Present
 
 ASK_TIMEOUT_S: Final = 2.0

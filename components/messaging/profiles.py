@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Final, Protocol
 
 from components.errors import InvariantBroken, Overloaded, Rejected
-from components.messaging.service import Endpoint
+from components.messaging.call_server import Endpoint
 from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 
 MAX_SECONDS: Final = 60.0  # a second is up to 10 MB, unpacked

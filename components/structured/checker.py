@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgpack
 
 from components.errors import Overloaded, TooManyChecks
-from components.structured.check import Unusable
+from components.structured.check_constraint import Unusable
 from components.structured.metrics import ConstraintMetrics
 from components.structured.sandbox import LENGTH
 from components.wire.sampling import Constraint

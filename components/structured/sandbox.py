@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 
 import msgpack
 
-from components.structured.check import Unusable, check
+from components.structured.check_constraint import Unusable, check
 from components.structured.grammar import load_vocabulary
 from components.wire.sampling import Constraint
 

@@ -13,7 +13,7 @@ class Constraint(Struct):
 class SamplingParams(Struct):
     """A draw depends on the seed and the position, never on the batch.
 
-    Order: penalties, `logit_bias`, constraint, temperature, min_p, top_k, top_p. `engine.sampling.check` has the
+    Order: penalties, `logit_bias`, constraint, temperature, min_p, top_k, top_p. `engine.sampling.bounds` has the
     bounds.
     """
 

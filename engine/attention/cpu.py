@@ -14,7 +14,7 @@ from engine.attention.backend import Scoring, StepShape
 
 
 class CpuAttention:
-    """`engine.kernels.build` must have loaded the kernel."""
+    """`engine.kernels.native_library` must have loaded the kernel."""
 
     def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
         self._pool = pool

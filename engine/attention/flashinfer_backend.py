@@ -15,9 +15,9 @@ import torch
 
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
-from engine.attention.choose import AttentionUnavailable
+from engine.attention.choose_attention import AttentionUnavailable
 from engine.attention.step_tables import PageRows, StepLimits, count_decodes
-from engine.device_copy import to_device
+from engine.device.copies import to_device
 
 WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # its documentation recommends this
 HEAD_DIMS: Final = (64, 128, 256)

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
-from engine.device_copy import to_device
+from engine.device.copies import to_device
 
 PADDING_FREE_PAGES: Final = 8  # padded at any ratio
 

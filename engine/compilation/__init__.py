@@ -1,0 +1,1 @@
+"""The model's forward, compiled to a package or recorded as CUDA graphs."""

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 
 from engine.attention.backend import AttentionBackend, Scoring, StepAttention, StepShape
-from engine.attention.choose import find_c_compiler
+from engine.attention.choose_attention import find_c_compiler
 from engine.attention.opaque import OpaqueAttention, attending
 from engine.attention.step_tables import SMALLEST_BLOCK
 from engine.compilation.forward import EagerForward, Forward, padded

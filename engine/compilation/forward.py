@@ -7,8 +7,8 @@ import torch
 
 from engine.attention.backend import StepAttention
 from engine.attention.cpu import CpuStep
-from engine.kernels.build import load_package_class
 from engine.kernels.linear import is_packed
+from engine.kernels.native_library import load_package_class
 
 # torch compiles a dimension of 1 separately
 MIN_TOKENS: Final = 2

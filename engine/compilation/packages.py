@@ -12,13 +12,13 @@ import torch
 import transformers
 
 from engine.attention.backend import StepAttention
-from engine.attention.choose import why_not_cpu
-from engine.compilation.build import Order
+from engine.attention.choose_attention import why_not_cpu
+from engine.compilation.build_package import Order
 from engine.compilation.forward import EagerForward, Forward, PackagedForward, has_own_weights
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
-from engine.kernels.build import kernel_sources
-from engine.machine import NoCompiler, compiler, fingerprint, making, processor
+from engine.cpu.machine import NoCompiler, compiler, fingerprint, making, processor
+from engine.kernels.native_library import kernel_sources
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
 
@@ -158,7 +158,7 @@ def _make(order: Order) -> None:
 
 
 def _run_child(order: Order, cache_dir: Path) -> None:
-    command = [sys.executable, "-m", "engine.compilation.build", order.dump()]
+    command = [sys.executable, "-m", "engine.compilation.build_package", order.dump()]
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir)}
     with subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

@@ -7,9 +7,9 @@ import torch
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from engine.huge_pages import HugeMemory
+from engine.cpu.machine import has_amx
+from engine.device.huge_pages import HugeMemory
 from engine.kernels.shared_linear import SharedLinear, share_linears
-from engine.machine import has_amx
 
 log = logging.getLogger(__name__)
 

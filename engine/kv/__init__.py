@@ -1,0 +1,1 @@
+"""KV pages and the prefix cache."""

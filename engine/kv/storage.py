@@ -6,8 +6,8 @@ import torch
 
 from components.startup import WrongSettings
 from components.wire.layout import KvLayout
-from engine.huge_pages import HugeMemory
-from engine.machine_memory import check_fits
+from engine.cpu.machine_memory import check_fits
+from engine.device.huge_pages import HugeMemory
 
 TORCH_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

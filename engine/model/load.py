@@ -18,12 +18,12 @@ from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.errors import DeviceUnavailable, ModelUnavailable, UnsupportedModel
 from engine.kv.storage import TORCH_DTYPES
-from engine.lora.load import Adapters, install_adapters
+from engine.lora.adapters import Adapters, install_adapters
 from engine.model.identity import random_identity, weights_identity
+from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
-from engine.pooling import Pooling, read_pooling
 
 RANDOM_SEED: Final = 0
 

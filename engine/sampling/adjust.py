@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device_copy import to_device
+from engine.device.copies import to_device
 from engine.sampling.allowed import Words, allowed_words, bits_of
 from engine.sampling.penalties import Penalties
 from engine.sampling.row import Row

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from components.wire.sampling import SamplingParams
-from engine.device_copy import to_device
+from engine.device.copies import to_device
 
 
 class Cuts:

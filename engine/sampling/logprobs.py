@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from components.wire.logprobs import TokenLogprobs
-from engine.device_copy import to_device, to_host
-from engine.sampling.check import MAX_LOGPROBS
+from engine.device.copies import to_device, to_host
+from engine.sampling.bounds import MAX_LOGPROBS
 from engine.sampling.row import Row
 
 SLICE: Final = 64  # prompt rows at once

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device_copy import to_device
+from engine.device.copies import to_device
 from engine.sampling.row import Row
 from engine.sampling.seen import SeenTokens
 

@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from engine.device_copy import to_device, to_host
+from engine.device.copies import to_device, to_host
 from engine.sampling.adjust import Adjustments
 from engine.sampling.cuts import Cuts
 from engine.sampling.logprobs import DrawnLogprobs

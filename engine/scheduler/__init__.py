@@ -1,0 +1,1 @@
+"""Which requests a step computes, and their pages."""

@@ -16,8 +16,8 @@ import msgspec
 
 from components.turns import turn
 from engine.ports import Phase
-from engine.scheduler.memory import RequestMemory
 from engine.scheduler.request import Chunk, Request, RequestState
+from engine.scheduler.request_memory import RequestMemory
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from prometheus_client import CollectorRegistry
 from components.aio import background
 from components.discovery.registry import Registration, join_registry
 from components.messaging.bus import connect_bus
+from components.messaging.call_server import serve_calls
 from components.messaging.presence import keep_present, present_endpoint
-from components.messaging.service import serve_calls
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.process_health import serve_health
 from components.telemetry.logs import log_ready

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from components.discovery.registry import Registration
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
+from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
-from components.messaging.service import Endpoint
 from components.process import subject_of
 from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
 

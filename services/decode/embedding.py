@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from components.discovery.registry import Registration
 from components.errors import Cancelled, DeadlineExceeded, MeshError, PeerLost, Rejected
-from components.messaging.service import Endpoint
+from components.messaging.call_server import Endpoint
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedCancelled, EmbedRequest, Vectors
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import unpack_tokens
-from engine.loop import EngineLoop
+from engine.loop.engine_loop import EngineLoop
 from engine.ports import Engine, EngineRequest, Phase, StepOutput
 from services.worker import check_addressed, check_model
 

@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 from opentelemetry import trace
 
 from components.errors import MeshError, UnknownModel
+from components.messaging.call_server import Endpoint
 from components.messaging.fleet import Fleet
-from components.messaging.service import Endpoint
 from components.routing.candidates import Inquiry
 from components.routing.local_prefill import PromptLoad, sooner_here
 from components.routing.policy import RouteRequest

@@ -20,11 +20,11 @@ from components.errors import (
     Rejected,
     UnknownModel,
 )
+from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import heartbeat_of
 from components.messaging.outbox import OutStream
-from components.messaging.service import Endpoint
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
@@ -36,10 +36,10 @@ from components.wire.instances import InstanceRecord
 from components.wire.rooms import KvComing, RoomFailed, RoomOk
 from components.wire.sampling import Constraint
 from components.wire.tokens import unpack_tokens
-from engine.log_line import BatchLog
-from engine.loop import EngineLoop
+from engine.loop.engine_loop import EngineLoop
+from engine.loop.log_line import BatchLog
 from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
-from engine.sampling.check import check_branches
+from engine.sampling.bounds import check_branches
 from services.decode.config import OnTransferFailure
 from services.decode.embedding import EmbeddingService
 from services.decode.inbound import InboundState, InboundTransfer

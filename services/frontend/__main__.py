@@ -14,11 +14,11 @@ from components.http.server import serve_http
 from components.http.tls import Tls
 from components.http.writer import HeldWrites
 from components.messaging.bus import connect_bus
+from components.messaging.call_server import serve_calls
 from components.messaging.fleet import watch_fleet
 from components.messaging.inbox import open_inbox
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.roll_call import RollCall
-from components.messaging.service import serve_calls
 from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
 from components.errors import MeshError
-from components.messaging.service import VERSION
+from components.messaging.call_server import VERSION
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
 from components.openai.embeddings import EmbeddingList, EmbeddingRequest
@@ -42,11 +42,11 @@ from services.frontend.exchange import Exchange, Frontend
 from services.frontend.gate import Gate, WriteError, caller_of, error_writer
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
+from services.frontend.openapi import PostRoute, add_post_routes
 from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
 from services.frontend.response_routes import add_response_routes
-from services.frontend.schema import PostRoute, add_post_routes
 from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
 from services.frontend.unary import Call, answered, count_tokens, detokenize, tokenize

@@ -22,9 +22,9 @@ from components.errors import (
     PeerBroken,
     PeerLost,
 )
+from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
-from components.messaging.service import Endpoint
 from components.routing.policy import RouteRequest
 from components.routing.router import Route, explained
 from components.telemetry.spans import tracer

@@ -17,7 +17,7 @@ from components.errors import InvariantBroken, MeshError, Rejected
 from components.http.connection import PUSH
 from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
-from components.structured.check import Unusable
+from components.structured.check_constraint import Unusable
 from components.structured.checker import ConstraintChecker
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel

@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 
 from components.errors import Cancelled, DeadlineExceeded, MeshError, PeerLost, Rejected, UnknownResponse
 from components.messaging.bus import Bus
+from components.messaging.call_server import Endpoint
 from components.messaging.records import Bounds, Records, open_records
-from components.messaging.service import Endpoint
 from components.openai.items import InputItem
 from components.openai.responses import ResponseObject
 from components.wire.codec import pack, unpack

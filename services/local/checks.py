@@ -10,13 +10,13 @@ from typing import Final
 from components.api_keys import BadKeys, read_keys
 from components.http.listening import cannot_listen
 from components.http.tls import Tls, tls_context
-from components.kv_transfer.choose import check_name
+from components.kv_transfer.backends import check_name
 from components.settings import WorkerSettings
 from components.startup import WrongSettings
 from engine.config import EngineConfig
-from engine.lora.config import read_adapter_config
-from engine.lora.identity import ADAPTER_WEIGHTS
-from engine.machine_memory import check_fits
+from engine.cpu.machine_memory import check_fits
+from engine.lora.adapter_config import read_adapter_config
+from engine.lora.adapter_identity import ADAPTER_WEIGHTS
 from engine.model.mock_model import is_mock
 from services.local.child_process import CannotStart, run
 from services.local.plan import Plan
@@ -76,7 +76,7 @@ def _check_adapters(worker: WorkerSettings, engine: EngineConfig) -> None:
 
 async def _check_backend(setting: str) -> None:
     lines: list[str] = []
-    if await run([sys.executable, "-m", "components.kv_transfer.check", setting], lines.append) != 0:
+    if await run([sys.executable, "-m", "components.kv_transfer.try_backend", setting], lines.append) != 0:
         raise CannotStart(lines[-1] if lines else f"setting kv_transfer: {setting} cannot be used here")
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from components.settings import MeshSettings, ModelSettings, misspelled, shown_fault
-from engine.cpu_time import usable_cores
+from engine.cpu.cpu_time import usable_cores
 from services.bootstrap.config import BootstrapSettings
 from services.decode.config import DecodeSettings
 from services.frontend.config import FrontendSettings

@@ -10,7 +10,7 @@ import nats.errors
 
 from components.errors import BackendUnavailable, Rejected
 from components.messaging.bus import connect_bus
-from components.messaging.service import Endpoint, serve_calls
+from components.messaging.call_server import Endpoint, serve_calls
 from components.wire.plans import AskCounts, Counts, ScaleRole
 from services.local.children import ChildSpec, Tier
 from services.local.output import Output

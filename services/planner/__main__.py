@@ -9,7 +9,7 @@ from components.discovery.leader import lead
 from components.discovery.registry import join_registry
 from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
-from components.messaging.service import serve_calls
+from components.messaging.call_server import serve_calls
 from components.process import new_instance_id, run, stop_signal
 from components.telemetry.logs import log_ready
 from components.telemetry.spans import start_telemetry

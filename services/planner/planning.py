@@ -11,7 +11,7 @@ from typing import Final
 
 from components.discovery.leader import Leadership
 from components.errors import MeshError
-from components.messaging.service import Endpoint
+from components.messaging.call_server import Endpoint
 from components.planning.planner import Change, Planner, Verdict
 from components.planning.samples import PLANNED, Observation, Planned
 from components.wire.plans import AskPlan, PlanTold, RolePlan

@@ -16,8 +16,8 @@ from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums
 from components.lifecycle import Tally
 from components.messaging.bus import Bus
+from components.messaging.call_server import Endpoint
 from components.messaging.heartbeats import heartbeat_of
-from components.messaging.service import Endpoint
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.structured.masks import MaskMaker
 from components.telemetry.spans import tracer
@@ -28,8 +28,8 @@ from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Qu
 from components.wire.rooms import KvComing, PagesOffered, RoomOk
 from components.wire.sampling import Constraint
 from components.wire.tokens import unpack_tokens
-from engine.log_line import BatchLog
-from engine.loop import EngineLoop
+from engine.loop.engine_loop import EngineLoop
+from engine.loop.log_line import BatchLog
 from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
 from services.prefill.outbound import NEXT, OutboundState, OutboundTransfer
 from services.prefill.rooms import Rooms

@@ -11,7 +11,7 @@ from components.errors import BackendUnavailable, MeshError
 from components.process import drain, new_instance_id, record_maker, run, stop_signal
 from components.settings import MeshSettings
 from components.startup import EX_CONFIG, WrongSettings
-from engine.attention.choose import AttentionUnavailable
+from engine.attention.choose_attention import AttentionUnavailable
 from engine.errors import ModelUnavailable, UnsupportedModel
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.core import EngineCore
-from engine.kernels.build import KernelsUnavailable, load_kernels
+from engine.core.engine_core import EngineCore
+from engine.kernels.native_library import KernelsUnavailable, load_kernels
 from engine.model.load import LoadedModel
 from tests.engine.tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 

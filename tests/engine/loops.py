@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
-from engine.loop import EngineLoop
+from engine.core.engine_core import EngineCore
+from engine.loop.engine_loop import EngineLoop
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Pause, StepOutput
 from engine.start import run_engine

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, MockConfig
-from engine.core import EngineCore
-from engine.mock.build import build_engine
+from engine.core.engine_core import EngineCore
+from engine.mock.mock_engine import build_engine
 from tests.engine.tiny_engine import PIPELINE
 
 AT_ONCE = float("inf")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import Computed, EngineRequest, Phase
 from tests.engine.tiny_engine import alone, greedy, make_engine, prompt, read_page, run, run_until_idle, write_page

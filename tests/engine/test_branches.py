@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from components.errors import Rejected
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase
 from engine.sampling.branches import branch_seed

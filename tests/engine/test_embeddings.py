@@ -10,10 +10,10 @@ import pytest
 
 from components.errors import PromptTooLong, Rejected
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.errors import UnsupportedModel
 from engine.model.load import LoadedModel
-from engine.pooling import read_pooling
+from engine.model.pooling import read_pooling
 from engine.ports import EngineRequest, Phase
 from tests.engine.embedding_model import SIZE, VOCAB, change, cosines, reference, save_embedding_model
 from tests.engine.mock_engine import make_mock

@@ -19,10 +19,10 @@ from hypothesis.stateful import (
 from msgspec import structs
 
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
-from engine.inflight import Launched
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, Reserved, StepOutput
+from engine.runner.step_runner import Launched
 from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason
 from tests.engine.tiny_engine import EOS, greedy, load_tiny, make_engine, prompt, run, save_tiny

@@ -16,7 +16,7 @@ from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from engine.build import assemble, build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.kernels.linear import can_pack, pack_linears
 from engine.ports import EngineRequest
 from tests.engine.tiny_engine import VOCAB, load_tiny, prompt, run, save_tiny, small

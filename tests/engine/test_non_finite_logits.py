@@ -15,7 +15,7 @@ from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention
 from engine.build import assemble
 from engine.compilation.forward import EagerForward
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from tests.engine.embedding_model import SIZE, save_embedding_model

@@ -5,10 +5,10 @@ import pytest
 from components.errors import PromptTooLong, Rejected
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase, Reserved, StepOutput
-from engine.scheduler import memory
+from engine.scheduler import request_memory
 from tests.engine.tiny_engine import (
     EOS,
     GENERATING,
@@ -286,7 +286,7 @@ def test_a_prompts_blocks_that_somebody_has_made_are_not_made_again(
     run(engine, [EngineRequest("r", prompt(32), greedy(1))])
     blocks = engine.prompt_blocks(pack_tokens(prompt(40)))
     assert engine.peek_prefix(blocks) == 32
-    monkeypatch.setattr(memory, "block_hashes", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(request_memory, "block_hashes", lambda *_: pytest.fail("made again"))
     seen = run(engine, [EngineRequest("s", prompt(40), greedy(2), blocks=blocks)])
     assert seen.cached["s"] == 32
     assert peek(engine, prompt(40)) == 32

@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from components.wire.layout import KvLayout
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
-from engine.inflight import StepFailed
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, StepOutput
-from engine.runner import TorchRunner, TorchStep
+from engine.runner.step_runner import StepFailed
+from engine.runner.torch_runner import TorchRunner, TorchStep
 from engine.scheduler.request import Chunk
 from tests.engine.tiny_engine import (
     GENERATING,

@@ -14,7 +14,7 @@ from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.build import assemble
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import Computed, Engine, EngineRequest, Failed, FinishReason, Phase, Reserved, StepOutput, StepStats

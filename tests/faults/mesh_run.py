@@ -14,7 +14,7 @@ from unittest import mock
 from uuid import UUID
 
 from components.wire.sampling import SamplingParams
-from engine.mock import build
+from engine.mock import mock_engine
 from services.decode import prefill_client as prefill_client_module
 from services.decode.prefill_client import PrefillClient
 from services.frontend import exchange
@@ -107,7 +107,7 @@ class MeshRun:
                 mock.patch.object(prefill_client_module, "randbits", Random(self.random.random()).getrandbits)
             )
             stack.enter_context(mock.patch.object(exchange, "uuid4", partial(_uuid, Random(self.random.random()))))
-            stack.enter_context(mock.patch.object(build, "model_dir", found_model))
+            stack.enter_context(mock.patch.object(mock_engine, "model_dir", found_model))
             stack.enter_context(self.chaos.watching())
             await self._start()
             self.chaos.start()

@@ -16,6 +16,7 @@ from components.aio import background
 from components.discovery.registry import Registration
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.bus import Bus
+from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import SOONEST_S, Following
 from components.messaging.fleet import Fleet, watch_fleet
 from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
@@ -23,7 +24,6 @@ from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.outbox import open_outbox
 from components.messaging.presence import keep_present, present_endpoint
-from components.messaging.service import serve_calls
 from components.process import drain, subject_of
 from components.routing.policies import DEFAULT, Phase, PolicyName
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -31,12 +31,12 @@ from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
 from components.wire.protocol import OLDEST, PROTOCOL
 from engine.config import EngineConfig, MockConfig
-from engine.core import EngineCore
-from engine.inflight import StepFailed
-from engine.inline_loop import InlineLoop
-from engine.mock.build import build_engine
+from engine.core.engine_core import EngineCore
+from engine.loop.inline_loop import InlineLoop
+from engine.mock.mock_engine import build_engine
 from engine.model.resolve import model_dir
 from engine.ports import max_request_pages
+from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import Request, RequestState
 from services.bootstrap.service import BootstrapService
 from services.decode.prefill_client import PrefillClient

@@ -9,8 +9,8 @@ from zlib import crc32
 
 from components.wire.block_hash import block_hashes
 from components.wire.tokens import pack_tokens
-from engine.core import EngineCore
-from engine.mock.memory import BLOCK, MARK
+from engine.core.engine_core import EngineCore
+from engine.mock.marked_pages import BLOCK, MARK
 from engine.ports import EngineRequest
 from tests.faults.clients import Answer, Client
 from tests.faults.nodes import make_engine

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.failed_steps import EngineBroken
-from engine.inflight import StepFailed
+from engine.core.failed_steps import EngineBroken
+from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import Chunk
 from tests.faults import nodes
 from tests.faults.limits import ANYTHING

@@ -26,8 +26,8 @@ from components.messaging import (
     outbox,
     presence,
 )
-from engine import core
-from engine.mock import runner
+from engine.core import engine_core
+from engine.mock import mock_runner
 from services.decode import prefill_client
 from services.frontend import decode_choice, exchange
 
@@ -228,8 +228,8 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(outbox, "time", clock),
         mock.patch.object(bus, "time", clock),
         mock.patch.object(exchange, "time", clock),
-        mock.patch.object(runner, "time", DeviceTime(loop)),
-        mock.patch.object(core, "perf_counter", loop.time),
+        mock.patch.object(mock_runner, "time", DeviceTime(loop)),
+        mock.patch.object(engine_core, "perf_counter", loop.time),
     ):
         yield
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from components.kv_transfer.checksum import Sent
 from components.process import run
-from engine.mock.memory import MARK
+from engine.mock.marked_pages import MARK
 from services.decode.__main__ import main
 from services.decode.config import DecodeSettings
 from services.decode.inbound import InboundTransfer

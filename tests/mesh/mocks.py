@@ -7,7 +7,7 @@ from typing import Final
 
 from components.wire.sampling import SamplingParams
 from engine.config import EngineConfig, MockConfig
-from engine.mock.build import build_engine
+from engine.mock.mock_engine import build_engine
 from engine.ports import Engine, EngineRequest
 from tests.mesh.harness import Answer, Client
 

@@ -24,7 +24,7 @@ import components.process
 
 REPO: Final = Path(__file__).resolve().parents[2]
 MAINS: Final = tuple(f"services.{role}.__main__" for role in ("bootstrap", "prefill", "decode", "frontend"))
-MOCK: Final = (*MAINS, "components.kv_transfer.nixl_transfer", "engine.mock.build")
+MOCK: Final = (*MAINS, "components.kv_transfer.nixl_transfer", "engine.mock.mock_engine")
 TORCH: Final = (
     *MAINS,
     "components.kv_transfer.nixl_transfer",

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from components.errors import BackendUnavailable
 from components.messaging.bus import Bus
-from components.messaging.service import Endpoint
+from components.messaging.call_server import Endpoint
 from components.process import run
 from components.wire.kv_events import FetchKvDump, KvDumpPart, pack_hashes
 from services.decode.__main__ import main as decode

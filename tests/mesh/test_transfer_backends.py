@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 
 from components.errors import InvariantBroken
-from components.kv_transfer.choose import kv_opener
+from components.kv_transfer.backends import kv_opener
 from components.startup import WrongSettings
 from components.telemetry.trace_store import TraceStore
 from components.wire.sampling import SamplingParams

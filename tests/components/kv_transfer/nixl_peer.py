@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from components.errors import MeshError
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.backends import kv_opener
 from components.kv_transfer.checksum import PageChecksums, Sent
-from components.kv_transfer.choose import kv_opener
 from components.wire.layout import KvLayout
 from tests.services.decode.inbound import inbound
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from components.errors import IncompatibleLayout, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
-from components.kv_transfer.choose import kv_opener
+from components.kv_transfer.backends import kv_opener
 from components.startup import WrongSettings
 from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages
 from tests.components.kv_transfer.test_nixl_transfer import Peer

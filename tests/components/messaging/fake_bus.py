@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from components.errors import DeadlineExceeded, MeshError, MessageTooLarge, NobodyListens
+from components.messaging.call_server import Endpoint
 from components.messaging.refusals import Refusals
-from components.messaging.service import Endpoint
 from components.wire import codec
 from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import Refused, raised, refusal

@@ -24,8 +24,8 @@ from components.errors import (
     QueueFull,
 )
 from components.messaging.bus import HEADERS_BYTES, Bus, connect_bus
+from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.presence import present_endpoint
-from components.messaging.service import Endpoint, serve_calls
 from components.urls import without_password
 from components.wire.codec import unpack
 from components.wire.generate import CancelStreams, GenerateRequest, StreamsCancelled

@@ -9,11 +9,11 @@ import pytest
 from components.discovery.book import InstanceBook
 from components.messaging import fan_out
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import Following
 from components.messaging.fleet import Fleet, watch_fleet
 from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
-from components.messaging.service import serve_calls
 from components.routing.candidates import Inquiry, depths
 from components.routing.policy import RouteRequest
 from components.wire.block_hash import PromptBlocks, seed_hash

@@ -14,10 +14,10 @@ from components.discovery.book import InstanceBook
 from components.errors import BackendUnavailable, Overloaded, Rejected, StaleInstance
 from components.messaging import kv_publisher, kv_subscriber
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.call_server import serve_calls
 from components.messaging.fleet import KvMirrorMetrics
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
-from components.messaging.service import serve_calls
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.wire.kv_events import DUMP_PART_BLOCKS, FetchKvDump, KvDumpPart, KvEventBatch, pack_batch, unpack_hashes
 from services.local.servers import NATS, running

@@ -12,8 +12,8 @@ import pytest
 from components.errors import InvariantBroken, Overloaded, Rejected
 from components.messaging import profiles
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.call_server import serve_calls
 from components.messaging.profiles import Profiles, keep_profiles
-from components.messaging.service import serve_calls
 from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from components.errors import Overloaded, TooManyChecks
 from components.structured import checker as module
-from components.structured.check import Unusable
+from components.structured.check_constraint import Unusable
 from components.structured.checker import TOO_COMPLEX, ConstraintChecker, open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.wire.sampling import Constraint

@@ -9,12 +9,12 @@ import torch
 
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
-from engine.attention.choose import AttentionUnavailable, make_attention, prepare_attention, why_not_cpu
+from engine.attention.choose_attention import AttentionUnavailable, make_attention, prepare_attention, why_not_cpu
 from engine.attention.cpu import CpuAttention, pack_plan
 from engine.attention.plain import PlainAttention
 from engine.attention.step_tables import StepLimits
-from engine.kernels import build as kernels_build
-from engine.kernels.build import KernelsUnavailable, load_kernels
+from engine.kernels import native_library
+from engine.kernels.native_library import KernelsUnavailable, load_kernels
 
 LAYERS = 3
 LIMITS = StepLimits(requests=2, tokens=8, context=64)
@@ -276,7 +276,7 @@ def test_which_backend_an_engine_gets() -> None:
 def test_a_machine_without_a_compiler_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels_build, "kernels_are_loaded", lambda: False)
+    monkeypatch.setattr(native_library, "kernels_are_loaded", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(AttentionUnavailable, match="CXX"):
         prepare_attention("cpu", torch.device("cpu"), tmp_path)
@@ -291,8 +291,8 @@ def test_a_machine_without_a_compiler_is_told_so(
 def test_a_kernel_that_does_not_compile_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text("this is no C++;")
-    monkeypatch.setattr(kernels_build, "kernel_sources", lambda: [source])
-    monkeypatch.setattr(kernels_build, "kernels_are_loaded", lambda: False)
+    monkeypatch.setattr(native_library, "kernel_sources", lambda: [source])
+    monkeypatch.setattr(native_library, "kernels_are_loaded", lambda: False)
     with pytest.raises(KernelsUnavailable, match=r"g\+\+ 12 or newer can.*error"):
         load_kernels(tmp_path)
     assert [path.suffix for path in (tmp_path / "compile").iterdir()] == [".lock"]

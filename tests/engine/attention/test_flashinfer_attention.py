@@ -12,7 +12,7 @@ import torch
 
 from bench.attention_case import AttentionCase, Outcome, written_out
 from engine.attention.backend import AttentionBackend, Scoring, StepShape
-from engine.attention.choose import AttentionUnavailable
+from engine.attention.choose_attention import AttentionUnavailable
 
 CASE = AttentionCase((1, 1, 20, 5), (4, 33, 20, 70), dtype="bfloat16", head_dim=64)
 

@@ -9,7 +9,7 @@ AUTOGROUP = Path("/proc/self/autogroup")  # where the kernel schedules by sessio
 STEPPING_BACK = """
 import os
 from pathlib import Path
-from engine.compilation.build import _step_back
+from engine.compilation.build_package import _step_back
 _step_back()
 group = Path("/proc/self/autogroup")
 print(os.nice(0), os.getsid(0) == os.getpid(), group.read_text() if group.exists() else "")

@@ -18,7 +18,7 @@ from engine.compilation import packages
 from engine.compilation.forward import EagerForward, PackagedForward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.compilation.trial import scratch_attention, step_of
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.kernels.linear import can_pack, pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent

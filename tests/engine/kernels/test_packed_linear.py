@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from engine.huge_pages import HugeMemory
+from engine.device.huge_pages import HugeMemory
 from engine.kernels.linear import PackedGate, PackedLinear, can_pack, is_packed, pack, pack_linears
 from engine.kernels.shared_linear import SharedLinear, share_linears
 from engine.model.load import load_model

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from components.wire.block_hash import block_hashes, seed_hash
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.ports import EngineRequest, Phase, StepOutput
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import GENERATING, greedy, peek, prompt, run

@@ -14,7 +14,7 @@ from components.errors import UnknownModel
 from engine.attention.backend import StepShape
 from engine.attention.plain import PlainAttention
 from engine.compilation.forward import EagerForward
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase

@@ -13,7 +13,7 @@ from components.errors import Rejected
 from components.structured.grammar import as_lark, load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
 from components.wire.sampling import Constraint, SamplingParams
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.mock_model import SPECIAL, mock_dir
 from engine.ports import EngineRequest, FinishReason, Phase
 from tests.engine.mock_engine import make_mock

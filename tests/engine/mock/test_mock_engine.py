@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from components.errors import UnknownModel
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.mock_model import SPECIAL
 from engine.model.resolve import model_dir, served_name
 from engine.ports import EngineRequest, FinishReason, Phase

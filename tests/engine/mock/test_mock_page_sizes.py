@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from components.kv_transfer.pieces import Pieces, cut
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.ports import Computed, EngineRequest, Phase
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import check_pages, greedy, prefilled, prompt, run, run_until_idle

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention.backend import Scoring, StepAttention, StepShape
-from engine.attention.choose import make_attention
+from engine.attention.choose_attention import make_attention
 from engine.attention.step_tables import StepLimits
 from engine.build import assemble
 from engine.compilation.forward import EagerForward

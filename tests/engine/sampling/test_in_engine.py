@@ -11,7 +11,7 @@ import torch
 
 from components.wire.sampling import SamplingParams
 from engine.attention.backend import Scoring
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, TokenMask
 from engine.sampling.penalties import seen_by

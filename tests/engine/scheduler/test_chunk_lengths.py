@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.wire.sampling import SamplingParams
-from engine.chunk_limit import UNKNOWN, ChunkLimit
-from engine.core import EngineCore
-from engine.inflight import Launched
+from engine.core.chunk_limit import UNKNOWN, ChunkLimit
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
+from engine.runner.step_runner import Launched
 from engine.scheduler.request import Chunk
 from engine.scheduler.scheduler import chunk_length
 from tests.engine.mock_engine import make_mock

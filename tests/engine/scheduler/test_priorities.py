@@ -7,7 +7,7 @@ import pytest
 
 from components.turns import OVERTAKEN_TOKENS, OVERTAKERS
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.ports import EngineRequest, Phase
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import Seen, check_pages, greedy, prompt, run

@@ -3,7 +3,7 @@
 import pytest
 
 from components.wire.sampling import SamplingParams
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from tests.engine.tiny_engine import Seen, alone, check_pages, greedy, make_engine, prompt, run, run_until_idle

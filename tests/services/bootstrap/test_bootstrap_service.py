@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from components.aio import background
 from components.discovery.registry import Registration
 from components.errors import MalformedMessage, MeshError, TransferFailed
+from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
-from components.messaging.service import Endpoint
 from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
 from services.bootstrap.service import BootstrapService
 from tests.components.messaging.fake_bus import FakeBus

@@ -6,7 +6,7 @@ import pytest
 
 from components.wire.sampling import SamplingParams
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine_core import EngineCore
 from engine.ports import EngineRequest, KvRegion, Phase, StepOutput
 from engine.scheduler.request import Chunk
 from tests.components.kv_transfer.fake_transfer import LAYOUT

@@ -22,12 +22,12 @@ from components.errors import (
     PeerLost,
     PromptTooLong,
 )
+from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeats import Liveness
 from components.messaging.inbox import StreamInbox
 from components.messaging.outbox import OutStream
-from components.messaging.service import Endpoint
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, TokenFrame
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from components.discovery.registry import Registration, join_registry
 from components.messaging.bus import connect_bus
-from components.messaging.service import serve_calls
+from components.messaging.call_server import serve_calls
 from components.process import subject_of
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME, TraceStoreExporter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import machine_memory
+from engine.cpu import machine_memory
 from services.local.checks import check_plan
 from services.local.child_process import CannotStart
 from services.local.plan import TIERS, Plan

@@ -16,8 +16,8 @@ from components.http.server import serve_http
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
+from services.frontend.openapi import UNUSED_SCHEMAS
 from services.frontend.ports import ServedModel
-from services.frontend.schema import UNUSED_SCHEMAS
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh, logprobs_of
 from tests.services.frontend.thinking_model import CALL, TWO, thinking_model
 

@@ -1,0 +1,1 @@
+"""The engine without its device: requests, limits, outcomes of steps."""

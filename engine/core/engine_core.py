@@ -1,0 +1,312 @@
+"""The engine without the device.
+
+A step is planned and launched while the one before runs. A decode may take its last token on the device. Draws wait for
+the step before, because penalties and masks need the whole text. A request skips a step if the token in flight is its
+last, or if branches fork there. If a request ends meanwhile, its draw is dropped. No request is preempted while a step
+is in flight.
+"""
+
+import logging
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import count, islice
+from time import perf_counter
+from types import MappingProxyType
+from typing import Final
+
+from components.errors import InvariantBroken, UnknownModel
+from components.wire.block_hash import PromptBlocks, seed_hash
+from components.wire.embed import EmbeddingModel
+from components.wire.logprobs import TokenLogprobs
+from engine.config import EngineConfig
+from engine.core.chunk_limit import ChunkLimit
+from engine.core.failed_steps import FailedSteps
+from engine.core.limits import Limits
+from engine.core.open_requests import Requests
+from engine.core.outcomes import Outcomes
+from engine.model.pooling import Pooling
+from engine.ports import (
+    EngineRequest,
+    Failed,
+    KvRegion,
+    Pause,
+    Recording,
+    Reserved,
+    StepOutput,
+    StepStats,
+    TokenOutput,
+)
+from engine.runner.step_runner import Flight, Runner, StepFailed
+from engine.scheduler.request import Chunk, Request
+from engine.scheduler.request_memory import RequestMemory, usable_pages
+from engine.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+PACK_TOKENS: Final = 1536  # enough to keep a device busy
+
+
+class EngineCore:
+    """Implements `engine.ports.Engine`; a `Runner` computes the steps."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        config: EngineConfig,
+        region: KvRegion,
+        max_context: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        adapters: Mapping[str, str] = MappingProxyType({}),
+        pooling: Pooling | None = None,
+        pack_tokens: int = PACK_TOKENS,
+    ) -> None:
+        self._runner = runner
+        self._region = region
+        self._adapters = adapters
+        self._pooling = pooling
+        self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
+        self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and not runner.takes_cpu)
+        self._memory = RequestMemory(
+            region.num_pages, config.page_size, config.reserve_tokens, kv_events=config.kv_events
+        )
+        self._scheduler = Scheduler(
+            self._memory, config.max_running, config.max_step_tokens, config.pack_tokens or pack_tokens
+        )
+        self._requests = Requests(self._scheduler, self._memory)
+        self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
+        self._flight: Flight | None = None  # launched, not landed
+        self._behind: Flight | None = None  # launched, not drawn
+        self._failed_steps = FailedSteps()
+        self._chunk_limit = ChunkLimit() if runner.takes_cpu else None
+        self._arrivals = count()
+        self._step = 0
+        self._prompt_tokens = 0  # in the steps that landed in this one
+
+    @property
+    def kv_region(self) -> KvRegion:
+        return self._region
+
+    @property
+    def max_context(self) -> int:
+        return self._limits.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        return self._limits.vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._limits.eos_token_ids
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._adapters
+
+    @property
+    def embedding(self) -> EmbeddingModel | None:
+        return None if self._pooling is None else self._pooling.about
+
+    def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
+        return PromptBlocks(token_ids, self._root_hash(cache_salt, adapter))
+
+    def peek_prefix(self, blocks: PromptBlocks) -> int:
+        page_size = self._region.layout.page_size
+        usable = islice(blocks(page_size), usable_pages(blocks.num_tokens, page_size))
+        return len(self._memory.prefix.match(usable)) * page_size
+
+    def cached_blocks(self) -> list[bytes]:
+        return self._memory.prefix.blocks()
+
+    def submit(self, request: EngineRequest) -> None:
+        tokens = list(request.token_ids)
+        self._limits.check(request, tokens, self._requests)
+        queued = Request(
+            id=request.request_id,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            limit=min(len(tokens) + request.sampling.max_tokens, self._limits.max_context),
+            sampling=request.sampling,
+            phase=request.phase,
+            arrival=next(self._arrivals),
+            root_hash=self._root_hash(request.cache_salt, request.adapter),
+            hashes=[] if request.blocks is None else request.blocks(self._region.layout.page_size)[:],
+            num_generated=request.num_generated,
+            eos_token_ids=self._limits.eos_token_ids,
+            mask=request.mask,
+            priority=request.priority,
+            adapter=request.adapter,
+            pools_all=self._pooling is not None and self._pooling.reads_all,
+        )
+        self._requests.add(queued)
+
+    def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
+        return self._outcomes.deliver(request_id, first_token, logprobs)
+
+    def recompute(self, request_id: str) -> None:
+        self._requests.recompute(request_id)
+
+    def cancel(self, request_id: str, branch: int | None = None) -> None:
+        if branch is None:
+            self._requests.cancel(request_id)
+        else:
+            self._requests.cancel_branch(request_id, branch)
+
+    def release(self, request_id: str) -> None:
+        self._requests.release(request_id)
+
+    def wait_s(self) -> float:
+        if not self._runner.takes_cpu or not self._scheduler.computes():
+            return 0
+        return self._runner.wait_s(self._scheduler.has_prompts)
+
+    def rest(self) -> None:
+        self._runner.rest()
+
+    def start_profile(self, facts: Mapping[str, str]) -> None:
+        self._runner.start_profile(facts)
+
+    def stop_profile(self) -> Recording:
+        return self._runner.stop_profile()
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work() or self._flight is not None or bool(self._memory.prefix.events)
+
+    def computes(self) -> bool:
+        return self._flight is not None or self._scheduler.computes()
+
+    def step(self) -> StepOutput:
+        (output,) = self._stepping(pauses=False)
+        assert isinstance(output, StepOutput)
+        return output
+
+    def stepping(self) -> Iterator[Pause | StepOutput]:
+        return self._stepping(pauses=True)
+
+    def _stepping(self, *, pauses: bool) -> Iterator[Pause | StepOutput]:
+        try:
+            output = yield from self._stepped(pauses=pauses)
+        finally:
+            self._runner.done()
+        yield output
+
+    def _stepped(self, *, pauses: bool) -> Generator[Pause, None, StepOutput]:
+        started = perf_counter()
+        self._step += 1
+        self._prompt_tokens = 0
+        output = StepOutput()
+        if self._scheduler.must_retract():
+            if pauses:
+                yield from self._pauses(output, reserve=False)  # pages are short
+            self._land(output)
+        plan = self._scheduler.schedule(self._chunk_limit.tokens if self._chunk_limit is not None else None)
+        output.reserved += self._reserved(plan.reserved)
+        self._behind = self._launch(plan.chunks, output)
+        if pauses:
+            yield from self._pauses(output)
+        self._land(output)
+        self._behind, behind = None, self._behind
+        self._flight = self._sample(behind, output)
+        if not self._pipelined:
+            if pauses:
+                yield from self._pauses(output)
+            self._land(output)
+        self._failed_steps.check()
+        output.cache_events = self._memory.prefix.take_events()
+        output.stats = stats = self._stats(output, perf_counter() - started)
+        if self._chunk_limit is not None:
+            self._chunk_limit.stepped(stats.prompt_tokens, stats.decode_tokens, stats.step_s)
+        return output
+
+    def _launch(self, chunks: list[Chunk], output: StepOutput) -> Flight | None:
+        if not chunks:
+            return None
+        try:
+            flight = Flight(chunks, self._runner.launch(chunks))
+        except StepFailed as error:
+            self._fail(error, chunks, output)
+            return None
+        for chunk in chunks:
+            chunk.request.in_flight = chunk
+        return flight
+
+    def _sample(self, flight: Flight | None, output: StepOutput) -> Flight | None:
+        if flight is None:
+            return None
+        try:
+            flight.launched.sample()
+        except StepFailed as error:
+            self._fail(error, flight.chunks, output)
+            return None
+        return flight
+
+    def _pauses(self, output: StepOutput, *, reserve: bool = True) -> Iterator[Pause]:
+        while self._flight is not None and (wait_s := self._flight.launched.wait_s()):
+            told, output.reserved = output.reserved, []
+            yield Pause(told, wait_s)
+            if reserve:
+                output.reserved += self._reserved(self._scheduler.reserve())
+
+    def _reserved(self, requests: Sequence[Request]) -> list[Reserved]:
+        page_size = self._region.layout.page_size
+        return [Reserved(r.id, list(r.pages), r.num_computed // page_size) for r in requests]
+
+    def _land(self, output: StepOutput) -> None:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        try:
+            sampled = flight.launched.result()
+        except StepFailed as error:
+            self._fail(error, flight.chunks, output)
+            return
+        self._failed_steps.landed()
+        for chunk, token_id in zip(flight.chunks, sampled, strict=True):
+            request, start = chunk.request, chunk.start
+            if start < request.prompt_len:
+                self._prompt_tokens += min(chunk.end, request.prompt_len) - start
+            if request.in_flight is chunk:  # else already in the next step
+                self._requests.landed(chunk)
+            if not chunk.dropped:
+                self._outcomes.commit(chunk, token_id, output)
+
+    def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
+        log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
+        self._land(output)  # if a launch failed, the step before is in flight
+        self._failed_steps.failed((chunk.request for chunk in chunks), error.message)
+        for chunk in chunks:
+            self._requests.landed(chunk)
+        ids = dict.fromkeys(chunk.request.id for chunk in chunks if not chunk.dropped)  # once, with all branches
+        for request_id in ids:
+            self._requests.cancel(request_id)
+            output.failed.append(Failed(request_id, InvariantBroken(error.message, request_id=request_id)))
+
+    def _root_hash(self, cache_salt: str, adapter: str) -> bytes:
+        if adapter and adapter not in self._adapters:
+            there = ", ".join(sorted(self._adapters)) or "none"
+            raise UnknownModel(f"there is no LoRA adapter {adapter!r}; loaded here: {there}", param="model")
+        return seed_hash(self._region.layout.model, self._adapters.get(adapter, ""), cache_salt)
+
+    def _stats(self, output: StepOutput, step_s: float) -> StepStats:
+        scheduler, pool = self._scheduler, self._memory.pool
+        sampled = len(output.tokens)
+        if output.computed:
+            sampled += sum(1 for computed in output.computed if computed.first_token is not None)
+        return StepStats(
+            step=self._step,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_reserved=len(scheduler.reserved),
+            num_held=self._requests.num_held,
+            prompt_tokens=self._prompt_tokens,
+            decode_tokens=sampled,
+            free_pages=pool.num_free,
+            cached_pages=pool.num_cached,
+            held_pages=pool.num_held,
+            total_pages=pool.num_pages,
+            step_s=step_s,
+            prefix_queries=self._memory.prefix_queries,
+            prefix_hits=self._memory.prefix_hits,
+            retractions=scheduler.retractions,
+            forward=self._runner.forward_kind,
+        )

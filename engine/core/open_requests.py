@@ -1,0 +1,141 @@
+"""All requests by id, until their pages are free."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.ports import Phase
+from engine.scheduler.request import Chunk, Request, RequestState
+from engine.scheduler.request_memory import RequestMemory
+from engine.scheduler.scheduler import Scheduler
+
+
+class Requests:
+    """An ended request keeps its pages while a transfer or the step in flight may use them."""
+
+    def __init__(self, scheduler: Scheduler, memory: RequestMemory) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._live: dict[str, Request] = {}
+        self._held: dict[str, Request] = {}  # ended, pages still exposed
+        self._branches: dict[str, list[Request]] = {}  # live branches, except branch 0
+
+    def __contains__(self, request_id: object) -> bool:
+        return any(request_id in known for known in (self._live, self._held, self._branches))
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._live.values()
+        yield from self._held.values()
+        for branches in self._branches.values():
+            yield from branches
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def add(self, request: Request) -> None:
+        self._live[request.id] = request
+        self._scheduler.add(request)
+
+    def reserved(self, request_id: str) -> Request | None:
+        request = self._live.get(request_id)
+        return request if request is not None and request.state is RequestState.RESERVED else None
+
+    def branches(self, request_id: str) -> list[Request]:
+        first = self._live.get(request_id)
+        return [*([] if first is None else [first]), *self._branches.get(request_id, ())]
+
+    def fork(self, request: Request) -> list[tuple[int, int]]:
+        """Start the other branches after the prompt.
+
+        Returns: (source, target) pages to copy before the next step.
+        """
+        copies: list[tuple[int, int]] = []
+        for number in range(1, request.sampling.n):
+            if number in request.unwanted:
+                continue
+            branch = request.forked(number)
+            self._branches.setdefault(request.id, []).append(branch)
+            copies += self._scheduler.fork(request, branch)
+        return copies
+
+    def recompute(self, request_id: str) -> None:
+        request = self._live.get(request_id)
+        if request is None or request.phase is not Phase.DECODE:
+            return
+        if request.state is RequestState.WAITING:  # it has no pages yet
+            request.phase = Phase.FULL
+            return
+        again = replace(
+            request,
+            phase=Phase.FULL,
+            pages=[],
+            num_computed=0,
+            num_published=0,
+            num_cached_tokens=0,
+            released=False,
+        )
+        self.end(request)
+        self.add(again)
+
+    def cancel(self, request_id: str) -> None:
+        request = self._live.get(request_id)
+        if request is not None:
+            self.end(request)
+        for branch in list(self._branches.get(request_id, ())):
+            self.finish(branch)
+
+    def cancel_branch(self, request_id: str, branch: int) -> None:
+        """End a branch, or mark it as unwanted before it starts."""
+        request = self._live.get(request_id)
+        if request is not None and not request.has_begun:
+            if 0 <= branch < request.sampling.n:
+                request.unwanted.add(branch)
+            if len(request.unwanted) == request.sampling.n:
+                self.end(request)
+        elif request is not None and branch == 0:
+            self.end(request)
+        else:
+            for other in [other for other in self._branches.get(request_id, ()) if other.branch == branch]:
+                self.finish(other)
+
+    def release(self, request_id: str) -> None:
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held.advance(RequestState.FINISHED)
+            self._give_back(held)
+        elif (request := self._live.get(request_id)) is not None and request.phase is not Phase.FULL:
+            request.released = True
+
+    def end(self, request: Request) -> None:
+        if not request.exposed or request.released:
+            self.finish(request)
+            return
+        self._scheduler.remove(request)
+        request.advance(RequestState.HELD)
+        del self._live[request.id]
+        self._held[request.id] = request
+
+    def finish(self, request: Request) -> None:
+        self._scheduler.remove(request)
+        request.advance(RequestState.FINISHED)
+        self._give_back(request)
+        if not request.branch:
+            del self._live[request.id]
+            return
+        branches = self._branches[request.id]
+        branches.remove(request)
+        if not branches:
+            del self._branches[request.id]
+
+    def landed(self, chunk: Chunk) -> None:
+        request = chunk.request
+        if request.in_flight is not chunk:  # not launched, or already in the next step
+            return
+        request.in_flight = None
+        if request.state is RequestState.FINISHED:
+            self._memory.give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        """`landed` does it for a request in flight."""
+        if request.in_flight is None:
+            self._memory.give_back(request)

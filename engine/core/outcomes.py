@@ -1,0 +1,145 @@
+"""Apply the results of steps and transfers to requests."""
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from components.errors import NonFiniteLogits, Rejected
+from components.wire.logprobs import TokenLogprobs
+from engine.core.limits import Limits
+from engine.core.open_requests import Requests
+from engine.ports import Computed, Embedded, Failed, FinishReason, Phase, StepOutput, TokenMask, TokenOutput
+from engine.sampling.bounds import check_token_ids
+from engine.sampling.row import NO_TOKEN
+from engine.scheduler.request import Chunk, Request
+from engine.scheduler.request_memory import RequestMemory
+from engine.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+FULL: Final = Phase.FULL  # enum attributes are slow
+
+
+class Outcomes:
+    def __init__(
+        self,
+        requests: Requests,
+        scheduler: Scheduler,
+        memory: RequestMemory,
+        limits: Limits,
+        copy_page: Callable[[int, int], None],
+    ) -> None:
+        self._requests = requests
+        self._scheduler = scheduler
+        self._memory = memory
+        self._limits = limits
+        self._copy_page = copy_page
+
+    def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None) -> list[TokenOutput]:
+        request = self._requests.reserved(request_id)
+        if request is None:
+            return []
+        check_token_ids([first_token], self._limits.vocab_size, "first_token")
+        _check_allowed(request, first_token)
+        request.phase = Phase.FULL
+        request.num_computed = request.prompt_len
+        self._memory.publish(request)
+        self._scheduler.start(request)
+        self._fork(request)
+        if request.branch in request.unwanted:
+            self._requests.finish(request)
+            return []
+        finish = self._append(request, first_token)
+        if finish is not None:
+            self._requests.finish(request)
+        cached = request.num_cached_tokens
+        return [TokenOutput(request_id, [first_token], finish, cached, 0, None if logprobs is None else [logprobs])]
+
+    def commit(self, chunk: Chunk, token_id: int | None, output: StepOutput) -> None:
+        request = chunk.request
+        if token_id == NO_TOKEN:
+            self._break(request, output)
+            return
+        phase = request.phase
+        request.num_computed = chunk.end
+        self._memory.publish(request)
+        if phase is FULL:
+            if token_id is not None:
+                self._continue(request, token_id, output)
+        elif phase is Phase.PREFILL:
+            pages, computed, cached = list(request.pages), request.num_computed, request.num_cached_tokens
+            if token_id is None:
+                output.computed.append(Computed(request.id, pages, computed, cached))
+                return
+            finish = self._append(request, token_id)
+            if request.mask is not None and self._failed(request, request.mask, output):
+                return
+            told = request.row.logprobs, request.row.prompt_logprobs
+            output.computed.append(Computed(request.id, pages, computed, cached, token_id, finish, *told))
+            self._requests.end(request)
+        elif chunk.samples:  # EMBED
+            output.embedded.append(Embedded(request.id, request.vector, request.num_cached_tokens))
+            self._requests.finish(request)
+
+    def _continue(self, request: Request, token_id: int, output: StepOutput) -> None:
+        row = request.row
+        prompt_logprobs = None
+        if len(request.tokens) == request.prompt_len:
+            self._fork(request)
+            prompt_logprobs = row.prompt_logprobs
+            if request.branch in request.unwanted:
+                self._requests.finish(request)
+                return
+        finish = self._append(request, token_id)
+        if request.mask is not None and self._failed(request, request.mask, output):
+            return
+        logprobs = None if row.logprobs is None else [row.logprobs]
+        cached = request.num_cached_tokens
+        output.tokens.append(
+            TokenOutput(request.id, [token_id], finish, cached, request.branch, logprobs, prompt_logprobs)
+        )
+        if finish is not None:
+            self._requests.finish(request)
+
+    def _fork(self, request: Request) -> None:
+        for source, target in self._requests.fork(request):
+            self._copy_page(source, target)
+
+    def _append(self, request: Request, token_id: int) -> FinishReason | None:
+        tokens, sampling = request.tokens, request.sampling
+        tokens.append(token_id)
+        if request.mask is not None:
+            request.mask.accept(token_id)
+            if request.mask.is_complete:
+                return FinishReason.STOP
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if not sampling.ignore_eos and token_id in self._limits.eos_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(tokens) >= request.limit else None
+
+    def _break(self, request: Request, output: StepOutput) -> None:
+        log.error("logits are not finite", extra={"request": request.id, "tokens": len(request.tokens)})
+        for branch in self._requests.branches(request.id):
+            self._memory.forget(branch)
+        self._requests.cancel(request.id)
+        message = "the model computed NaN or infinite logits for this request"
+        output.failed.append(Failed(request.id, NonFiniteLogits(message, request_id=request.id)))
+
+    def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
+        if (fault := mask.fault) is None:
+            return False
+        log.warning("off its grammar", extra={"request": request.id, "reason": fault})
+        self._requests.cancel(request.id)
+        message = "the text cannot be continued within what a constraint may cost; simplify the schema or grammar"
+        output.failed.append(Failed(request.id, Rejected(message)))
+        return True
+
+
+def _check_allowed(request: Request, first_token: int) -> None:
+    if request.mask is None or request.branch in request.unwanted:
+        return
+    tried = request.mask.fork()
+    tried.accept(first_token)
+    if (fault := tried.fault) is not None:
+        raise Rejected(f"first token {first_token} is none that the constraint allows: {fault}", param="first_token")

@@ -1,0 +1,1 @@
+"""The machine's cores, threads and memory."""

@@ -1,0 +1,1 @@
+"""Tensors in huge pages, and copies between host and device."""

@@ -1,0 +1,126 @@
+"""Compile the C++ sources here, once for a machine, and load them."""
+
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+from engine.cpu.machine import NoCompiler, compiler, fingerprint, making, processor
+
+log = logging.getLogger(__name__)
+
+HERE: Final = Path(__file__).parent
+SHARED: Final = ("-std=c++20", "-shared", "-fPIC")
+# Vectors need reordered sums. Linking with -ffast-math would change denormals for the whole process.
+FAST: Final = (
+    *("-O3", "-march=native", "-fopenmp-simd"),
+    *("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+)
+
+
+class KernelsUnavailable(Exception):
+    pass
+
+
+def load_kernels(state_dir: Path) -> None:
+    """Load attend_pages and, if the processor can, the operators of linear.cpp.
+
+    Raises: KernelsUnavailable.
+    """
+    if kernels_are_loaded():
+        return
+    _load("kernels", kernel_sources(), FAST, ("torch_cpu",), state_dir, torch.ops.load_library)
+    torch.library.register_fake("kvmesh::attend_pages", _like_attended)
+    if hasattr(torch.ops.kvmesh, "linear"):
+        torch.library.register_fake("kvmesh::linear", _like_product)
+        torch.library.register_fake("kvmesh::gated_linear", _like_gated)
+        torch.library.register_fake("kvmesh::logits", _like_logits)
+
+
+def load_package_class(state_dir: Path) -> None:
+    """Load the class `torch.classes.kvmesh_package.Package`, once.
+
+    Raises: KernelsUnavailable.
+    """
+    try:
+        torch.classes.kvmesh_package.Package  # noqa: B018 - to look for it is the only way to know
+    except RuntimeError:
+        pass
+    else:
+        return
+    libraries = ("torch", "torch_cpu", "c10")
+    _load("package", [HERE / "package.cpp"], ("-O1",), libraries, state_dir, torch.classes.load_library)
+
+
+def kernel_sources() -> list[Path]:
+    """Part of a package's name: it runs with no other kernels."""
+    return [HERE / "attention.cpp", HERE / "linear.cpp", HERE / "cores.cpp"]
+
+
+def kernels_are_loaded() -> bool:
+    return hasattr(torch.ops.kvmesh, "attend_pages")
+
+
+def _load(  # noqa: PLR0917 - a compiler's command line, in its order
+    name: str,
+    sources: Sequence[Path],
+    flags: Sequence[str],
+    libraries: Sequence[str],
+    state_dir: Path,
+    load: Callable[[str], object],
+) -> None:
+    try:
+        cxx = compiler()
+    except NoCompiler as exc:
+        raise KernelsUnavailable(str(exc)) from exc
+    texts = [path.read_text() for path in sources]
+    facts = {"source": texts, "flags": [*SHARED, *flags], "torch": torch.__version__, "processor": processor()}
+    library = state_dir.expanduser() / "compile" / f"{name}-{fingerprint(facts)}.so"
+    try:
+        with making(library):
+            if not library.exists():
+                log.info("compiling C++", extra={"library": str(library)})
+                links = [*(f"-L{path}" for path in library_paths()), *(f"-l{library}" for library in libraries)]
+                _compile(
+                    [cxx, *SHARED, *flags, *(f"-I{path}" for path in include_paths()), *map(str, sources)],
+                    links,
+                    library,
+                )
+        load(str(library))
+    except OSError as exc:
+        raise KernelsUnavailable(f"{library} cannot be made or loaded: {exc}") from exc
+
+
+def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> None:
+    """`library` appears by a rename."""
+    unfinished = library.with_name(f"{library.stem}-{os.getpid()}.so")
+    try:
+        done = subprocess.run([*command, "-o", str(unfinished), *links], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            cause = errors[0] if errors else done.returncode
+            raise KernelsUnavailable(f"{command[0]} cannot compile them (g++ 12 or newer can; set CXX): {cause}")
+        unfinished.replace(library)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _like_attended(query: torch.Tensor, *_others: object) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+def _like_product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0] * packed.shape[2])
+
+
+def _like_logits(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    return _like_product(x, packed).float()
+
+
+def _like_gated(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0] * packed.shape[2] // 2)

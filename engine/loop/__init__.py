@@ -1,0 +1,1 @@
+"""The engine beside asyncio: its loop, log and profiler."""

@@ -1,0 +1,115 @@
+"""An engine stepped on the event loop, because a device computes the steps.
+
+A thread would contend with it for the GIL.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
+
+from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, dead, resolve, tell
+from engine.ports import Engine, Pause, StepOutput
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SHORTEST_S: Final = 1e-3  # uvloop treats shorter timers as zero and would spin
+
+
+class InlineLoop(EngineLoop):
+    """Calls run at once, also while the device computes."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        super().__init__(build)
+        self._step: Iterator[Pause | StepOutput] | None = None  # it waits for the device
+        self._next: asyncio.Handle | None = None
+        self._is_soon = False  # in the event loop's next turn
+
+    def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self._ended.done():
+            future.set_exception(dead(self._ended.result()))
+        else:
+            Call(call, future).made(self.engine).settle()
+            self._soon()
+        return future
+
+    async def start(self) -> None:
+        built: asyncio.Future[Engine] = self._loop.create_future()
+
+        def build() -> None:
+            try:
+                done = Done(built, result=self._build())
+            except Exception as exc:  # noqa: BLE001 - raised where it is waited for
+                done = Done(built, error=exc)
+            tell(self._loop, done.settle)
+
+        # daemon: an exit does not wait for it
+        thread = threading.Thread(target=build, name="engine", daemon=True)
+        thread.start()
+        self._engine = await built
+        thread.join()
+        self._receive(self._engine.step())
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._step is None or self._next is None:  # no step is in progress or will continue
+            self._end(None)
+        await asyncio.shield(self._ended)
+
+    def _turn(self) -> None:
+        self._next = None
+        try:
+            said = self._went_on()
+        except Exception as exc:
+            log.exception("engine died")
+            self._end(exc)
+            return
+        if isinstance(said, StepOutput):
+            self._receive(said)
+        elif said is not None and said.reserved:
+            self._receive_early(said.reserved)
+
+    def _went_on(self) -> Pause | StepOutput | None:
+        """Continue or begin a step. None: other workers have the cores."""
+        if self._step is None:
+            if wait_s := self.engine.wait_s():
+                self._later(wait_s)
+                return None
+            self._step = self.engine.stepping()
+        said = next(self._step)
+        if isinstance(said, Pause):
+            self._later(said.wait_s)
+            return said
+        self._step = None
+        if self._stopping:
+            self._end(None)
+        elif self.engine.has_work():
+            self._soon()
+        else:
+            self.engine.rest()
+            if said.stats.num_waiting:
+                self._later(BLOCKED_TICK_S)
+        return said
+
+    def _soon(self) -> None:
+        if self._next is not None:
+            if self._is_soon:
+                return
+            self._next.cancel()
+        self._next, self._is_soon = self._loop.call_soon(self._turn), True
+
+    def _later(self, wait_s: float) -> None:
+        self._next, self._is_soon = self._loop.call_later(max(wait_s, SHORTEST_S), self._turn), False
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._ended.done():
+            return
+        if self._next is not None:
+            self._next.cancel()
+        if self._engine is not None and error is None:
+            self._engine.rest()
+        resolve(self._ended, error)

@@ -1,0 +1,188 @@
+"""An engine on its own thread, with a queue of calls.
+
+While the thread sleeps, calls without the device run on the caller's thread: waking it takes far longer.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, Queue
+from time import sleep
+from typing import TypeVar
+
+from components.startup import WrongSettings
+from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, dead, resolve, tell
+from engine.ports import Engine, Pause, StepOutput
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ThreadedLoop(EngineLoop):
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        super().__init__(build)
+        self._calls: Queue[Call | None] = Queue()  # None: wake up. CPython's SimpleQueue.get may hang with a timeout
+        self._own = threading.Lock()  # held by the thread, unless it sleeps
+        self._unsettled = 0  # calls without a delivered result
+        self._told = self._heard = 0  # outputs made and delivered; `_told` changes under the lock
+        self._num_waiting = 0  # for pages
+        self._broken: Exception | None = None  # error of a step on the event loop's thread
+        self._ready: asyncio.Future[Engine] = self._loop.create_future()
+        # daemon: an exit does not wait for it
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._loop.create_future()
+        if light and self._engine is not None and self._take():
+            try:
+                Call(call, future).made(self._engine).settle()
+                self._go_on(self._engine)
+            finally:
+                self._own.release()
+        elif self._ended.done() or self._broken is not None:
+            future.set_exception(dead(self._broken or self._ended.result()))
+        else:
+            self._unsettled += 1
+            self._calls.put(Call(call, future))
+        return future
+
+    async def start(self) -> None:
+        self._thread.start()
+        try:
+            self._engine = await self._ready
+        except asyncio.CancelledError:
+            self._end_thread()  # it ends when it has loaded
+            raise
+
+    async def stop(self) -> None:
+        self._end_thread()
+        await asyncio.shield(self._ended)
+        self._thread.join()
+
+    def _end_thread(self) -> None:
+        self._stopping = True
+        self._calls.put(None)
+
+    def _take(self) -> bool:
+        """Lock `_own` if the engine rests and all outputs were delivered."""
+        if self._unsettled or self._stopping or self._ended.done() or not self._own.acquire(blocking=False):
+            return False
+        if self._told == self._heard and self._broken is None:
+            return True
+        self._own.release()
+        return False
+
+    def _go_on(self, engine: Engine) -> None:
+        """Step after a call, unless the step would compute."""
+        try:
+            if not engine.computes():
+                output = engine.step()
+                self._told += 1
+                self._loop.call_soon(self._receive, output)
+                ticks, self._num_waiting = bool(self._num_waiting), output.stats.num_waiting
+                if not engine.has_work() and (ticks or not self._num_waiting):
+                    return
+        except Exception as exc:  # noqa: BLE001 - the thread raises it: it ends of what its own steps raise, too
+            self._broken = exc
+        self._calls.put(None)
+
+    def _main(self) -> None:
+        error: BaseException | None = None
+        self._own.acquire()  # not released after an error
+        try:
+            engine = self._build()
+            self._hand_on(self._receive, engine.step())  # an empty step reports the pool's size
+            tell(self._loop, resolve, self._ready, engine)
+            self._run(engine)
+        except WrongSettings as exc:  # the service reports it
+            error = exc
+        except Exception as exc:
+            log.exception("engine died")
+            error = exc
+        tell(self._loop, self._end, error)
+
+    def _run(self, engine: Engine) -> None:
+        wait_s = 0.0
+        while True:
+            if engine.has_work():
+                self._answer(engine, wait_s)
+            else:
+                engine.rest()
+                self._answer(engine, BLOCKED_TICK_S if self._num_waiting else None, rests=True)
+            if self._stopping:
+                engine.rest()
+                return
+            if self._broken is not None:
+                raise self._broken
+            if wait_s := engine.wait_s():
+                continue  # calls are answered meanwhile
+            for said in engine.stepping():
+                if isinstance(said, Pause):
+                    self._pause(engine, said)
+                else:
+                    self._num_waiting = said.stats.num_waiting
+                    self._hand_on(self._receive, said)
+
+    def _pause(self, engine: Engine, pause: Pause) -> None:
+        if pause.reserved:
+            self._hand_on(self._receive_early, pause.reserved)
+        if self._stopping:
+            sleep(pause.wait_s)
+        else:
+            self._answer(engine, pause.wait_s)
+
+    def _answer(self, engine: Engine, timeout_s: float | None, *, rests: bool = False) -> None:
+        """Run queued calls now: a first token must not wait for a step."""
+        if calls := self._come_in(timeout_s, rests=rests):
+            tell(self._loop, self._settle, [call.made(engine) for call in calls])
+
+    def _come_in(self, timeout_s: float | None, *, rests: bool = False) -> list[Call]:
+        """Take queued calls, or wait for the first.
+
+        Args:
+            timeout_s: None: no limit.
+            rests: the event loop's thread may use the engine meanwhile.
+        """
+        calls: list[Call] = []
+        if rests:
+            self._own.release()
+        try:
+            call = self._calls.get_nowait() if timeout_s == 0 else self._calls.get(timeout=timeout_s)
+            while True:
+                if call is not None:
+                    calls.append(call)
+                call = self._calls.get_nowait()
+        except Empty:
+            pass
+        finally:
+            if rests:
+                self._own.acquire()
+        return calls
+
+    def _settle(self, finished: Sequence[Done]) -> None:
+        self._unsettled -= len(finished)
+        for done in finished:
+            done.settle()
+
+    def _hand_on(self, receive: Callable[[T], None], what: T) -> None:
+        """Deliver a turn later, so that tasks that await earlier calls resume first."""
+        self._told += 1
+        tell(self._loop, self._loop.call_soon, receive, what)
+
+    def _hear(self, output: StepOutput) -> None:
+        try:
+            super()._hear(output)
+        finally:
+            self._heard += 1  # so calls of a callback run after all callbacks
+
+    def _end(self, error: BaseException | None) -> None:
+        """Complete all futures, on the event loop's thread."""
+        resolve(self._ended, error)
+        if not self._ready.done():
+            self._ready.set_exception(error or dead(None))
+        while not self._calls.empty():
+            call = self._calls.get_nowait()
+            if call is not None and not call.future.done():
+                call.future.set_exception(dead(error))

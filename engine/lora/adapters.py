@@ -1,0 +1,129 @@
+"""Load adapters from PEFT's directories into a model."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from engine.device.copies import to_device
+from engine.errors import ModelUnavailable, UnsupportedModel
+from engine.lora.adapter_config import AdapterConfig, read_adapter_config
+from engine.lora.adapter_identity import ADAPTER_WEIGHTS, adapter_identity
+from engine.lora.apply import AdaptedLinear, LowRank, RowGroup, adapted
+
+TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    identities: Mapping[str, str] = field(default_factory=dict)  # by name
+    layers: tuple[str, ...] = ()  # by site
+    changes: Mapping[str, Sequence[LowRank | None]] = field(default_factory=dict, repr=False)  # by site
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @contextmanager
+    def of_rows(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
+        """Apply adapters to the rows of a step on this thread.
+
+        Args:
+            runs: (adapter or "", number of rows) in order. Each name is one of `identities`.
+        """
+        rows: dict[str, list[int]] = {}
+        start = 0
+        for name, count in runs:
+            if name:
+                rows.setdefault(name, []).extend(range(start, start + count))
+            start += count
+        with adapted([RowGroup(self._select(taken), self.changes[name]) for name, taken in rows.items()]):
+            yield
+
+    def _select(self, rows: list[int]) -> slice | torch.Tensor:
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return slice(rows[0], rows[-1] + 1)
+        return to_device(rows, self.device, torch.int64)
+
+
+def install_adapters(module: Any, directories: Mapping[str, str]) -> Adapters:
+    """Read the adapters and replace the linear layers that they change.
+
+    Args:
+        module: transformers' model, changed in place; layers keep their parameters and names.
+        directories: by adapter name; each holds adapter_config.json and adapter_model.safetensors.
+    Raises: ModelUnavailable, if one cannot be read; UnsupportedModel, if it does not fit the model or cannot be
+    computed.
+    """
+    linears = _adaptable(module)
+    read = {name: _read(name, Path(given).expanduser(), linears) for name, given in directories.items()}
+    layers = tuple(layer for layer in linears if any(layer in changes for changes in read.values()))
+    for site, layer in enumerate(layers):
+        parent, _, leaf = layer.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, AdaptedLinear(linears[layer], site))
+    return Adapters(
+        identities={name: adapter_identity(Path(given).expanduser()) for name, given in directories.items()},
+        layers=layers,
+        changes={name: [changes.get(layer) for layer in layers] for name, changes in read.items()},
+        device=module.device,
+    )
+
+
+def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
+    """Linear layers by name, without those that see only some rows: experts and the output layer."""
+    head = module.get_output_embeddings()
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if type(layer) is torch.nn.Linear and layer is not head and ".experts." not in name
+    }
+
+
+def _read(name: str, directory: Path, linears: Mapping[str, torch.nn.Linear]) -> dict[str, LowRank]:
+    config = read_adapter_config(name, directory)
+    pairs = _pairs(name, directory)
+    strangers = [layer for layer in pairs if layer not in linears]
+    missing = [] if config.some_layers else [layer for layer in linears if config.names(layer) and layer not in pairs]
+    if strangers or missing or not pairs:
+        what = f"it changes {strangers[0]}" if strangers else f"it has no weights for {(missing or ['any layer'])[0]}"
+        raise UnsupportedModel(
+            f"LoRA adapter {name!r} is not supported: {what}, and what can be adapted in this model are "
+            f"{len(linears)} linear layers such as {next(iter(linears), 'none')}. Was it trained on another model?"
+        )
+    return {layer: _change(name, config, layer, linears[layer], *pair) for layer, pair in pairs.items()}
+
+
+def _pairs(name: str, directory: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    path = directory / ADAPTER_WEIGHTS
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as exc:
+        raise ModelUnavailable(f"LoRA adapter {name!r}: {path} cannot be read: {exc}") from exc
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        found = TENSOR.fullmatch(key)
+        if found is None:
+            raise UnsupportedModel(f"LoRA adapter {name!r} is not supported: {key} is no change of a linear layer")
+        parts.setdefault(found["layer"], {})[found["part"]] = tensor
+    for layer, halves in parts.items():
+        if len(halves) < 2:
+            raise ModelUnavailable(f"LoRA adapter {name!r}: {path} holds half of the change of {layer}")
+    return {layer: (halves["A"], halves["B"]) for layer, halves in parts.items()}
+
+
+def _change(  # noqa: PLR0917 - what a layer has, then what the file has for it
+    name: str, config: AdapterConfig, layer: str, plain: torch.nn.Linear, down: torch.Tensor, up: torch.Tensor
+) -> LowRank:
+    rank = config.rank_of(layer)
+    wanted = ((rank, plain.in_features), (plain.out_features, rank))
+    if (tuple(down.shape), tuple(up.shape)) != wanted:
+        raise UnsupportedModel(
+            f"LoRA adapter {name!r} does not fit this model: the matrices of {layer} are {tuple(down.shape)} and "
+            f"{tuple(up.shape)}, which should be {wanted[0]} and {wanted[1]}"
+        )
+    weight = plain.weight
+    scaled = up.float() * config.scale_of(layer)
+    return LowRank(down.to(weight.device, weight.dtype), scaled.to(weight.device, weight.dtype))

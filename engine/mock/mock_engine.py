@@ -1,0 +1,77 @@
+"""Build the mock engine for `mock` or `mock:<model>`."""
+
+import json
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from components.wire.layout import KvLayout
+from engine.config import EngineConfig
+from engine.core.engine_core import PACK_TOKENS, EngineCore
+from engine.kv.count import count_pages
+from engine.mock.marked_pages import MarkedPages
+from engine.mock.mock_runner import MockRunner
+from engine.model.identity import CONFIG_FILE
+from engine.model.mock_model import LETTERS, MOCK
+from engine.model.pooling import read_pooling
+from engine.model.progress import Progress, silent
+from engine.model.resolve import model_dir, served_name
+
+
+def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
+    """Build from a model's configuration, without torch or weights.
+
+    Raises: ModelUnavailable, UnsupportedModel.
+    """
+    directory = model_dir(model, state_dir, progress)
+    described = json.loads((directory / CONFIG_FILE).read_text())
+    pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
+    described = described.get("text_config", described)  # of a multimodal model
+    layout = _layout(described, served_name(model), config)
+    num_pages = count_pages(config, layout)
+    pages = MarkedPages(layout, num_pages)
+    vocab_size = int(described["vocab_size"])
+    eos_token_ids = _eos_token_ids(described)
+    alphabet = LETTERS if model == MOCK else [i for i in range(vocab_size) if i not in eos_token_ids]
+    pool_tokens = num_pages * config.page_size
+    positions = int(described.get("max_position_embeddings", pool_tokens))
+    if pooling is not None and pooling.max_tokens is not None:
+        positions = min(positions, pooling.max_tokens)
+    return EngineCore(
+        runner=MockRunner(
+            pages,
+            config.mock,
+            alphabet,
+            min(eos_token_ids, default=None),
+            config.lora,
+            vocab_size=vocab_size,
+            pooling=pooling,
+        ),
+        config=config,
+        region=pages.region,
+        max_context=min(positions, pool_tokens, config.max_context or pool_tokens),
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        adapters=config.lora,  # identified by directory name
+        pooling=pooling,
+        # without step times, any number of prompts may share a step
+        pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.max_step_tokens,
+    )
+
+
+def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLayout:
+    heads = int(described["num_attention_heads"])
+    mock = config.mock
+    return KvLayout(
+        model=name,  # not the model's own name: its KV is not compatible
+        dtype="bfloat16" if config.dtype == "auto" else config.dtype,
+        page_size=config.page_size,
+        layers=mock.layers or int(described["num_hidden_layers"]),
+        kv_heads=mock.kv_heads or int(described.get("num_key_value_heads") or heads),
+        head_dim=mock.head_dim or int(described.get("head_dim") or described["hidden_size"] // heads),
+    )
+
+
+def _eos_token_ids(described: dict[str, Any]) -> frozenset[int]:
+    ids = described.get("eos_token_id")
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -1,0 +1,1 @@
+"""Computes a step on the device."""

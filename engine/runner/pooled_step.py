@@ -1,0 +1,91 @@
+"""A step of an embedding model."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from engine.device.copies import Arrival, to_host
+from engine.model.pooling import Pooling
+from engine.sampling.row import NO_TOKEN
+from engine.scheduler.request import Chunk, Request
+
+
+class Guard(Protocol):
+    def failing(self, num_requests: int) -> AbstractContextManager[None]:
+        pass
+
+
+class PooledStep:
+    """Implements `engine.runner.step_runner.Launched`; only `result` waits for the device.
+
+    Args:
+        order: order[i] is the place of chunks[i] in results.
+        wanted: number of last tokens of each chunk in `hidden`.
+        hidden: float32 [sum(wanted), size].
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        chunks: Sequence[Chunk],
+        order: Sequence[int],
+        wanted: Sequence[int],
+        hidden: torch.Tensor,
+        *,
+        pooling: Pooling,
+    ) -> None:
+        self._guard = guard
+        self._chunks = chunks
+        self._order = order
+        self._wanted = wanted
+        self._hidden: torch.Tensor | None = hidden
+        self._pooling = pooling
+        self._vectors: list[tuple[Request, torch.Tensor]] = []  # on their way to the host
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "a step is sampled once"
+        with self._guard.failing(len(self._chunks)):
+            for chunk, rows in zip(self._chunks, torch.split(hidden, list(self._wanted)), strict=True):
+                if not chunk.dropped:
+                    self._pool(chunk, rows)
+            self._arrival = Arrival(hidden.device)
+
+    def wait_s(self) -> float:
+        return self._arrival.wait_s()
+
+    def result(self) -> list[int | None]:
+        """Store the vectors in their requests."""
+        self._arrival.wait()
+        broken: set[Request] = set()
+        with self._guard.failing(len(self._chunks)):
+            for request, vector in self._vectors:
+                request.vector = vector.numpy().astype("<f4").tobytes()
+                if not vector.isfinite().all():
+                    broken.add(request)
+        token_ids: list[int | None] = [None] * len(self._chunks)
+        for i, chunk in zip(self._order, self._chunks, strict=True):
+            if chunk.request in broken:
+                token_ids[i] = NO_TOKEN
+        return token_ids
+
+    def _pool(self, chunk: Chunk, rows: torch.Tensor) -> None:
+        request = chunk.request
+        match self._pooling.mode:
+            case "mean":
+                # fp32 in the order of tokens; chunks change only the last bits
+                request.hidden = rows.sum(0) if request.hidden is None else request.hidden + rows.sum(0)
+            case "cls" if chunk.start == 0:
+                request.hidden = rows[0].clone()
+            case "last" if chunk.samples:
+                request.hidden = rows[-1]
+        if not chunk.samples:
+            return
+        vector = request.hidden / chunk.end if self._pooling.mode == "mean" else request.hidden
+        request.hidden = None
+        if self._pooling.about.normalised:
+            vector = torch.nn.functional.normalize(vector, dim=0)
+        self._vectors.append((request, to_host(vector)))

@@ -1,0 +1,242 @@
+"""Compute a step on the device, from chunks to sampled tokens."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Final
+
+import torch
+
+from components.wire.sampling import SamplingParams
+from engine.attention.backend import AttentionBackend, StepShape
+from engine.compilation.forward import Forward
+from engine.cpu.shared_cores import SharedCores
+from engine.cpu.thread_limit import ThreadLimit
+from engine.device.copies import Arrival, to_device
+from engine.lora.adapters import Adapters
+from engine.model.pooling import Pooling
+from engine.runner.pooled_step import PooledStep
+from engine.runner.step_runner import StepFailed
+from engine.runner.torch_profile import Profile, Recording
+from engine.sampling.logprobs import PromptLogprobs
+from engine.sampling.row import NO_TOKEN, Row
+from engine.sampling.sampler import Draw, Sampler
+from engine.scheduler.request import Chunk, Request
+
+DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # for a request that has ended
+
+
+class TorchRunner:
+    """Implements `engine.runner.step_runner.Runner` with torch.
+
+    Args:
+        storage: the pages of `attention`, [num_pages, ...].
+        pooling: of an embedding model, whose `forward` returns hidden states.
+        cores: lent by other workers, within `limit`.
+        limit: threads of a step on a CPU.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        forward: Forward,
+        attention: AttentionBackend,
+        storage: torch.Tensor,
+        adapters: Adapters,
+        *,
+        pooling: Pooling | None = None,
+        cores: SharedCores | None = None,
+        limit: ThreadLimit | None = None,
+    ) -> None:
+        self._pooling = pooling
+        self._cores = cores
+        self._limit = limit
+        self._device = device
+        self._forward = forward
+        self._attention = attention
+        self._storage = storage
+        self._adapters = adapters
+        self.sampler = Sampler()
+        self._profile: Profile | None = None
+        self._drawn_ids = torch.empty(0)  # int64 [S], on the device: the latest draws
+        self._drawn_for: dict[Request, int] = {}  # their indices
+
+    @property
+    def takes_cpu(self) -> bool:
+        return self._device.type == "cpu"
+
+    @property
+    def forward_kind(self) -> str:
+        return self._forward.kind
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk]) -> "TorchStep | PooledStep":
+        """Enqueue the forward of `chunks`.
+
+        Raises: StepFailed; for a lost device what torch raises.
+        """
+        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length > 1, chunks[i].end))
+        ordered = [chunks[i] for i in order]
+        wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in ordered]
+        marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
+        while wait_s := self.wait_s(lambda: any(chunk.length > 1 for chunk in chunks)):
+            time.sleep(wait_s)
+        with self.failing(len(chunks)), marked:
+            logits = self._logits(ordered, wanted)
+            if self._pooling is not None:
+                return PooledStep(self, ordered, order, wanted, logits.float(), pooling=self._pooling)
+            return TorchStep(self, ordered, order, wanted, logits)
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._storage[target].copy_(self._storage[source])
+
+    def wait_s(self, has_prompts: Callable[[], bool]) -> float:
+        if self._limit is None:
+            return 0
+        prompts = has_prompts()
+        threads = self._limit.of_step(prompts=prompts)
+        if self._cores is not None:
+            threads = self._cores.ask(prompts=prompts, most=threads)
+            if not threads:
+                return self._cores.look_s
+        torch.set_num_threads(threads)  # always: earlier steps may have set OpenMP's threads only, not MKL's
+        self._limit.begin(threads)
+        return 0
+
+    def done(self) -> None:
+        if self._cores is not None:
+            self._cores.done()
+        if self._limit is not None:
+            self._limit.end()
+
+    def rest(self) -> None:
+        if self._cores is not None:
+            self._cores.rest()
+
+    def start_profile(self, facts: Mapping[str, str]) -> None:
+        self._profile = Profile(self._device, facts)
+
+    def stop_profile(self) -> Recording:
+        assert self._profile is not None, "no profile was started"
+        stopping, self._profile = self._profile, None
+        return stopping.stop()
+
+    def drawn(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
+        self._drawn_ids = token_ids
+        self._drawn_for = {request: i for i, request in enumerate(requests)}
+
+    @contextmanager
+    def failing(self, num_requests: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, ValueError, IndexError, MemoryError) as exc:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
+
+    def _logits(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+        """Logits or hidden states of each chunk's last wanted[i] tokens.
+
+        Returns: [sum(wanted), vocab or size].
+        """
+        token_ids: list[int] = []
+        positions: list[int] = []
+        lasts: list[int] = []
+        ahead: list[int] = []  # indices of tokens that the step before draws
+        for chunk, count in zip(chunks, wanted, strict=True):
+            token_ids += chunk.request.tokens[chunk.start : chunk.end]
+            if chunk.ahead:
+                ahead.append(len(token_ids))
+                token_ids.append(0)
+            positions += range(chunk.start, chunk.end)
+            lasts += range(len(token_ids) - count, len(token_ids))
+        ids = self._tensor(token_ids)
+        if ahead:
+            drawn = self._tensor([self._drawn_for[chunk.request] for chunk in chunks if chunk.ahead])
+            ids.index_copy_(0, self._tensor(ahead), self._drawn_ids[drawn])
+        shape = StepShape(
+            query_lens=[chunk.length for chunk in chunks],
+            context_lens=[chunk.end for chunk in chunks],
+            block_tables=[chunk.request.pages for chunk in chunks],
+        )
+        step = self._attention.plan(shape)
+        with self._adapters.of_rows([(chunk.request.adapter, chunk.length) for chunk in chunks]):
+            return self._forward(ids, self._tensor(positions), self._tensor(lasts), step)
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return to_device(values, self._device, torch.int64)
+
+
+class TorchStep:
+    """Implements `engine.runner.step_runner.Launched`; only `result` waits for the device.
+
+    Args:
+        chunks: in `StepShape`'s order.
+        order: order[i] is the place of chunks[i] in results.
+        wanted: number of last tokens of each chunk in `logits`.
+        logits: [sum(wanted), vocab], valid until the next launch.
+    """
+
+    def __init__(
+        self,
+        runner: TorchRunner,
+        chunks: Sequence[Chunk],
+        order: Sequence[int],
+        wanted: Sequence[int],
+        logits: torch.Tensor,
+    ) -> None:
+        self._runner = runner
+        self._chunks = chunks
+        self._order = order
+        self._wanted = wanted
+        self._logits: torch.Tensor | None = logits
+        self._prompts: list[tuple[Request, PromptLogprobs]] = []
+        self._draw: Draw | None = None
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        logits, self._logits = self._logits, None
+        assert logits is not None, "a step is sampled once"
+        sampled = [chunk for chunk in self._chunks if chunk.samples]
+        with self._runner.failing(len(self._chunks)):
+            if sum(self._wanted) > len(sampled):
+                logits = self._read_prompts(logits)
+            if sampled:
+                rows = [DROPPED if chunk.dropped else chunk.request.row for chunk in sampled]
+                self._draw = self._runner.sampler.draw(logits.float(), rows)
+                self._runner.drawn([chunk.request for chunk in sampled], self._draw.token_ids)
+            self._arrival = Arrival(logits.device)
+
+    def wait_s(self) -> float:
+        return self._arrival.wait_s()
+
+    def result(self) -> list[int | None]:
+        self._arrival.wait()
+        with self._runner.failing(len(self._chunks)):
+            drawn = iter(self._draw.read() if self._draw is not None else ())
+            broken = {request for request, prompt in self._prompts if not prompt.leave()}
+        token_ids: list[int | None] = [None] * len(self._chunks)
+        for i, chunk in zip(self._order, self._chunks, strict=True):
+            if chunk.samples:
+                token_ids[i] = next(drawn)
+            if chunk.request in broken:
+                token_ids[i] = NO_TOKEN
+        return token_ids
+
+    def _read_prompts(self, logits: torch.Tensor) -> torch.Tensor:
+        """Note prompt log-probabilities.
+
+        Returns: the logits to sample from, [chunks that sample, vocab].
+        """
+        drawn: list[int] = []
+        first = 0
+        for chunk, count in zip(self._chunks, self._wanted, strict=True):
+            if chunk.request.reads_prompt and not chunk.dropped:
+                logprobs = PromptLogprobs(chunk.request.row, logits[first : first + count], chunk.start)
+                self._prompts.append((chunk.request, logprobs))
+            first += count
+            if chunk.samples:
+                drawn.append(first - 1)
+        return logits[to_device(drawn, logits.device, torch.int64)]

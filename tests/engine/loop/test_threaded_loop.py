@@ -1,0 +1,169 @@
+import asyncio
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.errors import InvariantBroken, PromptTooLong
+from components.startup import WrongSettings
+from engine.core.engine_core import EngineCore
+from engine.loop.engine_loop import EngineLoop
+from engine.loop.threaded_loop import ThreadedLoop
+from engine.model.load import LoadedModel
+from engine.ports import Engine, EngineRequest, Phase
+from engine.start import run_engine
+from tests.engine.loops import FailingEngine, Listener, failing, running
+from tests.engine.mock_engine import make_mock
+from tests.engine.tiny_engine import greedy, prompt
+
+pytestmark = pytest.mark.usefixtures("pipeline")
+
+
+def test_a_call_runs_where_it_is_made_while_the_engine_rests(tiny: LoadedModel) -> None:
+    async def main() -> None:
+        async with running(tiny) as loop:
+            listener = Listener(loop)
+            await rest(loop)
+            here = threading.current_thread().name
+            request = EngineRequest("r", prompt(5), greedy(4, ignore_eos=True), Phase.DECODE)
+
+            def submit(engine: Engine) -> str:
+                engine.submit(request)
+                return threading.current_thread().name
+
+            submitted = loop.between_steps(submit, light=True)
+            assert submitted.done()
+            assert await submitted == here
+            assert not listener.outputs, "the caller goes on before anybody hears of the step that follows"
+            await asyncio.sleep(0)
+            assert [one.request_id for one in listener.outputs[-1].reserved] == ["r"], "and no thread was waited for"
+            listener.ended["r"] = asyncio.Event()
+            delivered = loop.between_steps(
+                lambda engine: (engine.deliver("r", 7), threading.current_thread().name), light=True
+            )
+            assert delivered.done()
+            [first], where = await delivered
+            assert (first.token_ids, where) == ([7], here)
+            await listener.ended["r"].wait()
+            assert len(listener.tokens["r"]) == 3
+            with pytest.raises(PromptTooLong):
+                await loop.between_steps(
+                    lambda engine: engine.submit(EngineRequest("long", prompt(6000), greedy(1))), light=True
+                )
+
+    asyncio.run(main())
+
+
+def test_a_call_to_an_engine_that_computes_waits_for_its_thread(tmp_path: Path) -> None:
+    async def main() -> None:
+        slow = {"speedup": 1.0, "step_s": 0.2}
+        async with run_engine(lambda: make_mock(tmp_path, mock=slow)) as loop:
+            await rest(loop)
+            loop.between_steps(
+                lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(2, ignore_eos=True))), light=True
+            )
+            await asyncio.sleep(0.05)
+            called = loop.between_steps(lambda engine: threading.current_thread().name, light=True)
+            assert not called.done()
+            assert await called == "engine"
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_step_fails_where_it_was_called_dies_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with run_engine(lambda: failing(make_mock(tmp_path))) as loop:
+            await rest(loop)
+            monkeypatch.setattr(FailingEngine, "fatal", True)
+            assert await loop.between_steps(lambda engine: "done", light=True) == "done"
+            with pytest.raises(InvariantBroken, match="the device is gone"):
+                await asyncio.wait_for(loop.between_steps(lambda engine: None, light=True), 5)
+            assert isinstance(await loop.failed(), OSError)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert "engine died" in caplog.text
+
+
+def test_an_engine_that_cannot_start_leaves_it_to_the_service_to_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """It was logged with a traceback, though its message says all."""
+
+    def build() -> EngineCore:
+        raise WrongSettings("device=cuda: there is none")
+
+    async def main() -> None:
+        async with run_engine(build):
+            raise AssertionError("it started")
+
+    with pytest.raises(WrongSettings, match="there is none"):
+        asyncio.run(main())
+    assert not caplog.records
+
+
+@given(ways=st.lists(st.sampled_from(["heavy", "light", "turn", "pause", "busy", "request"]), min_size=2, max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_calls_run_in_the_order_in_which_they_are_made(
+    tmp_path_factory: pytest.TempPathFactory, ways: list[str]
+) -> None:
+    """Here or on the engine's thread, and whoever waits for one has heard all that the engine said before it ran."""
+
+    home = tmp_path_factory.getbasetemp()
+
+    async def main() -> None:
+        ran: list[int] = []
+        heard: list[int] = []
+
+        async with run_engine(lambda: make_mock(home, num_pages=512)) as loop:
+            loop.on_output(lambda output: heard.append(output.stats.step))
+
+            async def wait(future: asyncio.Future[int]) -> None:
+                step = await future
+                assert heard[-1:] >= [step] or step <= 1
+
+            tasks = []
+            for i, way in enumerate(ways):
+                if way == "turn":
+                    await asyncio.sleep(0)
+                elif way == "pause":
+                    await asyncio.sleep(0.002)
+                elif way == "busy":
+                    time.sleep(0.002)  # the engine goes on, and nobody listens
+                elif way == "request":
+                    request = EngineRequest(str(i), prompt(20, start=i), greedy(3, ignore_eos=True))
+                    submit(loop, request)
+                else:
+
+                    def run(engine: Engine, i: int = i) -> int:
+                        ran.append(i)
+                        assert isinstance(engine, EngineCore)
+                        if threading.current_thread() is threading.main_thread():
+                            assert heard[-1:] == [engine._step] or engine._step == 1
+                        return engine._step
+
+                    future = loop.between_steps(run, light=way == "light")
+                    tasks.append(asyncio.create_task(wait(future)))
+            await asyncio.gather(*tasks)
+        assert ran == [i for i, way in enumerate(ways) if way in ("heavy", "light")]
+
+    asyncio.run(main())
+
+
+def submit(loop: EngineLoop, request: EngineRequest) -> None:
+    loop.between_steps(lambda engine: engine.submit(request), light=True)
+
+
+async def rest(loop: EngineLoop) -> None:
+    """Until its thread sleeps and everything that it said was heard."""
+    assert isinstance(loop, ThreadedLoop)
+    for _ in range(500):
+        if loop._take():
+            loop._own.release()
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("never rested")
