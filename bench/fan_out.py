@@ -32,8 +32,9 @@ from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import FleetSizes, Following
 from components.messaging.fleet import Fleet, watch_fleet
-from components.messaging.heartbeats import HeartbeatSender, OnLost, heartbeat_of, send_heartbeats, watch_heartbeats
+from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
+from components.messaging.liveness import OnLost, watch_heartbeats
 from components.process import subject_of
 from components.routing.local_prefill import PromptLoad
 from components.routing.policies import DEFAULT

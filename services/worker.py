@@ -15,7 +15,7 @@ from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.deadline import remaining_s
 from components.messaging.fan_out import FleetSizes
-from components.messaging.heartbeats import NumCached, send_heartbeats
+from components.messaging.heartbeat_sender import NumCached, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles

@@ -43,7 +43,7 @@ from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, swinging, trace
 from bench.simulate.worker import Engine
 from components.messaging.fan_out import heartbeat_rest_s, kv_events_rest_s, questions_per_s
-from components.messaging.heartbeats import EVERY_S, silent_after_s
+from components.messaging.liveness import EVERY_S, silent_after_s
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
 from components.routing.policies import POLICIES, Phase, parse_policy

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
 from components.messaging.fan_out import Following
-from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
+from components.messaging.liveness import Liveness, watch_heartbeats
 from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
 from components.routing.candidates import CandidateChoice, Inquiry, depths
 from components.routing.kv_index import MAX_BLOCKS, KvIndex

@@ -10,7 +10,7 @@ from typing import Final
 from components.aio import background
 from components.errors import MeshError
 from components.messaging.bus import Bus
-from components.messaging.heartbeats import EVERY_S, Liveness
+from components.messaging.liveness import EVERY_S, Liveness
 from components.messaging.refusals import STRANGER
 from components.routing.candidates import Allowance
 from components.wire.heartbeat import AskHeartbeat, Heartbeat

@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus, nats_errors
-from components.messaging.heartbeats import HUNG_AFTER_S
+from components.messaging.liveness import HUNG_AFTER_S
 from components.messaging.replies import publish
 from components.wire.codec import pack, unpack
 from components.wire.heartbeat import AskHeartbeat, Heartbeat

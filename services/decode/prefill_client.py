@@ -30,7 +30,7 @@ from components.kv_transfer.page_reader import check_readable
 from components.lifecycle import Tally
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
-from components.messaging.heartbeats import warn_of_protocol
+from components.messaging.liveness import warn_of_protocol
 from components.routing.router import Route
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest

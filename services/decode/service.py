@@ -23,7 +23,7 @@ from components.errors import (
 from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
-from components.messaging.heartbeats import heartbeat_of
+from components.messaging.heartbeat_sender import heartbeat_of
 from components.messaging.outbox import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice

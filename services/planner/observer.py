@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from components.discovery.book import InstanceBook
 from components.errors import MeshError
 from components.messaging.bus import Bus
-from components.messaging.heartbeats import Liveness, silent_after_s, watch_heartbeats
+from components.messaging.liveness import Liveness, silent_after_s, watch_heartbeats
 from components.planning.samples import PLANNED, FrontendSample, Observation, Planned, WorkerSample
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord

@@ -17,7 +17,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.lifecycle import Tally
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
-from components.messaging.heartbeats import heartbeat_of
+from components.messaging.heartbeat_sender import heartbeat_of
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.structured.masks import MaskMaker
 from components.telemetry.spans import tracer

@@ -19,7 +19,7 @@ from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import SOONEST_S, Following
 from components.messaging.fleet import Fleet, watch_fleet
-from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
+from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbeats
 from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.outbox import open_outbox

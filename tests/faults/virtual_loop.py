@@ -20,7 +20,7 @@ from components.messaging import (
     clocks,
     deadline,
     fleet,
-    heartbeats,
+    liveness,
     kv_publisher,
     kv_subscriber,
     outbox,
@@ -210,15 +210,15 @@ class DeviceTime:
 def _clock(loop: VirtualLoop) -> Iterator[None]:
     clock = VirtualTime(loop)
 
-    class Liveness(heartbeats.Liveness):  # its clock is a default, taken at import
+    class Liveness(liveness.Liveness):  # its clock is a default, taken at import
         def __init__(self, book: Any, role: Any) -> None:
             super().__init__(book, role, clock.monotonic)
 
     with (
         mock.patch.object(deadline, "time", clock),
         mock.patch.object(clocks, "time", clock),
-        mock.patch.object(heartbeats, "time", clock),
-        mock.patch.object(heartbeats, "Liveness", Liveness),
+        mock.patch.object(liveness, "time", clock),
+        mock.patch.object(liveness, "Liveness", Liveness),
         mock.patch.object(fleet, "time", clock),
         mock.patch.object(kv_publisher, "time", clock),
         mock.patch.object(kv_subscriber, "time", clock),

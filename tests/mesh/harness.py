@@ -22,8 +22,8 @@ from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import watch_fleet
-from components.messaging.heartbeats import Liveness, watch_heartbeats
 from components.messaging.inbox import open_inbox
+from components.messaging.liveness import Liveness, watch_heartbeats
 from components.wire.generate import StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role

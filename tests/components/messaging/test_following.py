@@ -12,7 +12,7 @@ from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import Following
 from components.messaging.fleet import Fleet, watch_fleet
-from components.messaging.heartbeats import HeartbeatSender, send_heartbeats
+from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.routing.candidates import Inquiry, depths
 from components.routing.policy import RouteRequest

@@ -8,17 +8,8 @@ from components.discovery.book import InstanceBook
 from components.errors import DeadlineExceeded, MeshError
 from components.messaging.bus import connect_bus
 from components.messaging.fan_out import LONGEST_S, SOONEST_S
-from components.messaging.heartbeats import (
-    EVERY_S,
-    HUNG_AFTER_S,
-    LATE_S,
-    SILENT_AFTER_S,
-    HeartbeatSender,
-    Liveness,
-    heartbeat_of,
-    send_heartbeats,
-    watch_heartbeats,
-)
+from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of, send_heartbeats
+from components.messaging.liveness import EVERY_S, HUNG_AFTER_S, LATE_S, SILENT_AFTER_S, Liveness, watch_heartbeats
 from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord

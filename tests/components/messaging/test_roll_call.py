@@ -6,7 +6,8 @@ import pytest
 
 from components.discovery.book import InstanceBook
 from components.messaging.bus import connect_bus
-from components.messaging.heartbeats import HUNG_AFTER_S, heartbeat_of, send_heartbeats
+from components.messaging.heartbeat_sender import heartbeat_of, send_heartbeats
+from components.messaging.liveness import HUNG_AFTER_S
 from components.messaging.roll_call import KEPT_S, Answers, RollCall
 from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat

@@ -43,6 +43,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is list:
         return st.lists(values(args[0]), max_size=5)
+    if origin is tuple:
+        return st.lists(values(args[0]), max_size=3).map(tuple) if args[1] is ... else st.tuples(*map(values, args))
     if origin is dict:
         return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
     if origin in (Union, UnionType):

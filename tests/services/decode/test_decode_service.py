@@ -24,7 +24,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
-from components.messaging.heartbeats import STILL_AFTER_S, Liveness
+from components.messaging.liveness import STILL_AFTER_S, Liveness
 from components.messaging.outbox import open_outbox
 from components.routing.breaker import USUAL, BreakerState
 from components.telemetry.worker_metrics import WorkerMetrics

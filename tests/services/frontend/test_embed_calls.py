@@ -11,8 +11,8 @@ from components.errors import DecodeLost, MalformedMessage, MeshError, NoDecodeI
 from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
-from components.messaging.heartbeats import Liveness
 from components.messaging.inbox import StreamInbox
+from components.messaging.liveness import Liveness
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbeddingModel, EmbedRequest, Vectors
 from components.wire.tokens import unpack_tokens
 from services.frontend.embed_calls import TOKENS_A_CALL

@@ -25,8 +25,8 @@ from components.errors import (
 from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
-from components.messaging.heartbeats import Liveness
 from components.messaging.inbox import StreamInbox
+from components.messaging.liveness import Liveness
 from components.messaging.outbox import OutStream
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, TokenFrame
 from components.wire.heartbeat import Heartbeat

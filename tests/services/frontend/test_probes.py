@@ -7,7 +7,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from components.discovery.book import InstanceBook
-from components.messaging.heartbeats import SILENT_AFTER_S, Liveness
+from components.messaging.liveness import SILENT_AFTER_S, Liveness
 from components.text.tokenizer import TextModel
 from components.wire.heartbeat import Heartbeat
 from services.frontend.app import create_app

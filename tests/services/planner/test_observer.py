@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from components.discovery.book import InstanceBook
-from components.messaging.heartbeats import Liveness
+from components.messaging.liveness import Liveness
 from components.planning.samples import PLANNED
 from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
 from components.wire.heartbeat import Heartbeat

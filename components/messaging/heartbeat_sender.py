@@ -1,0 +1,189 @@
+"""Heartbeats of this instance: published after steps, and on request."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+
+from msgspec import structs
+from nats.aio.msg import Msg
+
+from components.aio import background
+from components.errors import MalformedMessage, MeshError
+from components.messaging.bus import Bus
+from components.messaging.liveness import EVERY_S
+from components.routing.local_prefill import PromptLoad
+from components.wire.codec import unpack
+from components.wire.heartbeat import AskHeartbeat, Heartbeat
+from components.wire.kv_events import unpack_hashes
+
+log = logging.getLogger(__name__)
+
+NumCached = Callable[[Sequence[bytes]], int]
+
+
+class EngineLoad(Protocol):
+    """The part of the engine's `StepStats` that heartbeats report."""
+
+    @property
+    def step(self) -> int:
+        pass
+
+    @property
+    def num_running(self) -> int:
+        pass
+
+    @property
+    def num_waiting(self) -> int:
+        pass
+
+    @property
+    def num_reserved(self) -> int:
+        pass
+
+    @property
+    def num_held(self) -> int:
+        pass
+
+    @property
+    def free_pages(self) -> int:
+        pass
+
+    @property
+    def cached_pages(self) -> int:
+        pass
+
+    @property
+    def held_pages(self) -> int:
+        pass
+
+    @property
+    def total_pages(self) -> int:
+        pass
+
+
+def heartbeat_of(
+    instance_id: str,
+    epoch: str,
+    load: EngineLoad,
+    prompts: PromptLoad,
+    *,
+    draining: bool,
+    accepted: int = 0,
+    num_requests: int = 0,
+) -> Heartbeat:
+    return Heartbeat(
+        instance_id=instance_id,
+        epoch=epoch,
+        step=load.step,
+        busy=load.num_running + load.num_waiting > 0,
+        draining=draining,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_reserved=load.num_reserved,
+        num_held=load.num_held,
+        free_pages=load.free_pages,
+        cached_pages=load.cached_pages,
+        held_pages=load.held_pages,
+        total_pages=load.total_pages,
+        queued_tokens=prompts.queued_tokens,
+        prompt_tokens_per_s=prompts.tokens_per_s,
+        accepted=accepted,
+        num_requests=num_requests,
+    )
+
+
+def _none_cached(_hashes: Sequence[bytes]) -> int:
+    return 0
+
+
+class HeartbeatSender:
+    """Publishes soon after a step, and at least each `EVERY_S`, or `rest_s` if longer."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subject: str,
+        make: Callable[[], Heartbeat],
+        rest_s: Callable[[], float],
+        num_cached: NumCached = _none_cached,
+    ) -> None:
+        self._bus = bus
+        self._subject = f"{subject}.heartbeat"
+        self._make = make
+        self._rest_s = rest_s
+        self._num_cached = num_cached
+        self._step = 0
+        self._made_of_step = -1
+        self._moved_s = time.monotonic()  # last step or idle heartbeat
+        self._news = asyncio.Event()
+        self._urgent = asyncio.Event()
+
+    def stepped(self, step: int) -> None:
+        if step != self._step:
+            self._step = step
+            self._news.set()
+
+    def at_once(self) -> None:
+        self._urgent.set()
+        self._news.set()
+
+    async def run(self) -> None:
+        while True:
+            self._news.clear()
+            self._urgent.clear()
+            rest_s = self._rest_s()
+            with suppress(MeshError):  # the bus reports its own outages
+                await self._bus.publish(self._subject, self._heartbeat(rest_s))
+            if not await _set_within(rest_s, self._urgent):
+                await _set_within(EVERY_S - rest_s, self._news)
+
+    async def answer(self, message: Msg) -> None:
+        try:
+            hashes = unpack_hashes(unpack(message.data, AskHeartbeat).hashes)
+            heartbeat = structs.replace(self._heartbeat(self._rest_s()), cached=self._num_cached(hashes))
+            await self._bus.publish(message.reply, heartbeat)
+        except MalformedMessage as exc:
+            self._bus.refusals.count("ask_heartbeat", exc)
+        except MeshError as exc:
+            log.debug("heartbeat not sent", extra={"cause": exc.message})
+
+    def _heartbeat(self, rest_s: float) -> Heartbeat:
+        heartbeat, now_s = self._make(), time.monotonic()
+        if heartbeat.step != self._made_of_step or not heartbeat.busy:
+            self._made_of_step, self._moved_s = heartbeat.step, now_s
+        return structs.replace(heartbeat, next_s=max(EVERY_S, rest_s), still_s=now_s - self._moved_s)
+
+
+async def _set_within(seconds: float, event: asyncio.Event) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    return False
+
+
+@asynccontextmanager
+async def send_heartbeats(
+    bus: Bus,
+    subject: str,
+    make: Callable[[], Heartbeat],
+    rest_s: Callable[[], float],
+    num_cached: NumCached = _none_cached,
+) -> AsyncIterator[HeartbeatSender]:
+    """Publish `make()` on `<subject>.heartbeat`, and answer each `AskHeartbeat`.
+
+    Args:
+        subject: prefix of this instance.
+        rest_s: minimum seconds between heartbeats unless one is urgent; may change. See `FleetSizes`.
+        num_cached: counts cached hashes of a question; see `EventLog.num_cached`.
+    """
+    sender = HeartbeatSender(bus, subject, make, rest_s, num_cached)
+    of_role, _, _ = subject.rpartition(".")
+    async with (
+        bus.subscription(f"{of_role}.ask_heartbeat", sender.answer),
+        bus.subscription(f"{subject}.ask_heartbeat", sender.answer),
+        background(sender.run(), "heartbeat"),
+    ):
+        yield sender
