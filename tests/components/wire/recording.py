@@ -89,11 +89,13 @@ def recording() -> dict[str, Any]:
     packed["record"] = dump_record(message_of(InstanceRecord))
     packed["frame"] = draft.pack("i", "e", 9, 2)
     packed["kv-events"] = pack_batch(KvEventBatch("i", "e", 1, [bytes(16)], []))
-    return {
+    taken: dict[str, Any] = {
         "versions": {"frame": FRAME_VERSION, "kv-events": BATCH_VERSION},
         "schemas": schemas(),
         "bytes": {tag: b64encode(data).decode() for tag, data in packed.items()},
     }
+    read: dict[str, Any] = json.loads(json.dumps(taken))  # as a file has it, without tuples
+    return read
 
 
 if __name__ == "__main__":
