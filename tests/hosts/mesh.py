@@ -14,7 +14,7 @@ import httpx
 
 from services.local.child_process import tethered
 from services.local.servers import MAX_PAYLOAD_BYTES, Site, _etcd_command, _nats_command
-from tests.hosts.hosts import Host, Hosts
+from tests.hosts.hosts import DEVICE, IP, Host, Hosts
 from tests.mesh.harness import MeshProcesses, Worker
 
 NAMES: Final = ("core", "frontend", "prefill", "decode", "decode2", "client")
@@ -34,7 +34,8 @@ class HostMesh(MeshProcesses):
     def start_on(self, host: str, role: str, **env: str) -> Worker:
         self._next = self.hosts[host]
         here = self._next.address
-        return self.start_one(role, MESH_METRICS_HOST=here, MESH_FRONTEND_HOST=here, **env)
+        # Without UCX_TLS, UCX sees that all hosts are one machine, and uses shared memory.
+        return self.start_one(role, MESH_METRICS_HOST=here, MESH_FRONTEND_HOST=here, UCX_TLS="tcp,self", **env)
 
     def _run(self, module: str, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as stream:
@@ -96,6 +97,9 @@ def _until(url: str) -> None:
         time.sleep(0.05)
 
 
-def ready_line(worker: Worker) -> dict[str, object]:
-    """What a service logged when it was ready."""
-    return next(json.loads(line) for line in worker.logged().splitlines() if '"event": "ready"' in line)
+def sent_bytes(host: Host) -> int:
+    """Bytes that left the host through the network of the mesh."""
+    shown = subprocess.run(
+        host.command(IP, "-json", "-stats", "link", "show", DEVICE), capture_output=True, check=True, timeout=10
+    ).stdout
+    return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])

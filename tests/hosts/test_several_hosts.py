@@ -9,13 +9,15 @@ import pytest
 
 from components.kv_transfer.network import listeners
 from tests.hosts.hosts import CUT, WHOLE, Fault, Hosts
-from tests.hosts.mesh import FAULTY, HostMesh
+from tests.hosts.mesh import FAULTY, HostMesh, sent_bytes
 from tests.mesh.outage_load import PROMPT_TOKENS, Load
 from tests.mesh.outage_mesh import pages
 
 pytestmark = [pytest.mark.hosts, pytest.mark.mesh, pytest.mark.timeout(180)]
 
 STREAM_TOKENS: Final = 500  # 20 s
+PAGE_TOKENS: Final = 16
+PAGE_BYTES: Final = 8 << 10  # of tests.mesh.mocks.SHAPE
 LASTS_S: Final = 6.0
 AFTER_S: Final = 3.0
 HEALED_S: Final = 2.0
@@ -43,6 +45,12 @@ LINK_FAULTS: Final = [
     LinkFault("nothing goes out", WHOLE, CUT),
     LinkFault("cut off", CUT, CUT),
 ]
+LONG: Final = LinkFault("cut off for 25 s", CUT, CUT, lasts_s=25.0)
+CASES: Final = [
+    *((host, fault) for host in FAULTY for fault in LINK_FAULTS),
+    ("prefill", LONG),
+    ("decode", LONG),
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +62,12 @@ def load(host_mesh: HostMesh) -> Iterator[Load]:
         yield under
 
 
-def test_answers_are_right_and_prompts_are_computed_at_prefill(load: Load) -> None:
+def test_answers_are_right_and_kv_crosses_the_network(load: Load, hosts: Hosts) -> None:
     load.until_calm()
+    before = sent_bytes(hosts["prefill"])
     with load.window() as seen:
         time.sleep(3)
+    assert sent_bytes(hosts["prefill"]) - before > seen.answered * PROMPT_TOKENS // PAGE_TOKENS * PAGE_BYTES
     print(f"\nundisturbed: {seen}")  # noqa: T201
     assert seen.answered
     assert (seen.failed, seen.wrong, seen.moves) == ([], [], [])
@@ -74,8 +84,7 @@ def test_every_process_listens_on_the_network_of_the_mesh_alone(host_mesh: HostM
         assert {str(listener.address) for listener in open_ports} <= allowed, worker.role
 
 
-@pytest.mark.parametrize("fault", LINK_FAULTS, ids=str)
-@pytest.mark.parametrize("host", FAULTY)
+@pytest.mark.parametrize(("host", "fault"), CASES, ids=str)
 def test_no_request_fails_while_a_link_is_faulty(host: str, fault: LinkFault, hosts: Hosts, load: Load) -> None:
     load.until_calm()
     with load.window() as seen:

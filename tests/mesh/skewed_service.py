@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Final
 
-import grpc  # noqa: F401 - see below
+import components.discovery.etcd  # noqa: F401 - loads all of gRPC; see below
 
 SKEW_NS: Final = int(float(os.environ["SKEW_S"]) * 1e9)
 
