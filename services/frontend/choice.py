@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from components.openai.logprobs import ShownToken
 from components.output.calls import CallDelta
@@ -29,6 +29,19 @@ class Piece(NamedTuple):
     @property
     def shows(self) -> bool:
         return bool(self.text or self.tokens or self.reasoning or self.calls)
+
+    @classmethod
+    def joined(cls, pieces: "Sequence[Piece]", *, has_logprobs: bool) -> Self:
+        """A whole choice, of all its pieces."""
+        return cls(
+            pieces[-1].choice,
+            "".join([piece.text for piece in pieces]),
+            pieces[-1].finish,
+            [token for piece in pieces for token in piece.tokens or ()] if has_logprobs else None,
+            "".join([piece.reasoning for piece in pieces]),
+            [call for piece in pieces for call in piece.calls],
+            [token_id for piece in pieces for token_id in piece.token_ids],
+        )
 
 
 def shown_token(names: TokenBytes, token_id: int, logprobs: TokenLogprobs, offset: int) -> ShownToken:

@@ -28,7 +28,7 @@ from services.frontend.admission import Admission
 from services.frontend.body import Body, read_json_body
 from services.frontend.choice import Piece
 from services.frontend.config import FrontendSettings
-from services.frontend.dialects.dialect import Answer, Dialect, EventStream
+from services.frontend.dialects.dialect import Dialect, EventStream
 from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.fair_queue import Place
 from services.frontend.gate import NOBODY, Caller, caller_of
@@ -209,8 +209,7 @@ class Exchange:
                 await generation.woken()
                 with self._first_token(generation):
                     pass
-        has_logprobs, has_ids = request.alternatives is not None, bool(request.return_token_ids)
-        choices = [Answer.of(mine, has_logprobs=has_logprobs, has_ids=has_ids) for mine in parts]
+        choices = [Piece.joined(mine, has_logprobs=request.alternatives is not None) for mine in parts]
         answer = await self._dialect.answer(choices, generation)
         if not reply.answered:
             await reply.parts(answer)
