@@ -14,11 +14,11 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test faults soak outages fuzz clients check setup clean
+.PHONY: help up test faults soak outages multihost-test fuzz clients check setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 up: $(SETUP)  ## run the whole mesh on this machine until Ctrl-C
 	@exec $(BIN)/python -m services.local $(ARGS)
@@ -38,6 +38,9 @@ soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang
 
 outages: $(SETUP)  ## seventeen minutes in which etcd is away, in parts or as a whole: clients may not notice
 	@$(BIN)/python -m pytest -m outages -s tests/mesh/test_outages_long.py $(ARGS)
+
+multihost-test: $(SETUP)  ## several hosts as network namespaces, each link faulty in turn; as root, eight minutes
+	@$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
 	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)

@@ -13,6 +13,7 @@ import base64
 import json
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -65,9 +66,9 @@ class Peer:
 
 
 @contextmanager
-def receiving(layout: KvLayout, num_pages: int) -> Iterator[Peer]:
+def receiving(layout: KvLayout, num_pages: int, prefix: str) -> Iterator[Peer]:
     described = msgspec.json.encode(layout).decode()
-    command = [sys.executable, "-m", "bench.transfer_peer", described, str(num_pages)]
+    command = [*shlex.split(prefix), sys.executable, "-m", "bench.transfer_peer", described, str(num_pages)]
     with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
         try:
             yield Peer(popen)
@@ -205,10 +206,10 @@ def _here() -> dict[str, Any]:
     return {"machine": f"{platform.machine()} {platform.system()}", "date": time.strftime("%Y-%m-%d")}
 
 
-async def measure_page_size(layout: KvLayout, counts: Sequence[int], rounds: int) -> None:
+async def measure_page_size(layout: KvLayout, counts: Sequence[int], rounds: int, prefix: str) -> None:
     num_pages = max(counts)
     pool = Pool(layout, num_pages)
-    with receiving(layout, num_pages) as peer:
+    with receiving(layout, num_pages, prefix) as peer:
         shared = _attach(peer)
         try:
             async with open_nixl(pool, "sender") as transfer:
@@ -247,6 +248,9 @@ def main(
     kv_heads: Annotated[int, typer.Option(help="of the model", min=1)] = 3,
     head_dim: Annotated[int, typer.Option(help="of the model", min=1)] = 64,
     rounds: Annotated[int, typer.Option(help="writes of each kind that count", min=1)] = 30,
+    receiver: Annotated[
+        str, typer.Option(help="what starts the receiving process, as `ip netns exec NAME`; default: here")
+    ] = "",
 ) -> None:
     if min(*pages, *page_size, 1) < 1:
         sys.exit("--pages and --page-size begin at 1")
@@ -254,7 +258,7 @@ def main(
         layout = KvLayout(
             model="bench", dtype="bfloat16", page_size=size, layers=layers, kv_heads=kv_heads, head_dim=head_dim
         )
-        asyncio.run(measure_page_size(layout, pages, rounds))
+        asyncio.run(measure_page_size(layout, pages, rounds, receiver))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 
 from components.kv_transfer.network import leave_out_rdma
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
-from components.kv_transfer.nixl_transfer import POLL_WRITES_S, open_nixl
+from components.kv_transfer.nixl_transfer import POLL_WRITES_S, NixlTransfer, open_nixl
 from components.wire.layout import KvLayout
 
 
@@ -52,9 +52,8 @@ async def main(layout: KvLayout, num_pages: int) -> None:
         assert shared.buf is not None, "open"
         async with open_nixl(pool, "receiver") as transfer:
             transfer.expect("never", 0)  # keeps its thread polling
-            transfer.hasten("never")  # as prefill's announcement does
             agent = plain_agent("plain-receiver", pool)
-            progress = asyncio.create_task(keep_going(agent))
+            progress = asyncio.create_task(keep_going(agent, transfer))
             facts = {
                 "endpoint": msgspec.to_builtins(transfer.endpoint),
                 "plain_metadata": base64.b64encode(agent.get_agent_metadata()).decode(),
@@ -72,9 +71,10 @@ async def main(layout: KvLayout, num_pages: int) -> None:
         shared.unlink()
 
 
-async def keep_going(agent: nixl_agent) -> None:
+async def keep_going(agent: nixl_agent, transfer: NixlTransfer) -> None:
     while True:
         agent.get_new_notifs()
+        transfer.hasten("never")  # as prefill's announcement does
         await asyncio.sleep(POLL_WRITES_S)  # as a worker polls at the end of a transfer
 
 

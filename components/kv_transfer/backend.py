@@ -83,6 +83,12 @@ class KvTransfer(Protocol):
     def hasten(self, notification: str) -> None:
         """Poll often: the peer will soon write its last pages. The hint may be lost or late."""
 
+    async def catch_up(self) -> None:
+        """Return when all bytes that have reached this machine are in memory.
+
+        After that, no byte of a peer's ended write can land. Over TCP they wait in a socket until this process reads it.
+        """
+
 
 class OpenTransfer(Protocol):
     def __call__(

@@ -68,6 +68,9 @@ class FakeKvTransfer:
     def hasten(self, notification: str) -> None:
         pass
 
+    async def catch_up(self) -> None:
+        pass
+
 
 @asynccontextmanager
 async def open_fake(

@@ -98,6 +98,9 @@ class MooncakeTransfer:
     def hasten(self, notification: str) -> None:
         pass
 
+    async def catch_up(self) -> None:
+        pass
+
     def _peer(self, agent: str) -> MooncakePeer:
         peer = self._peers.get(agent)
         if peer is None:

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 UCX_DEVICES: Final = "UCX_NET_DEVICES"
 UCX_MODULES: Final = "UCX_MODULES"
+UCX_USER_TIMEOUT: Final = "UCX_TCP_USER_TIMEOUT"
+UNANSWERED: Final = "5s"  # TCP drops a connection whose bytes are unacknowledged for so long
 NO_RDMA: Final = "^ib"  # all modules except this one
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 _LISTEN: Final = "0A"
@@ -50,6 +52,14 @@ def leave_out_rdma() -> None:
     """
     if not _rdma_devices():
         os.environ.setdefault(UCX_MODULES, NO_RDMA)
+
+
+def drop_dead_connections() -> None:
+    """Have the kernel give up a connection that was cut, and the bytes that it holds for it.
+
+    By default it repeats them for 15 minutes. They could land when decode has long reused its pages.
+    """
+    os.environ.setdefault(UCX_USER_TIMEOUT, UNANSWERED)
 
 
 @contextmanager

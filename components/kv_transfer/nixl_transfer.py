@@ -20,7 +20,7 @@ from components.errors import TransferFailed
 from components.kv_transfer.aux import HEAD, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.landings import Arrivals
-from components.kv_transfer.network import choose_devices, leave_out_rdma, listeners_told
+from components.kv_transfer.network import choose_devices, drop_dead_connections, leave_out_rdma, listeners_told
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
@@ -71,6 +71,7 @@ class NixlTransfer:
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
         self._failed: list[_Write] = []  # not yet released by NIXL
+        self._lost: set[str] = set()  # agents whose connection broke; the agents may live
         self._thread = OwnThread("NIXL", self._poll)
         self._arrivals = Arrivals(self.aux, self._thread)
         self._endpoint: KvEndpoint | None = None
@@ -96,6 +97,10 @@ class NixlTransfer:
     async def connect(self, peer: KvEndpoint) -> None:
         check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
+        if peer.agent in self._lost:  # NIXL does not connect again by itself
+            self._lost.discard(peer.agent)
+            log.info("connecting again", extra={"peer": peer.agent})
+            await self.disconnect(peer.agent)
         if peer.agent not in self._peers:
             await self._thread.ask(lambda: self._connect(peer))
 
@@ -143,6 +148,9 @@ class NixlTransfer:
     def hasten(self, notification: str) -> None:
         self._arrivals.hasten(notification)
 
+    async def catch_up(self) -> None:
+        await self._thread.ask(self._make_progress)
+
     def _write(self, make: Callable[[_Peer], Any], agent: str, num_bytes: int, *, short: bool) -> asyncio.Future[int]:
         done: asyncio.Future[int] = self._loop.create_future()
         post = self._thread.post_short if short else self._thread.post
@@ -153,6 +161,7 @@ class NixlTransfer:
 
     def _create_agent(self) -> KvEndpoint:
         leave_out_rdma()
+        drop_dead_connections()
         if self._region.device != "cpu":  # a mock worker starts without torch
             import_module("components.kv_transfer.cuda_context").open_context(self._region.device)
         config = nixl_agent_config(
@@ -288,7 +297,10 @@ class NixlTransfer:
             self._thread.settle(write.done, write.num_bytes)
             with contextlib.suppress(Exception):  # nothing is in flight
                 write.handle.release()
-        elif not self._gave_up(write):
+            return True
+        if write.agent in self._peers:
+            self._lost.add(write.agent)
+        if not self._gave_up(write):
             if write.agent in self._peers:
                 self._failed.append(write)
             else:  # the peer is disconnected

@@ -156,6 +156,8 @@ class PrefillClient:
                 await _until_answered(transfer)
                 if not isinstance(transfer.refusal, NobodyListens):  # else the request has reached no process
                     await self._until_quiet(transfer, quiesce)
+                    with suppress(MeshError):  # this process leaves
+                        await self._transfer.catch_up()
                 transfer.close()
             case S.CLOSED if transfer.asking is not None:
                 # Prefill would compute, and hold its own pages until the deadline.

@@ -55,6 +55,6 @@ def test_ratios_are_of_times_and_speeds_of_bytes() -> None:
 
 
 def test_a_receiver_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="the receiving process ended with 1"), receiving(LAYOUT, -1):
+    with pytest.raises(SystemExit, match="the receiving process ended with 1"), receiving(LAYOUT, -1, ""):
         pytest.fail("it cannot have started")
     assert Pool(LAYOUT, 2).memory.shape == (2, LAYOUT.page_bytes)

@@ -287,6 +287,9 @@ class MemoryTransfer:
     def hasten(self, notification: str) -> None:
         """Nothing looks for it here."""
 
+    async def catch_up(self) -> None:
+        """Nothing waits in a socket here."""
+
     def notify(self, notification: str) -> None:
         """A peer's last write has landed."""
         future = self.expected.get(notification)

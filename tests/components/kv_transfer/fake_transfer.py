@@ -93,6 +93,9 @@ class FakeTransfer:
     def hasten(self, notification: str) -> None:
         self.hastened.append(notification)
 
+    async def catch_up(self) -> None:
+        """Nothing waits in a socket here."""
+
     async def _flight(self) -> None:
         self.in_flight += 1
         try:

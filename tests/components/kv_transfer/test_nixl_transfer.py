@@ -145,6 +145,37 @@ async def test_permuted_pages_land_bit_exact_and_the_notification_comes_after_th
         before = landed["pages"]
 
 
+async def test_a_lost_connection_to_a_living_peer_is_made_again(
+    transfer: NixlTransfer, shared_peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL refused all later writes to a decode whose link had been cut for a while."""
+    peer = shared_peer.endpoint
+    await transfer.connect(peer)
+    post = transfer._agent.transfer
+
+    def disconnected(handle: Any) -> Any:
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    monkeypatch.setattr(transfer._agent, "transfer", disconnected)
+    with pytest.raises(TransferFailed):
+        await transfer.write_pages(peer.agent, [0], [0])
+    monkeypatch.setattr(transfer._agent, "transfer", post)
+    removed: list[str] = []
+    monkeypatch.setattr(transfer._agent, "remove_remote_agent", _noted(transfer._agent.remove_remote_agent, removed))
+    await transfer.connect(peer)
+    await transfer.connect(peer)
+    assert removed == [peer.agent]
+    assert await transfer.write_pages(peer.agent, [0, 1], [0, 1]) == 2 * LAYOUT.page_bytes
+
+
+def _noted(remove: Callable[[str], None], removed: list[str]) -> Callable[[str], None]:
+    def noting(agent: str) -> None:
+        removed.append(agent)
+        remove(agent)
+
+    return noting
+
+
 class Posts:
     """Every write that a transfer posts, and waits for: on which thread, and in how many descriptors."""
 
