@@ -22,6 +22,7 @@ from components.errors import InvariantBroken, MeshError, PeerLost
 from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
+from components.telemetry.request_ids import request_id
 from components.telemetry.spans import trace_context, tracer
 from components.wire.codec import Dated, Struct, UnknownMessage, pack, unpack
 from components.wire.refused import refusal
@@ -128,6 +129,7 @@ class CallServer:
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
         finally:
             context.detach(token)
+            request_id.set("")  # the subscription's task goes on to the next call
         if reply:
             packed = pack(answer)
             self._answers.sent(reply, packed)
@@ -142,6 +144,7 @@ class CallServer:
 
     async def _handled(self, endpoint: Endpoint, request: Request) -> Struct:
         message = unpack(request.data, endpoint.request)
+        request_id.set(getattr(message, "request_id", ""))  # inherited by the handler's tasks
         if isinstance(message, Dated):
             message = self._clocks.converted(message)
         if endpoint.span is None:

@@ -258,10 +258,10 @@ class PrefillClient:
                     return
             except MeshError as exc:
                 gone_since = None
-                log.debug("not quiet yet", extra={"request": transfer.engine_id, "cause": exc.message})
+                log.debug("not quiet yet", extra={"cause": exc.message})
             except Exception:  # must not pin the pages forever
                 gone_since = None
-                log.exception("quiesce failed, trying again", extra={"request": transfer.engine_id})
+                log.exception("quiesce failed, trying again")
             else:
                 return
             await asyncio.sleep(QUIESCE_AGAIN_S)

@@ -215,7 +215,7 @@ class DecodeService:
             except MeshError as exc:
                 self._active.fail(active, exc)
             except Exception as exc:
-                log.exception("request failed", extra={"request": active.engine_id})
+                log.exception("request failed")
                 self._engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
                 self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
 
@@ -238,13 +238,16 @@ class DecodeService:
         active.num_cached = hit
         with tracer.start_as_current_span("decode.choose_prefill") as span:
             if active.request.sampling.prompt_logprobs is not None:
-                span.set_attribute("kvmesh.prefill.why_local", "the prompt's log-probabilities are asked for")
+                active.why_local = "the prompt's log-probabilities are asked for"
+                span.set_attribute("kvmesh.prefill.why_local", active.why_local)
                 return None
             wanted = Wanted(active.blocks, request.adapter, request.session)
             chosen = await self._choice.choose(wanted, len(active.token_ids) - hit, explain=span.is_recording())
             if isinstance(chosen, str):
+                active.why_local = chosen
                 span.set_attribute("kvmesh.prefill.why_local", chosen)
                 return None
+            active.prefill = chosen.instance_id
             span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
             span.set_attributes(chosen.facts())
             return self._choice.record_of(chosen), chosen
@@ -316,8 +319,9 @@ class DecodeService:
         if self._on_transfer_failure == "fail" and not active.request.num_generated:
             self._engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
-        log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": cause.message})
+        log.warning("computing the prompt here", extra={"cause": cause.message})
         active.span.add_event("recompute", {"cause": cause.message})
+        active.why_local = cause.message
         self._metrics.recomputed()
         active.enter(RequestState.WAITING)
         active.wait(SPAN_LOCAL_PREFILL)

@@ -35,6 +35,7 @@ from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
 from services.frontend.reply import Reply
+from services.frontend.request_log import RequestLog
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Exchange:
         self._dialect = dialect(self._request_id)
         self._events: EventStream | None = None  # None: not a stream, or not begun
         self._started = time.perf_counter()
+        self._log = RequestLog()
         self._caller: Caller = NOBODY
         self._model = NO_MODEL
         self._generation: Generation | None = None
@@ -71,7 +73,10 @@ class Exchange:
         self._caller = caller_of(scope)
         headers = self._dialect.headers(self._caller.label or self._request_id)
         reply = Reply(send, headers, scope.get(PUSH))
-        with tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span:
+        with (
+            self._log.current(self._request_id),
+            tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span,
+        ):
             try:
                 # the mesh has the deadline, too; this covers a client that does not read as well
                 async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
@@ -81,10 +86,11 @@ class Exchange:
             except HTTPException as exc:
                 await self._fail(reply, span, from_status(exc.status_code, _detail(exc)), exc)
             except Exception as exc:
-                log.exception("request failed", extra=self._names())
+                log.exception("request failed")
                 await self._fail(reply, span, internal(self._request_id), exc)
             finally:
                 self._account(reply, span)
+                self._write_log(reply)
 
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
         with tracing.tracer.start_as_current_span("frontend.validate"):
@@ -94,12 +100,14 @@ class Exchange:
             check_token_fields(request, self._frontend.text.vocab_size)
             model = find_generator(self._frontend.mesh, request.model)
         self._model = model.name
+        self._log.begin("tokenize")
         tracing.describe_request(span, self._dialect.operation, request, limit)
         running = self._frontend.metrics.running.labels(model.name)
         running.inc()
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 specs = await self._prepare(scope, request, model, limit)
+                self._log.begin("queue")
                 place = self._enter(scope, specs)
                 try:
                     await self._generate(reply, request, specs, place)
@@ -116,6 +124,7 @@ class Exchange:
                 with tracing.tracer.start_as_current_span("frontend.admit"):
                     await place.admitted()
             self._generation = generation
+            self._log.begin("route")
             if request.stream:
                 await self._stream(reply, generation)
             else:
@@ -133,6 +142,8 @@ class Exchange:
             prompts = encoded.prompts
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in prompts]
         asked = encoded.asked or request.asked_constraint
+        if asked is not None:
+            self._log.begin("compile")
         constraint = None if asked is None else await self._checked(asked, scope)
         names = [self._request_id] if len(prompts) == 1 else [f"{self._request_id}-{i}" for i in range(len(prompts))]
         echoes = encoded.echoes or [""] * len(prompts)
@@ -193,6 +204,7 @@ class Exchange:
             return not data or reply.write(data)
 
         async with generation.running(show):
+            self._log.begin("prefill")
             is_over = False
             while not is_over:
                 await generation.woken()
@@ -210,6 +222,7 @@ class Exchange:
             return not self._awaits_first_token
 
         async with generation.running(show):
+            self._log.begin("prefill")
             while not generation.is_over:
                 await generation.woken()
                 with self._first_token(generation):
@@ -219,10 +232,6 @@ class Exchange:
         answer = await self._dialect.answer(choices, generation)
         if not reply.answered:
             await reply.parts(answer)
-
-    def _names(self) -> dict[str, str]:
-        label = self._caller.label
-        return {"request_id": self._request_id, **({"client_request_id": label} if label else {})}
 
     @property
     def _num_generated(self) -> int:
@@ -242,9 +251,9 @@ class Exchange:
 
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(span, error, type(exc).__name__)
-        if error.status >= 500 and isinstance(exc, MeshError):
-            facts = {**self._names(), "error": type(exc).__name__, "reason": exc.message}
-            log.warning("request failed", extra=facts, exc_info=isinstance(exc, InvariantBroken))
+        self._log.failed(exc, error.status)
+        if isinstance(exc, InvariantBroken):
+            log.exception("request failed")
         extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
         headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
         status, body = self._dialect.refusal(error)
@@ -270,6 +279,15 @@ class Exchange:
             metrics.e2e_latency.labels(self._model, route).observe(time.perf_counter() - self._started)
             for choice in (choice for choice in generation.choices if choice.finish is not None):
                 metrics.success.labels(self._model, str(choice.finish)).inc()
+
+    def _write_log(self, reply: Reply) -> None:
+        generation, tokens = self._generation, {}
+        if generation is not None:
+            usage, self._log.first_token_s = generation.usage(), generation.first_s
+            tokens = {"prompt_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+            tokens["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
+        status = reply.status if reply.answered else 503
+        self._log.write(self._dialect.route, self._model, status, label=self._caller.label, **tokens)
 
 
 def _detail(exc: HTTPException) -> str | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
+from services.frontend.request_log import request_log
 
 DISPATCH_TIMEOUT_S: Final = 10.0
 RECONNECT_S: Final = 2.0  # after our own reconnect others have reconnected, too
@@ -118,6 +120,7 @@ class MeshClient:
             try:
                 route.accepted(await self._send(prompt, record, streams[0].inner))
                 accepted = True
+                request_log().sent_to(record.instance_id)
             except MOVING as exc:
                 self.choice.note_move(prompt, route, exc, attempts)
             else:
@@ -157,6 +160,7 @@ class MeshClient:
             priority=prompt.priority,
             adapter=self.choice.adapter(prompt),
             session=prompt.session,
+            wants_origin=True,
         )
         timeout_s = min(DISPATCH_TIMEOUT_S, remaining_s(prompt.deadline_unix_ms))
         with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT):
@@ -189,7 +193,19 @@ class MeshClient:
 class Branch:
     """One branch of a prompt. Reads its stream, and moves to another instance if that fails."""
 
-    __slots__ = ("_attempts", "_client", "_generated", "_index", "_moving", "_prompt", "_sink", "_span", "_stream")
+    __slots__ = (
+        "_attempts",
+        "_client",
+        "_context",
+        "_generated",
+        "_index",
+        "_log",
+        "_moving",
+        "_prompt",
+        "_sink",
+        "_span",
+        "_stream",
+    )
 
     def __init__(
         self, client: MeshClient, prompt: Prompt, stream: Stream, attempts: Attempts, *, index: int, sink: Sink
@@ -201,6 +217,7 @@ class Branch:
         self._attempts = attempts
         self._sink = sink
         self._span = trace.get_current_span()  # items come outside the request's task
+        self._context, self._log = contextvars.copy_context(), request_log()
         self._generated: list[int] = []
         self._moving: asyncio.Task[None] | None = None
 
@@ -212,6 +229,8 @@ class Branch:
         if not stream.has_begun:
             stream.has_begun = True
             stream.route.succeeded()
+            if item.origin is not None:
+                self._log.prompt_computed(item.origin)
             if item.sent_unix_ns and not self._generated:
                 record_span("frontend.receive", item.sent_unix_ns, parent=self._span)
         stream.is_over = item.finish is not None
@@ -221,7 +240,7 @@ class Branch:
 
     def fail(self, error: MeshError) -> None:
         if isinstance(error, MOVING):
-            self._moving = asyncio.create_task(self._move(error))
+            self._moving = asyncio.create_task(self._move(error), context=self._context)
         else:
             self.close()
             self._sink.fail(error)

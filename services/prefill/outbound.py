@@ -135,6 +135,23 @@ class OutboundTransfer:
                 self._stop_limit()
                 if not self.lifecycle.is_over:
                     self.lifecycle.advance(S.FAILED)
+                if log.isEnabledFor(logging.DEBUG):
+                    self._log_end()
+
+    def _log_end(self) -> None:
+        now_ns = time.time_ns()
+        started_ns, computed_ns = self._started_ns or now_ns, self._computed_ns or now_ns
+        facts = {
+            "state": str(self.lifecycle.state),
+            "prompt_tokens": self.num_tokens,
+            "cached_tokens": self._num_cached,
+            "bytes": self.num_bytes,
+            "queue_s": round((started_ns - self._submitted_ns) / 1e9, 4),
+            "compute_s": round((computed_ns - started_ns) / 1e9, 4),
+            "inflight_s": round((now_ns - computed_ns) / 1e9, 4),
+            "decode": self.request.decode_id,
+        }
+        log.debug("request ended", extra=facts)
 
     def _record_computing(self, event: Computed) -> None:
         record_span("prefill.queue", self._submitted_ns, self._started_ns, parent=self._span)
@@ -148,7 +165,7 @@ class OutboundTransfer:
 
     def _report(self, outcome: MeshError) -> None:
         mark_outcome(self._span, outcome)
-        facts = {"request": self.request.request_id, "cause": outcome.message}
+        facts = {"cause": outcome.message}
         if isinstance(outcome, Cancelled):
             log.debug("cancelled by the client", extra=facts)
         else:
@@ -160,7 +177,7 @@ class OutboundTransfer:
         except MeshError as exc:
             return exc
         except Exception as exc:  # the edge of one request
-            log.exception("transfer failed", extra={"request": self.request.request_id})
+            log.exception("transfer failed")
             return InvariantBroken(f"transfer failed: {type(exc).__name__}")
         return None
 

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from random import Random
@@ -28,7 +29,14 @@ from components.messaging.liveness import STILL_AFTER_S, Liveness
 from components.messaging.outbox import open_outbox
 from components.routing.breaker import USUAL, BreakerState
 from components.telemetry.worker_metrics import WorkerMetrics
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
+from components.wire.generate import (
+    CancelStreams,
+    GenerateAccepted,
+    GenerateRequest,
+    PromptOrigin,
+    StreamItem,
+    unpack_frame,
+)
 from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.protocol import UNNAMED
@@ -769,6 +777,34 @@ async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_an
     assert causes == ["no beginning of a transfer from prefill p in 0.05 s"]
     await decode.finish()
     decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_frontend_that_asks_learns_where_the_prompt_was_computed_and_why_not_on_prefill(
+    decode: Decode, asked: bool
+) -> None:
+    decode.prefill.refusal = Overloaded("this instance is leaving")
+    await decode.ask(wants_origin=asked)
+    await decode.reserve()
+    await decode.until_nothing_runs()
+    await decode.finish()
+    [item] = decode.items()
+    assert item.origin == (PromptOrigin("p", "this instance is leaving") if asked else None)
+    await decode.ask(2, token_ids=pack_tokens(range(2)), wants_origin=asked)
+    await decode.finish("r.2")
+    assert decode.items()[-1].origin == (PromptOrigin("", "only 2 tokens remain") if asked else None)
+
+
+async def test_at_debug_a_request_ends_with_a_line_that_names_it(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    await decode.ask()
+    await decode.reserve()
+    await decode.land()
+    await decode.finish()
+    [line] = [vars(record) for record in caplog.records if record.message == "request ended"]
+    assert {"request_id": "r", "prompt_tokens": 10, "output_tokens": 1, "prefill": "p"}.items() <= line.items()
 
 
 async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_its_end(decode: Decode) -> None:

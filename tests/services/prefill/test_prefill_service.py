@@ -385,6 +385,7 @@ async def test_a_client_that_leaves_is_no_failed_transfer(
     assert await prefill.quiesce(cancelled=cancelled) == Quiet(request_id="r")
     await turns()
     said = {record.message: record.levelno for record in caplog.records if record.name == "services.prefill.outbound"}
+    assert said.pop("request ended") == logging.DEBUG
     assert said == ({"cancelled by the client": logging.DEBUG} if cancelled else {"transfer failed": logging.WARNING})
     counts = [
         prefill.metrics.registry.get_sample_value(f"{name}_total")
