@@ -804,7 +804,7 @@ async def test_at_debug_a_request_ends_with_a_line_that_names_it(
     await decode.land()
     await decode.finish()
     [line] = [vars(record) for record in caplog.records if record.message == "request ended"]
-    assert {"request_id": "r", "prompt_tokens": 10, "output_tokens": 1, "prefill": "p"}.items() <= line.items()
+    assert {"request_id": "r", "prompt_tokens": 10, "output_tokens": 2, "prefill": "p"}.items() <= line.items()
 
 
 async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_its_end(decode: Decode) -> None:
