@@ -20,6 +20,7 @@ from components.messaging.kv_publisher import KvEventPublisher, publish_kv_event
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
+from components.process_control import ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import Phase
 from components.settings import WorkerSettings
@@ -123,15 +124,18 @@ class Worker:
         )
         interval_s = partial(FleetSizes(self.registry.book).heartbeat_rest_s, self.role)
         facts = {"instance_id": self.instance_id, "model": model}
+        control = ProcessControl(self.figures)
+        endpoints = [*self._endpoints(service), control.endpoint()]
         async with (
-            serve_calls(self.bus, self.role, self.subject, self._endpoints(service), facts),
+            serve_calls(self.bus, self.role, self.subject, endpoints, facts),
             send_heartbeats(self.bus, self.subject, service.heartbeat, interval_s, num_cached) as heart,
             self.registry.advertise(self.registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
+            control.serves(service, drain_timeout_s, heart.at_once)
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
-            await first(stop_signal(), raises(engine.failed()))
+            await first(stop_signal(), control.stopped(), raises(engine.failed()))
             await drain(service, drain_timeout_s, heart.at_once)
 
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:

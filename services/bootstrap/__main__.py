@@ -2,12 +2,13 @@
 
 from prometheus_client import CollectorRegistry
 
-from components.aio import background
+from components.aio import background, first
 from components.discovery.registry import Registration, join_registry
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.presence import keep_present, present_endpoint
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.process_control import ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.telemetry.logs import log_ready
 from components.telemetry.spans import start_telemetry
@@ -33,7 +34,9 @@ async def main(settings: BootstrapSettings) -> None:
         metrics.register(bus.clocks)
         service = BootstrapService(bus, settings.namespace, registration, metrics)
         service.show(figures)
-        endpoints = [*service.endpoints(), present_endpoint(registration), status_endpoint(figures)]
+        control = ProcessControl(figures)
+        own = [present_endpoint(registration), status_endpoint(figures), control.endpoint()]
+        endpoints = [*service.endpoints(), *own]
         async with (
             background(service.clean(settings.room_cleanup_s), "clean-rooms"),
             serve_calls(bus, "bootstrap", subject, endpoints, {"instance_id": me}),
@@ -41,7 +44,7 @@ async def main(settings: BootstrapSettings) -> None:
         ):
             settle()
             log_ready(instance=me, metrics=page)
-            await stop_signal()
+            await first(stop_signal(), control.stopped())
 
 
 if __name__ == "__main__":

@@ -101,7 +101,6 @@ class DecodeService:
             local_prefill_on_queue=local_prefill_on_queue,
         )
         self.embedding = EmbeddingService(registration, engine, model)
-        self.draining = False
         active.outbox.on_gone(self._frontend_gone)
         metrics.show_queues(RequestQueues(active.tally, prefill.tally))
         metrics.show_queues(prefill.tally)
@@ -198,13 +197,20 @@ class DecodeService:
         prefills = {i: str(state) for i, state in self._prefills.router.health.states().items()}
         return prefills | self._prefill.bootstrap_breakers()
 
+    @property
+    def draining(self) -> bool:
+        return self.embedding.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self.embedding.draining = draining
+
     async def drained(self) -> None:
         """Wait until every request is answered.
 
         Pinned pages get SETTLE_S, in which a prefill that lives answers. One that is dead does not, and its offer may last
         for a minute. Nothing reuses the pages any more: their memory goes with this process.
         """
-        self.embedding.draining = True
         await self._active.drained()
         await self.embedding.drained()
         while running := set(self._tasks.values()) - self._settling:

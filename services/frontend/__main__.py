@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Info
 
+from components.aio import first
 from components.api_keys import BadKeys, read_keys
 from components.discovery.registry import Registration, join_registry
 from components.http.limits import ClientLimits
@@ -23,6 +24,7 @@ from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.process_control import ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.startup import refuse
 from components.structured.checker import open_checker
@@ -115,10 +117,12 @@ async def main(settings: FrontendSettings) -> None:
             {"instance_id": me}
         )
         stored = await open_stored(bus, settings, subject)
+        control = ProcessControl(figures)
         calls = [
             explain_endpoint(mesh.choice, text, model),
             present_endpoint(registration),
             status_endpoint(figures),
+            control.endpoint(),
         ]
         if stored is not None:
             calls.append(stored.endpoint())
@@ -183,7 +187,7 @@ async def main(settings: FrontendSettings) -> None:
                 settle()
                 warn_if_exposed(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)
-                await stop_signal()
+                await first(stop_signal(), control.stopped())
                 operations.draining = True
 
 

@@ -11,6 +11,7 @@ from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.process import new_instance_id, run, stop_signal
+from components.process_control import ProcessControl
 from components.process_health import measure, status_endpoint
 from components.telemetry.logs import log_ready
 from components.telemetry.spans import start_telemetry
@@ -49,10 +50,11 @@ async def main(settings: PlannerSettings) -> None:
         metrics.registry.register(bus.refusals)
         planning = Planning(settings, observer, open_connector(settings, bus), leader, metrics)
         figures.heartbeat_ages_s = observer.ages_s
-        endpoints = [*planning.endpoints(), status_endpoint(figures)]
+        control = ProcessControl(figures)
+        endpoints = [*planning.endpoints(), status_endpoint(figures), control.endpoint()]
         async with serve_calls(bus, "planner", subject, endpoints, {"instance_id": me}):
             log_ready(instance=me, connector=settings.connector, metrics=page)
-            await first(stop_signal(), planning.run())
+            await first(stop_signal(), control.stopped(), planning.run())
 
 
 def read_settings(argv: list[str] | None = None) -> PlannerSettings:
