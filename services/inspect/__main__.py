@@ -9,9 +9,9 @@ import shlex
 import sqlite3
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -33,6 +33,8 @@ from services.inspect.route import show_route
 from services.inspect.top import show_top
 from services.inspect.trace_view import trace_list, trace_table
 from services.inspect.workers import show_planners, show_workers
+
+R = TypeVar("R")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -99,13 +101,13 @@ def top(
 
     Drawn again once a second until Ctrl-C.
     """
-    _until_interrupted(show_top(settings, console, once=once, as_json=as_json))
+    _run(show_top(settings, console, once=once, as_json=as_json))
 
 
 @command(MESH)
 def rooms(settings: MeshSettings, *, as_json: AsJson = False) -> None:
     """Show open bootstrap rooms, as each side reports them."""
-    asyncio.run(show_rooms(settings, console, as_json=as_json))
+    _run(show_rooms(settings, console, as_json=as_json))
 
 
 @command(MESH)
@@ -134,7 +136,7 @@ def kv(
     if sum(map(bool, (prompt, ids, block))) > 1:
         raise typer.BadParameter("give one of --prompt, --token-ids and --block")
     wanted = Prefix(prompt, chat, ids, first, block, adapter, cache_salt)
-    asyncio.run(show_kv(settings, console, wanted, as_json=as_json))
+    _run(show_kv(settings, console, wanted, as_json=as_json))
 
 
 @command(MESH)
@@ -147,7 +149,7 @@ def events(
 
     Ends with Ctrl-C.
     """
-    _until_interrupted(show_events(settings, console, as_json=as_json))
+    _run(show_events(settings, console, as_json=as_json))
 
 
 @command(MESH)
@@ -156,8 +158,7 @@ def doctor(settings: MeshSettings, *, as_json: AsJson = False) -> None:
 
     The exit status is 1 if something is wrong.
     """
-    logging.disable(logging.CRITICAL)  # the report says it
-    sys.exit(not asyncio.run(show_doctor(settings, console, as_json=as_json)))
+    sys.exit(not _run(show_doctor(settings, console, as_json=as_json)))
 
 
 @command(MESH)
@@ -179,7 +180,7 @@ def set(  # noqa: A001 - the name of the command
     if logger and log_level is None:
         raise typer.BadParameter("--logger needs a --log-level")
     wanted = Control(log_level=log_level, logger=logger, traces_per_s=traces_per_s)
-    sys.exit(not asyncio.run(show_set(settings, console, which, wanted, as_json=as_json)))
+    sys.exit(not _run(show_set(settings, console, which, wanted, as_json=as_json)))
 
 
 @command(MESH)
@@ -200,7 +201,7 @@ def drain(
         raise typer.BadParameter("give --stop or --undo")
     work: Work = "stop" if stop else "go-on" if undo else "drain"
     control = Control(work=work)
-    sys.exit(not asyncio.run(show_drain(settings, console, instance, control, wait=wait, as_json=as_json)))
+    sys.exit(not _run(show_drain(settings, console, instance, control, wait=wait, as_json=as_json)))
 
 
 @command(MESH)
@@ -302,9 +303,13 @@ def _console(*, wide: bool) -> Console:
     return Console(file=console.file, width=max(console.width, WIDE), force_terminal=console.is_terminal)
 
 
-def _until_interrupted(work: Coroutine[Any, Any, None]) -> None:
-    with suppress(KeyboardInterrupt):
-        asyncio.run(work)
+def _run(work: Coroutine[Any, Any, R]) -> R:
+    """Without log lines: what they say is shown otherwise. Ctrl-C is a usual end."""
+    logging.getLogger("components").setLevel(logging.CRITICAL)
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @contextmanager

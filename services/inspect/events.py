@@ -59,6 +59,10 @@ class Watch:
         self._states: dict[str, str] = {}  # of workers, by heartbeat
         self._planners: dict[str, str] | None = None  # host by instance id; None: not asked yet
 
+    def found(self, record: InstanceRecord) -> None:
+        """It was registered before the watch began."""
+        self._event("etcd", "is there", record.role, record.instance_id, _about(record))
+
     def record_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         record = now or was
         assert record is not None
@@ -66,8 +70,7 @@ class Watch:
             self._states.pop(record.instance_id, None)
             self._event("etcd", "left etcd", record.role, record.instance_id)
         elif was is None:
-            facts = " ".join(filter(None, (f"{record.host}:{record.pid}", record.model, record.http)))
-            self._event("etcd", "registered", record.role, record.instance_id, facts)
+            self._event("etcd", "registered", record.role, record.instance_id, _about(record))
         else:
             again = f"epoch {was.epoch} → {now.epoch}" if was.epoch != now.epoch else "its record"
             self._event("etcd", "changed", record.role, record.instance_id, again)
@@ -112,6 +115,10 @@ class Watch:
         self._tell(Event(self._clock(), source, what, role, instance, facts))
 
 
+def _about(record: InstanceRecord) -> str:
+    return " ".join(filter(None, (f"{record.host}:{record.pid}", record.model, record.http)))
+
+
 async def show_events(settings: MeshSettings, console: Console, *, as_json: bool) -> None:
     """Until Ctrl-C. The first lines are what is there already."""
 
@@ -124,7 +131,7 @@ async def show_events(settings: MeshSettings, console: Console, *, as_json: bool
     async with open_mesh(settings) as mesh:
         watch = Watch(tell)
         for record in mesh.records():
-            watch.record_changed(None, record)
+            watch.found(record)
         mesh.book.subscribe(watch.record_changed)
         decode, prefill = (watch_heartbeats(mesh.bus, mesh.namespace, role, mesh.book) for role in WORKERS)
         async with decode as of_decode, prefill as of_prefill:

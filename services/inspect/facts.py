@@ -102,7 +102,12 @@ class Facts:
 
 async def gather_facts(settings: MeshSettings) -> Facts:
     etcd, bus, nixl, shm = await asyncio.gather(
-        asyncio.gather(*(asyncio.to_thread(_etcd_member, one.strip()) for one in settings.etcd_url.split(","))),
+        asyncio.gather(
+            *(
+                asyncio.to_thread(_etcd_member, one.strip(), f"{settings.namespace}/doctor")
+                for one in settings.etcd_url.split(",")
+            )
+        ),
         _nats(settings.nats_url),
         _nixl(),
         asyncio.to_thread(shared_memory),
@@ -130,14 +135,14 @@ async def gather_facts(settings: MeshSettings) -> Facts:
     )
 
 
-def _etcd_member(url: str) -> Server:
-    """Read with a quorum and write: a full etcd still reads."""
+def _etcd_member(url: str, key: str) -> Server:
+    """Read with a quorum, and write `key`: a full etcd still reads."""
     began_s, shown = time.monotonic(), without_password(url)
     try:
         with etcd_client(url) as client:
             told = etcdrpc.MaintenanceStub(client.channel).Status(etcdrpc.StatusRequest(), CALL_TIMEOUT_S)
-            client.put("kvmesh-doctor/write", "")
-            client.delete("kvmesh-doctor/write")
+            client.put(key, "")
+            client.delete(key)
     except (MeshError, WrongSettings) as exc:
         return Server(shown, exc.message)
     took_ms = (time.monotonic() - began_s) * SECOND_MS
@@ -170,7 +175,9 @@ async def _nats(url: str) -> Server:
             facts |= {"streams": account.streams, "stored_bytes": account.storage}
         except (nats.errors.Error, OSError, TimeoutError) as exc:
             facts["jetstream"] = str(exc) or type(exc).__name__
-        return Server(shown, "", str(client.connected_server_version), took_ms, facts)
+        return Server(
+            shown, "", str(client.connected_server_version).strip("<>").removeprefix("nats server v"), took_ms, facts
+        )
     except (nats.errors.Error, OSError, TimeoutError) as exc:
         return Server(shown, unreachable(url, exc))
     finally:

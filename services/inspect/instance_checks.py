@@ -100,7 +100,7 @@ def check_pages(facts: Facts) -> Iterator[Finding]:
                     "look at its log, and at firewalls between here and there",
                 )
     if not failed:
-        yield ok("ports", f"{len(facts.pages)} metrics pages and {len(facts.ports)} frontends answer")
+        yield ok("ports", f"all answer: metrics pages {len(facts.pages)}, frontends {len(facts.ports)}")
 
 
 def check_contact(facts: Facts) -> Iterator[Finding]:

@@ -84,8 +84,9 @@ def frame_of(seen: Sequence[Seen], namespace: str, unix_s: float) -> Frame:
     return Frame(namespace, unix_s, [_row(one, ages.get(one.instance_id)) for one in seen], links_of(seen))
 
 
-def links_of(seen: Iterable[Seen]) -> list[Link]:
-    """Both ends report a link; after a restart of one, the other has the longer memory. The fastest first."""
+def links_of(seen: Sequence[Seen]) -> list[Link]:
+    """Links between instances that are there, the fastest first. Both ends report a link, and one may have restarted."""
+    there = {one.instance_id for one in seen}
     found: dict[tuple[str, str], list[LinkStatus]] = {}
     for one in seen:
         for link in () if one.status is None else one.status.links:
@@ -101,6 +102,7 @@ def links_of(seen: Iterable[Seen]) -> list[Link]:
             bytes_per_s=max(end.bytes_per_s for end in ends),
         )
         for (prefill, decode), ends in found.items()
+        if {prefill, decode} <= there
     ]
     return sorted(links, key=lambda link: (-link.bytes_per_s, -link.bytes, link.prefill, link.decode))
 
@@ -160,7 +162,7 @@ def _row(one: Seen, heartbeat_age_s: float | None) -> Row:
         waiting=status.waiting,
         oldest_queued_s=max(status.oldest_queued_s.values(), default=0.0),
         rooms=status.num_rooms,
-        kv_used=None if pages is None or not total else 1 - (pages.free + pages.cached) / total,
+        kv_used=None if pages is None or not total else (total - pages.free - pages.cached) / total,
         kv_cached=None if pages is None or not total else pages.cached / total,
         tokens_per_s=status.tokens_per_s,
         heartbeat_age_s=heartbeat_age_s,
