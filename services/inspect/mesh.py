@@ -14,10 +14,11 @@ from components.settings import MeshSettings
 from components.wire.instances import InstanceRecord
 from components.wire.status import Status, StatusRequest
 from services.inspect.connection import one_line_errors
-from services.inspect.workers import PING_S, ROLES, srv_answers
+from services.inspect.workers import ROLES, srv_answers
 
 CONNECT_S: Final = 8.0
 STATUS_S: Final = 1.0  # for an answer
+PING_S: Final = 0.25  # for planners' answers
 PLANNERS_S: Final = 10.0  # between questions which planners there are: etcd has no records of them
 
 

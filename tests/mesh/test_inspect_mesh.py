@@ -214,7 +214,6 @@ def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile
         _until(lambda: killed in _events(out, "lost"), "its heartbeats are missed")
         code, text = inspected(mesh, "doctor")
         assert code == 1
-        assert f"decode {killed} on" in text
         assert "no decode instance answers" in text
         _until(lambda: killed in _events(out, "left etcd"), "its lease expires")
         events.send_signal(signal.SIGINT)
