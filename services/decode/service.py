@@ -44,7 +44,7 @@ from engine.sampling.bounds import check_branches
 from services.decode.config import OnTransferFailure
 from services.decode.embedding import EmbeddingService
 from services.decode.inbound import InboundState, InboundTransfer
-from services.decode.prefill_choice import PrefillChoice, Wanted
+from services.decode.prefill_choice import PrefillChoice
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import (
     QUEUED,
@@ -272,8 +272,13 @@ class DecodeService:
                 active.why_local = "the prompt's log-probabilities are asked for"
                 span.set_attribute("kvmesh.prefill.why_local", active.why_local)
                 return None
-            wanted = Wanted(active.blocks, request.adapter, request.session)
-            chosen = await self._choice.choose(wanted, len(active.token_ids) - hit, explain=span.is_recording())
+            chosen = await self._choice.choose(
+                active.blocks,
+                len(active.token_ids) - hit,
+                adapter=request.adapter,
+                session=request.session,
+                explain=span.is_recording(),
+            )
             if isinstance(chosen, str):
                 active.why_local = chosen
                 span.set_attribute("kvmesh.prefill.why_local", chosen)
