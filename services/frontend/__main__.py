@@ -5,7 +5,7 @@ import ipaddress
 import logging
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Info
+from prometheus_client import CollectorRegistry
 
 from components.api_keys import BadKeys, read_keys
 from components.discovery.registry import Registration, join_registry
@@ -99,6 +99,7 @@ async def main(settings: FrontendSettings) -> None:
             me,
             bus,
             registry.contact_age_s,
+            metrics=metrics,
             epoch=lambda: registration.epoch,
             model=model,
         ) as figures,
@@ -110,10 +111,8 @@ async def main(settings: FrontendSettings) -> None:
         except ValueError as exc:
             refuse(f"settings: {exc}")
         mesh = MeshClient(bus, inbox, decodes, model, no_worker_wait_s=settings.no_worker_wait_s)
-        metrics.register(bus.refusals)
-        Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
-            {"instance_id": me}
-        )
+        mesh.moves.show(metrics)
+        inbox.show(metrics)
         stored = await open_stored(bus, settings, subject)
         calls = [
             explain_endpoint(mesh.choice, text, model),

@@ -25,6 +25,7 @@ from components.wire.tokens import pack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls
+from services.frontend.moves import Moves
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 
 DISPATCH_TIMEOUT_S: Final = 10.0
@@ -60,6 +61,7 @@ class MeshClient:
         self._model = model
         self._sending: set[asyncio.Task[None]] = set()  # messages on their way
         self._served: list[ServedModel] = []  # by the instances that were last seen
+        self.moves = Moves()
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
         self._decodes.on_lost(self._instance_lost)
@@ -119,6 +121,7 @@ class MeshClient:
                 route.accepted(await self._send(prompt, record, streams[0].inner))
                 accepted = True
             except MOVING as exc:
+                self.moves.request(exc)
                 self.choice.note_move(prompt, route, exc, attempts)
             else:
                 return streams
@@ -236,9 +239,11 @@ class Branch:
         failed = self._stream
         try:
             with use_span(self._span, record_exception=False, set_status_on_exception=False):
+                self._client.moves.stream(why)
                 self._client.choice.note_move(self._prompt, failed.route, why, self._attempts)
                 self._client.close(failed)
                 rest = _rest_of(self._prompt, self._generated)
+                self._client.moves.computed_again(len(rest.token_ids))
                 [self._stream] = await self._client.dispatch(rest, self._attempts)
         except Exception as exc:  # noqa: BLE001 - the request ends with it
             self._client.close(failed)

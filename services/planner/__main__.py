@@ -13,8 +13,8 @@ from components.messaging.call_server import serve_calls
 from components.process import new_instance_id, run, stop_signal
 from components.process_health import measure, status_endpoint
 from components.telemetry.logs import log_ready
+from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.spans import start_telemetry
-from components.telemetry.worker_metrics import serve_metrics
 from services.planner.config import PlannerSettings
 from services.planner.connectors import open_connector
 from services.planner.metrics import PlannerMetrics
@@ -44,11 +44,11 @@ async def main(settings: PlannerSettings) -> None:
         lead(
             settings.etcd_url, f"{settings.namespace}/planner", {**facts, "http": page}, settings.leader_ttl_s
         ) as leader,
-        measure(settings, "planner", me, bus, leader.contact_age_s) as figures,
+        measure(settings, "planner", me, bus, leader.contact_age_s, metrics=metrics.registry) as figures,
     ):
-        metrics.registry.register(bus.refusals)
         planning = Planning(settings, observer, open_connector(settings, bus), leader, metrics)
         figures.heartbeat_ages_s = observer.ages_s
+        observer.show(metrics.registry)
         endpoints = [*planning.endpoints(), status_endpoint(figures)]
         async with serve_calls(bus, "planner", subject, endpoints, {"instance_id": me}):
             log_ready(instance=me, connector=settings.connector, metrics=page)

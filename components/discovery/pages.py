@@ -1,0 +1,41 @@
+"""Where instances serve their metrics, for the planner and for Prometheus."""
+
+import socket
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from components.discovery.book import InstanceBook
+from components.wire.instances import InstanceRecord, Role
+
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill", "bootstrap")
+
+
+def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str | None:
+    """URL of an instance's page. A loopback address of another host is replaced by that host's name."""
+    url = record.metrics or record.http
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if parts.hostname in LOOPBACK and record.host != own_host:
+        return f"http://{record.host}:{parts.port}/metrics"
+    return f"{url}/metrics"
+
+
+def scrape_targets(book: InstanceBook, namespace: str) -> list[dict[str, Any]]:
+    """Every registered instance, in the form of Prometheus' HTTP service discovery."""
+    records = [record for role in ROLES for record in book.of_role(role)]
+    return [_target(record, url, namespace) for record in records if (url := page_of(record)) is not None]
+
+
+def _target(record: InstanceRecord, url: str, namespace: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    labels = {
+        "__scheme__": parts.scheme,
+        "__metrics_path__": parts.path,
+        "namespace": namespace,
+        "role": record.role,
+        "instance": record.instance_id,
+        "host": record.host,
+    }
+    return {"targets": [parts.netloc], "labels": labels | ({"model": record.model} if record.model else {})}
