@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry
 
 from components.aio import background
+from components.discovery.pages import scrape_targets
 from components.discovery.registry import Registration, Registry
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
@@ -57,7 +59,13 @@ async def serve_health(
     """Yields the URL of the probes."""
     health = ProcessHealth(bus, registry, registration, metrics)
     async with serve_metrics(
-        metrics, settings.metrics_host, settings.metrics_port, health.started, reasons=health.reasons, facts=facts
+        metrics,
+        settings.metrics_host,
+        settings.metrics_port,
+        health.started,
+        reasons=health.reasons,
+        facts=facts,
+        targets=lambda: [asdict(one) for one in scrape_targets(registry.book, settings.namespace)],
     ) as url:
         yield url
 

@@ -1,7 +1,8 @@
 """Where instances serve their metrics, for the planner and for Prometheus."""
 
 import socket
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 from urllib.parse import urlsplit
 
 from components.discovery.book import InstanceBook
@@ -9,6 +10,14 @@ from components.wire.instances import InstanceRecord, Role
 
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill", "bootstrap")
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeTarget:
+    """An entry of Prometheus' HTTP service discovery."""
+
+    targets: list[str]  # host:port
+    labels: dict[str, str]
 
 
 def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str | None:
@@ -22,13 +31,13 @@ def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str
     return f"{url}/metrics"
 
 
-def scrape_targets(book: InstanceBook, namespace: str) -> list[dict[str, Any]]:
-    """Every registered instance, in the form of Prometheus' HTTP service discovery."""
+def scrape_targets(book: InstanceBook, namespace: str) -> list[ScrapeTarget]:
+    """Every registered instance that has a metrics page."""
     records = [record for role in ROLES for record in book.of_role(role)]
     return [_target(record, url, namespace) for record in records if (url := page_of(record)) is not None]
 
 
-def _target(record: InstanceRecord, url: str, namespace: str) -> dict[str, Any]:
+def _target(record: InstanceRecord, url: str, namespace: str) -> ScrapeTarget:
     parts = urlsplit(url)
     labels = {
         "__scheme__": parts.scheme,
@@ -38,4 +47,4 @@ def _target(record: InstanceRecord, url: str, namespace: str) -> dict[str, Any]:
         "instance": record.instance_id,
         "host": record.host,
     }
-    return {"targets": [parts.netloc], "labels": labels | ({"model": record.model} if record.model else {})}
+    return ScrapeTarget([parts.netloc], labels | ({"model": record.model} if record.model else {}))

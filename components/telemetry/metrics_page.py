@@ -38,18 +38,23 @@ async def serve_metrics(
     *,
     reasons: Callable[[], Sequence[str]] = tuple,
     facts: Callable[[], Mapping[str, object]] = dict,
+    targets: Callable[[], Sequence[object]] = tuple,
 ) -> AsyncIterator[str]:
-    """Serve `/metrics`, `/live`, `/ready` and `/health`; yields the URL.
+    """Serve `/metrics`, `/metrics/targets`, `/live`, `/ready` and `/health`; yields the URL.
 
     Args:
         port: 0 for any free one.
         started: `/health` answers 503 before that and 200 from then on.
         reasons: `/ready` answers 503 while there are any.
         facts: added to `/health`.
+        targets: the mesh's metrics pages, for Prometheus' HTTP service discovery.
     """
 
     async def metrics(request: Request) -> Response:
         return metrics_response(registry, request.headers.get("accept", ""))
+
+    async def all_targets(_: Request) -> Response:
+        return JSONResponse(list(targets()))
 
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -63,7 +68,7 @@ async def serve_metrics(
         return JSONResponse({"status": "ok" if well else "starting", **facts()}, 200 if well else 503)
 
     # fastapi takes half a second to load
-    pages = {"/metrics": metrics, "/live": live, "/ready": ready, "/health": health}
+    pages = {"/metrics": metrics, "/metrics/targets": all_targets, "/live": live, "/ready": ready, "/health": health}
     app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
     async with serve_http(app, _Page(host, port)) as url:
         yield url

@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from components.api_keys import BadKeys, read_keys
+from components.discovery.pages import scrape_targets
 from components.discovery.registry import Registration, join_registry
 from components.http.limits import ClientLimits
 from components.http.server import serve_http
@@ -138,6 +139,7 @@ async def main(settings: FrontendSettings) -> None:
                 lambda: None if bus.is_connected else "NATS cannot be reached",
             ],
             workers,
+            lambda: scrape_targets(registry.book, settings.namespace),
         )
         figures.is_draining = lambda: operations.draining
         figures.heartbeat_ages_s = decodes.alive.ages_s

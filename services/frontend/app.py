@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
+from components.discovery.pages import ScrapeTarget
 from components.errors import MeshError
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
@@ -288,6 +289,11 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
         """Prometheus text format, or OpenMetrics if `Accept` prefers it."""
         return metrics_response(registry, request.headers.get("accept", ""))
 
+    async def targets() -> list[ScrapeTarget]:
+        """The metrics pages of all processes, for Prometheus' HTTP service discovery."""
+        return operations.targets()
+
+    _add_probe(app, "/metrics/targets", targets)
     for path, handler in (("/health", health), ("/live", live), ("/version", version), ("/workers", workers)):
         _add_probe(app, path, handler)
     _add_probe(app, "/ready", ready, responses={503: {"model": Readiness, "description": "Unready"}})

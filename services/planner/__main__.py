@@ -3,9 +3,11 @@
 import logging
 import os
 import socket
+from dataclasses import asdict
 
 from components.aio import first
 from components.discovery.leader import lead
+from components.discovery.pages import scrape_targets
 from components.discovery.registry import join_registry
 from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
@@ -40,7 +42,13 @@ async def main(settings: PlannerSettings) -> None:
         connect_bus(settings.nats_url, f"planner-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         open_observer(bus, settings.namespace, registry.book) as observer,
-        serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, lambda: True) as page,
+        serve_metrics(
+            metrics.registry,
+            settings.metrics_host,
+            settings.metrics_port,
+            lambda: True,
+            targets=lambda: [asdict(one) for one in scrape_targets(registry.book, settings.namespace)],
+        ) as page,
         lead(
             settings.etcd_url, f"{settings.namespace}/planner", {**facts, "http": page}, settings.leader_ttl_s
         ) as leader,
