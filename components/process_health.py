@@ -65,7 +65,7 @@ async def serve_health(
         health.started,
         reasons=health.reasons,
         facts=facts,
-        targets=lambda: [asdict(one) for one in scrape_targets(registry.book, settings.namespace)],
+        targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
     ) as url:
         yield url
 

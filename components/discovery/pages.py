@@ -31,10 +31,20 @@ def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str
     return f"{url}/metrics"
 
 
-def scrape_targets(book: InstanceBook, namespace: str) -> list[ScrapeTarget]:
-    """Every registered instance that has a metrics page."""
+def scrape_targets(book: InstanceBook, namespace: str, asked: str = "localhost") -> list[ScrapeTarget]:
+    """Every registered instance that has a metrics page.
+
+    Args:
+        book: the instances.
+        namespace: a label.
+        asked: host and port under which the scraper reached this process. If that is no loopback address, the scraper is on
+            another host, and this host's loopback pages are named by the host.
+    """
+    is_local = urlsplit(f"//{asked}").hostname in LOOPBACK
+    own_host = socket.gethostname() if is_local else ""
     records = [record for role in ROLES for record in book.of_role(role)]
-    return [_target(record, url, namespace) for record in records if (url := page_of(record)) is not None]
+    pages = [(record, page_of(record, own_host)) for record in records]
+    return [_target(record, url, namespace) for record, url in pages if url is not None]
 
 
 def _target(record: InstanceRecord, url: str, namespace: str) -> ScrapeTarget:
@@ -42,9 +52,9 @@ def _target(record: InstanceRecord, url: str, namespace: str) -> ScrapeTarget:
     labels = {
         "__scheme__": parts.scheme,
         "__metrics_path__": parts.path,
-        "namespace": namespace,
-        "role": record.role,
+        "job": f"kvmesh-{record.role}",
         "instance": record.instance_id,
+        "namespace": namespace,
         "host": record.host,
     }
     return ScrapeTarget([parts.netloc], labels | ({"model": record.model} if record.model else {}))

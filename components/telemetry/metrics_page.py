@@ -38,7 +38,7 @@ async def serve_metrics(
     *,
     reasons: Callable[[], Sequence[str]] = tuple,
     facts: Callable[[], Mapping[str, object]] = dict,
-    targets: Callable[[], Sequence[object]] = tuple,
+    targets: Callable[[str], Sequence[object]] = lambda _: (),
 ) -> AsyncIterator[str]:
     """Serve `/metrics`, `/metrics/targets`, `/live`, `/ready` and `/health`; yields the URL.
 
@@ -47,14 +47,14 @@ async def serve_metrics(
         started: `/health` answers 503 before that and 200 from then on.
         reasons: `/ready` answers 503 while there are any.
         facts: added to `/health`.
-        targets: the mesh's metrics pages, for Prometheus' HTTP service discovery.
+        targets: the mesh's metrics pages for Prometheus' HTTP service discovery, by the `Host` that it asked.
     """
 
     async def metrics(request: Request) -> Response:
         return metrics_response(registry, request.headers.get("accept", ""))
 
-    async def all_targets(_: Request) -> Response:
-        return JSONResponse(list(targets()))
+    async def all_targets(request: Request) -> Response:
+        return JSONResponse(list(targets(request.headers.get("host", ""))))
 
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -139,7 +139,7 @@ async def main(settings: FrontendSettings) -> None:
                 lambda: None if bus.is_connected else "NATS cannot be reached",
             ],
             workers,
-            lambda: scrape_targets(registry.book, settings.namespace),
+            lambda host: scrape_targets(registry.book, settings.namespace, host),
         )
         figures.is_draining = lambda: operations.draining
         figures.heartbeat_ages_s = decodes.alive.ages_s

@@ -289,9 +289,9 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
         """Prometheus text format, or OpenMetrics if `Accept` prefers it."""
         return metrics_response(registry, request.headers.get("accept", ""))
 
-    async def targets() -> list[ScrapeTarget]:
+    async def targets(request: Request) -> list[ScrapeTarget]:
         """The metrics pages of all processes, for Prometheus' HTTP service discovery."""
-        return operations.targets()
+        return operations.targets(request.headers.get("host", ""))
 
     _add_probe(app, "/metrics/targets", targets)
     for path, handler in (("/health", health), ("/live", live), ("/version", version), ("/workers", workers)):

@@ -37,9 +37,9 @@ class Operations:
         mesh: Mesh,
         conditions: Sequence[Condition] = (),
         workers: Callable[[], Awaitable[WorkerList]] = _no_workers,
-        targets: Callable[[], list[ScrapeTarget]] = list,
+        targets: Callable[[str], list[ScrapeTarget]] = lambda _: [],
     ) -> None:
-        """`conditions` are checked besides draining and available models. `workers` may use NATS. `targets`: for Prometheus."""
+        """`conditions` are checked besides draining and available models. `workers` may use NATS. `targets`: by Host."""
         self.draining = False  # set when this process stops
         self.workers = workers
         self.targets = targets

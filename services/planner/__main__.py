@@ -47,7 +47,7 @@ async def main(settings: PlannerSettings) -> None:
             settings.metrics_host,
             settings.metrics_port,
             lambda: True,
-            targets=lambda: [asdict(one) for one in scrape_targets(registry.book, settings.namespace)],
+            targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
         ) as page,
         lead(
             settings.etcd_url, f"{settings.namespace}/planner", {**facts, "http": page}, settings.leader_ttl_s
