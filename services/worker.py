@@ -104,8 +104,6 @@ class Worker:
     ) -> None:
         """Answer and advertise until a stop signal, then drain. Raises: what the engine failed with."""
         model, engine = model_name(self.settings), self.engine
-        self.metrics.registry.register(self.bus.refusals)
-        self.metrics.registry.register(self.bus.clocks)
         self.metrics.show_kv_events(lambda: self.kv_events.log.number, lambda: self.kv_events.log.dropped)
         self.metrics.show(self.figures)
         service.show(self.figures)
@@ -183,6 +181,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             me,
             bus,
             registry.contact_age_s,
+            metrics=metrics.registry,
             epoch=lambda: registration.epoch,
             model=model_name(settings),
         ) as figures,

@@ -59,17 +59,17 @@ class Figures:
     is_draining: Callable[[], bool] = bool
     etcd_contact_age_s: Callable[[], float] = float
     nats_contact_age_s: Callable[[], float] = float
-    queues: Callable[[], Mapping[str, Queue]] = dict
+    queues: Callable[[], Mapping[str, Queue]] | None = None
     rooms: Callable[[], Iterable[RoomStatus]] = tuple
     pages: Callable[[], PageStatus | None] = lambda: None
     batch: Callable[[], Batch] = Batch
-    breakers: Callable[[], Mapping[str, str]] = dict  # state by instance id
-    heartbeat_ages_s: Callable[[], Mapping[str, float]] = dict  # by instance id
+    breakers: Callable[[], Mapping[str, str]] | None = None  # state by instance id
+    heartbeat_ages_s: Callable[[], Mapping[str, float]] | None = None  # by instance id
     links: Links = field(default_factory=Links)
     loop: LoopProbe = field(default_factory=LoopProbe)  # its total: tokens
 
     def status(self) -> Status:
-        queues = self.queues()
+        queues = {} if self.queues is None else self.queues()
         rooms = list(self.rooms())
         batch = self.batch()
         return Status(
@@ -100,6 +100,6 @@ class Figures:
             running=batch.running,
             waiting=batch.waiting,
             tokens_per_s=self.loop.per_s,
-            breakers=dict(self.breakers()),
-            heartbeat_ages_s=dict(self.heartbeat_ages_s()),
+            breakers={} if self.breakers is None else dict(self.breakers()),
+            heartbeat_ages_s={} if self.heartbeat_ages_s is None else dict(self.heartbeat_ages_s()),
         )

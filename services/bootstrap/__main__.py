@@ -27,11 +27,11 @@ async def main(settings: BootstrapSettings) -> None:
         connect_bus(settings.nats_url, f"bootstrap-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         serve_health(settings, metrics, bus, registry, registration) as page,
-        measure(settings, "bootstrap", me, bus, registry.contact_age_s, epoch=lambda: registration.epoch) as figures,
+        measure(
+            settings, "bootstrap", me, bus, registry.contact_age_s, metrics=metrics, epoch=lambda: registration.epoch
+        ) as figures,
         keep_present(bus, registry.book),
     ):
-        metrics.register(bus.refusals)
-        metrics.register(bus.clocks)
         service = BootstrapService(bus, settings.namespace, registration, metrics)
         service.show(figures)
         control = ProcessControl(figures)

@@ -9,7 +9,7 @@ import logging
 import time
 from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter
 
 from components.discovery.registry import Registration
 from components.errors import MalformedMessage, MeshError
@@ -18,6 +18,7 @@ from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.process import subject_of
 from components.telemetry.figures import Figures
+from components.telemetry.on_demand import OnDemand
 from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
 from components.wire.status import RoomStatus
 
@@ -40,7 +41,15 @@ class BootstrapService:
         self._instance_id = registration.instance_id
         self._open: dict[str, _Room] = {}  # by room
         self._forwarding: set[asyncio.Task[None]] = set()
-        Gauge("open_rooms", "Bootstrap rooms open in this replica.", registry=metrics).set_function(lambda: len(self))
+        OnDemand(metrics).gauge("kvmesh_open_rooms", "Bootstrap rooms open in this replica.", lambda: len(self))
+        self._ended = Counter(
+            "kvmesh_rooms_ended",
+            "Rooms that prefill closed, that expired, or that failed because prefill refused the offer.",
+            ["how"],
+            registry=metrics,
+        )
+        for how in ("closed", "expired", "failed"):
+            self._ended.labels(how)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -76,7 +85,7 @@ class BootstrapService:
         return RoomOk(room=request.room)
 
     async def close(self, request: CloseRooms) -> RoomsClosed:
-        return RoomsClosed(count=sum(map(self._close, request.rooms)))
+        return RoomsClosed(count=sum(self._close(room, "closed") for room in request.rooms))
 
     async def clean(self, every_s: float) -> None:
         """Forget rooms past their deadline, forever: a prefill instance that is gone closes none."""
@@ -84,7 +93,7 @@ class BootstrapService:
             await asyncio.sleep(every_s)
             expired = [room for room, each in self._open.items() if each.deadline_unix_ms <= now_ms()]
             for room in expired:
-                self._close(room)
+                self._close(room, "expired")
             if expired:
                 log.warning("rooms expired", extra={"count": len(expired), "open": len(self)})
 
@@ -107,7 +116,7 @@ class BootstrapService:
         try:
             await self._bus.call(f"{prefill}.pages", offer, RoomOk, timeout_s=FORWARD_TIMEOUT_S)
         except MeshError as exc:
-            if self._close(request.room):
+            if self._close(request.room, "failed"):
                 await self._notify_decode(request, exc)
 
     async def _notify_decode(self, request: OpenRoom, error: MeshError) -> None:
@@ -119,6 +128,9 @@ class BootstrapService:
         except MeshError as exc:
             log.warning("decode was not notified", extra={"instance": request.decode_id, "cause": exc.message})
 
-    def _close(self, room: str) -> bool:
+    def _close(self, room: str, how: str) -> bool:
         """Returns False if it was not open."""
-        return self._open.pop(room, None) is not None
+        if self._open.pop(room, None) is None:
+            return False
+        self._ended.labels(how).inc()
+        return True

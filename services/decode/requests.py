@@ -16,7 +16,6 @@ from components.telemetry.spans import mark_outcome, record_span, use_span
 from components.wire.block_hash import PromptBlocks
 from components.wire.generate import GenerateRequest, PromptOrigin
 from engine.ports import TokenMask, TokenOutput
-from services.decode.inbound import InboundState
 
 log = logging.getLogger(__name__)
 
@@ -38,24 +37,6 @@ NEXT: Final = {
     S.WAITING: {S.RUNNING, S.ENDED},
     S.RUNNING: {S.ENDED},
 }
-
-
-class RequestQueues(Tally[RequestState]):
-    """Counts a request with a transfer under way in the queue of the transfer alone."""
-
-    def __init__(self, requests: Tally[RequestState], transfers: Tally[InboundState]) -> None:
-        super().__init__(NEXT)
-        self._requests = requests
-        self._transfers = transfers
-
-    def __getitem__(self, state: RequestState) -> int:
-        count = self._requests[state]
-        if state is S.ACCEPTED:
-            count -= self._transfers[InboundState.PREALLOC] + self._transfers[InboundState.TRANSFER]
-        return max(0, count)  # a transfer may outlive its request
-
-
-QUEUED: Final = (S.ACCEPTED, S.WAITING)  # not RUNNING: such a request may take minutes
 
 
 @dataclass(slots=True)

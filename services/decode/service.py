@@ -6,12 +6,12 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from opentelemetry import trace
+from prometheus_client import Counter
 
 from components.discovery.registry import Registration
 from components.errors import (
     Cancelled,
     DeadlineExceeded,
-    KvCorrupt,
     KvUnavailable,
     MeshError,
     PeerBroken,
@@ -28,7 +28,9 @@ from components.messaging.outbox import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
+from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, Queue, queues_of
+from components.telemetry.on_demand import OnDemand
 from components.telemetry.spans import tracer, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
@@ -44,20 +46,19 @@ from engine.sampling.bounds import check_branches
 from services.decode.config import OnTransferFailure
 from services.decode.embedding import EmbeddingService
 from services.decode.inbound import InboundState, InboundTransfer
-from services.decode.prefill_choice import PrefillChoice
+from services.decode.prefill_choice import Local, PrefillChoice, Reason
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import (
-    QUEUED,
     SPAN_LOCAL_PREFILL,
     ActiveRequest,
     ActiveRequests,
-    RequestQueues,
     RequestState,
 )
 from services.worker import check_addressed, check_model
 
 log = logging.getLogger(__name__)
 
+PROMPT_LOGPROBS: Final = Local(Reason.PROMPT_LOGPROBS, "the prompt's log-probabilities are asked for")
 LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
 SETTLE_S: Final = 1.0  # when this process leaves: for prefill workers to answer that they write no more
 
@@ -101,9 +102,20 @@ class DecodeService:
             local_prefill_on_queue=local_prefill_on_queue,
         )
         self.embedding = EmbeddingService(registration, engine, model)
+        self._local = Counter(
+            "kvmesh_prompts_computed_on_decode",
+            "Prompts that decode computed itself, by reason.",
+            ["reason"],
+            registry=metrics.registry,
+        )
+        for reason in Reason:
+            self._local.labels(reason)
+        OnDemand(metrics.registry).gauge(
+            "kvmesh_prefill_instances_incompatible",
+            "Prefill instances that this process never uses: other KV layout, backend or adapter weights.",
+            lambda: self._choice.num_incompatible,
+        )
         active.outbox.on_gone(self._frontend_gone)
-        metrics.show_queues(RequestQueues(active.tally, prefill.tally))
-        metrics.show_queues(prefill.tally)
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
         prefills.alive.on_lost(prefill.instance_lost)
@@ -189,9 +201,15 @@ class DecodeService:
         self._metrics.num_exposed_pages = lambda: self._prefill.num_exposed_pages
 
     def _queues(self) -> dict[str, Queue]:
-        """A request with a transfer under way is in the queue of the transfer alone."""
-        alone = (a for a in self._active.all() if not self._prefill.is_under_way(a.engine_id))
-        return queues_of((active.lifecycle for active in alone), QUEUED) | self._prefill.queues()
+        """An accepted request with a transfer under way is in the queue of the transfer alone."""
+
+        def is_alone(active: ActiveRequest) -> bool:
+            return active.lifecycle.state is not RequestState.ACCEPTED or not self._prefill.is_under_way(
+                active.engine_id
+            )
+
+        alone = (active.lifecycle for active in self._active.all() if is_alone(active))
+        return queues_of(alone, self._active.tally.states) | self._prefill.queues()
 
     def _breakers(self) -> dict[str, str]:
         prefills = {i: str(state) for i, state in self._prefills.router.health.states().items()}
@@ -269,8 +287,7 @@ class DecodeService:
         active.num_cached = hit
         with tracer.start_as_current_span("decode.choose_prefill") as span:
             if active.request.sampling.prompt_logprobs is not None:
-                active.why_local = "the prompt's log-probabilities are asked for"
-                span.set_attribute("kvmesh.prefill.why_local", active.why_local)
+                self._locally(PROMPT_LOGPROBS, active, span)
                 return None
             chosen = await self._choice.choose(
                 active.blocks,
@@ -279,14 +296,18 @@ class DecodeService:
                 session=request.session,
                 explain=span.is_recording(),
             )
-            if isinstance(chosen, str):
-                active.why_local = chosen
-                span.set_attribute("kvmesh.prefill.why_local", chosen)
+            if isinstance(chosen, Local):
+                self._locally(chosen, active, span)
                 return None
             active.prefill = chosen.instance_id
             span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
             span.set_attributes(chosen.facts())
             return self._choice.record_of(chosen), chosen
+
+    def _locally(self, choice: Local, active: ActiveRequest, span: trace.Span) -> None:
+        active.why_local = choice.why
+        span.set_attribute("kvmesh.prefill.why_local", choice.why)
+        self._local.labels(choice.reason).inc()
 
     def _transfers_to_log(self) -> dict[str, float]:
         total_pages = max(1, self._engine.stats.total_pages)
@@ -339,8 +360,7 @@ class DecodeService:
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
             self._settle_later(transfer)
-            self._metrics.links.failed(prefill.instance_id)
-            self._compute_here(active, exc)
+            self._compute_here(active, exc, prefill.instance_id)
         except BaseException:  # cancelled, or our bug: the pages must come back in both cases
             self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
             raise
@@ -348,20 +368,18 @@ class DecodeService:
             for output in outputs:  # before the next await: the next step's tokens may follow at once
                 self._active.emit(output)
             num_bytes = self._prefill.num_bytes(transfer)
-            self._metrics.links.transferred(prefill.instance_id, num_bytes, transfer.duration_s)
+            self._metrics.transferred(prefill.instance_id, num_bytes, transfer.duration_s, exemplar_of(active.span))
             await self._prefill.settle(transfer)
 
-    def _compute_here(self, active: ActiveRequest, cause: MeshError) -> None:
-        self._metrics.transfer_failed()
-        if isinstance(cause, KvCorrupt):
-            self._metrics.corrupt()
+    def _compute_here(self, active: ActiveRequest, cause: MeshError, peer: str) -> None:
+        self._metrics.transfer_failed(peer, cause)
         if self._on_transfer_failure == "fail" and not active.request.num_generated:
             self._engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
         log.warning("computing the prompt here", extra={"cause": cause.message})
         active.span.add_event("recompute", {"cause": cause.message})
         active.why_local = cause.message
-        self._metrics.recomputed()
+        self._local.labels(Reason.TRANSFER_FAILED).inc()
         active.enter(RequestState.WAITING)
         active.wait(SPAN_LOCAL_PREFILL)
         self._engine.between_steps(lambda engine: engine.recompute(active.engine_id), light=True)

@@ -5,10 +5,11 @@ import ipaddress
 import logging
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Info
+from prometheus_client import CollectorRegistry
 
 from components.aio import first
 from components.api_keys import BadKeys, read_keys
+from components.discovery.pages import scrape_targets
 from components.discovery.registry import Registration, join_registry
 from components.http.limits import ClientLimits
 from components.http.server import serve_http
@@ -101,6 +102,7 @@ async def main(settings: FrontendSettings) -> None:
             me,
             bus,
             registry.contact_age_s,
+            metrics=metrics,
             epoch=lambda: registration.epoch,
             model=model,
         ) as figures,
@@ -112,10 +114,8 @@ async def main(settings: FrontendSettings) -> None:
         except ValueError as exc:
             refuse(f"settings: {exc}")
         mesh = MeshClient(bus, inbox, decodes, model, no_worker_wait_s=settings.no_worker_wait_s)
-        metrics.register(bus.refusals)
-        Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
-            {"instance_id": me}
-        )
+        mesh.moves.show(metrics)
+        inbox.show(metrics)
         stored = await open_stored(bus, settings, subject)
         control = ProcessControl(figures)
         calls = [
@@ -143,6 +143,7 @@ async def main(settings: FrontendSettings) -> None:
                 lambda: None if bus.is_connected else "NATS cannot be reached",
             ],
             workers,
+            lambda host: scrape_targets(registry.book, settings.namespace, host),
         )
         figures.is_draining = lambda: operations.draining
         figures.heartbeat_ages_s = decodes.alive.ages_s

@@ -9,13 +9,14 @@ from uuid import uuid4
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
+from components.discovery.pages import ScrapeTarget
 from components.errors import MeshError
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
@@ -28,6 +29,7 @@ from components.openai.responses import ResponseObject, ResponsesRequest
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from components.structured.checker import ConstraintChecker
 from components.telemetry.figures import Figures
+from components.telemetry.metrics_page import metrics_response
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.wire.protocol import VERSION
@@ -283,10 +285,15 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
         """All registered processes, with their last heartbeat."""
         return await operations.workers()
 
-    async def metrics() -> Response:
-        """Prometheus text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Prometheus text format, or OpenMetrics if `Accept` prefers it."""
+        return metrics_response(registry, request.headers.get("accept", ""))
 
+    async def targets(request: Request) -> list[ScrapeTarget]:
+        """The metrics pages of all processes, for Prometheus' HTTP service discovery."""
+        return operations.targets(request.headers.get("host", ""))
+
+    _add_probe(app, "/metrics/targets", targets)
     for path, handler in (("/health", health), ("/live", live), ("/version", version), ("/workers", workers)):
         _add_probe(app, path, handler)
     _add_probe(app, "/ready", ready, responses={503: {"model": Readiness, "description": "Unready"}})

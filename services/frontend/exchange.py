@@ -9,7 +9,7 @@ from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
 
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, get_current_span
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check_constraint import Unusable
 from components.structured.checker import ConstraintChecker
+from components.telemetry.exemplars import exemplar_of
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
@@ -241,7 +242,7 @@ class Exchange:
         ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
         with tracing.tracer.start_as_current_span("frontend.first_token", start_time=generation.first_unix_ns):
             yield
-        ttft.observe(time.perf_counter() - self._started)
+        ttft.observe(time.perf_counter() - self._started, exemplar_of(get_current_span()))
 
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(span, error, type(exc).__name__)
@@ -270,7 +271,9 @@ class Exchange:
             metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)
             metrics.key_tokens.labels(account.name, "answer").inc(usage.completion_tokens)
         if status == 200:
-            metrics.e2e_latency.labels(self._model, route).observe(time.perf_counter() - self._started)
+            metrics.e2e_latency.labels(self._model, route).observe(
+                time.perf_counter() - self._started, exemplar_of(span)
+            )
             for choice in (choice for choice in generation.choices if choice.finish is not None):
                 metrics.success.labels(self._model, str(choice.finish)).inc()
 

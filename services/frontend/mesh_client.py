@@ -26,6 +26,7 @@ from components.wire.tokens import pack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls
+from services.frontend.moves import Moves
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 from services.frontend.request_log import request_log
 
@@ -52,6 +53,7 @@ class MeshClient:
         self._model = model
         self._sending: set[asyncio.Task[None]] = set()  # messages on their way
         self._served: list[ServedModel] = []  # by the instances that were last seen
+        self.moves = Moves()
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
         self._decodes.on_lost(self._instance_lost)
@@ -107,6 +109,7 @@ class MeshClient:
                 accepted = True
                 request_log().sent_to(record.instance_id)
             except MOVING as exc:
+                self.moves.request(exc)
                 self.choice.note_move(prompt, route, exc, attempts)
             else:
                 return
@@ -254,9 +257,11 @@ class Branch:
     async def _move(self, why: MeshError) -> None:
         try:
             with use_span(self._span, record_exception=False, set_status_on_exception=False):
+                self._client.moves.stream(why)
                 self._client.choice.note_move(self._prompt, self._route, why, self._attempts)
                 self.detach()
                 rest = _rest_of(self._prompt, self._generated)
+                self._client.moves.computed_again(len(rest.token_ids))
                 await self._client.dispatch(rest, [self], self._attempts)
         except Exception as exc:  # noqa: BLE001 - the request ends with it
             self.detach()

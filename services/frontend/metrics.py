@@ -67,7 +67,9 @@ class GapHistogram(Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(
-            "inter_token_latency_seconds", "Gap between two deltas of tokens as they arrive.", labels=["model_name"]
+            "kvmesh_inter_token_latency_seconds",
+            "Gap between two deltas of tokens as they arrive.",
+            labels=["model_name"],
         )
         bounds = [*map(str, GAP_BUCKETS), "+Inf"]
         for model, gaps in self._models.items():
@@ -83,33 +85,43 @@ class FrontendMetrics:
         self.gaps = GapHistogram()
         registry.register(self.gaps)
         self.time_to_first_token = Histogram(
-            "time_to_first_token_seconds", "Accepted to first token.", labels, registry=registry, buckets=TTFT_BUCKETS
+            "kvmesh_time_to_first_token_seconds",
+            "Accepted to first token.",
+            labels,
+            registry=registry,
+            buckets=TTFT_BUCKETS,
         )
         self.e2e_latency = Histogram(
-            "e2e_request_latency_seconds", "Accepted to last byte.", labels, registry=registry, buckets=E2E_BUCKETS
+            "kvmesh_e2e_request_latency_seconds",
+            "Accepted to last byte.",
+            labels,
+            registry=registry,
+            buckets=E2E_BUCKETS,
         )
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", ["model_name"], registry=registry)
-        self.generation_tokens = Counter("generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
+        self.prompt_tokens = Counter("kvmesh_prompt_tokens", "Tokens of prompts.", ["model_name"], registry=registry)
+        self.generation_tokens = Counter(
+            "kvmesh_generation_tokens", "Tokens generated.", ["model_name"], registry=registry
+        )
         self.running = Gauge(
-            "num_requests_running",
+            "kvmesh_num_requests_running",
             "Requests not yet answered, those that wait included.",
             ["model_name"],
             registry=registry,
         )
         self.requests = Counter(
-            "requests", "Requests by HTTP status; 499: the client left.", [*labels, "status"], registry=registry
+            "kvmesh_requests", "Requests by HTTP status; 499: the client left.", [*labels, "status"], registry=registry
         )
         self.success = Counter(
-            "request_success", "Choices by finish reason.", ["model_name", "finished_reason"], registry=registry
+            "kvmesh_request_success", "Choices by finish reason.", ["model_name", "finished_reason"], registry=registry
         )
         self.queue_time = Histogram(
-            "request_queue_time_seconds",
+            "kvmesh_request_queue_time_seconds",
             "Wait for admission of those admitted; 0: at once.",
             registry=registry,
             buckets=QUEUE_BUCKETS,
         )
         self.refused = Counter(
-            "requests_refused",
+            "kvmesh_requests_refused",
             "Requests not admitted: the queue was full, it was shed for a better one, or it waited too long (age).",
             ["reason"],
             registry=registry,
@@ -117,21 +129,23 @@ class FrontendMetrics:
         for reason in REFUSED:
             self.refused.labels(reason)
         by_key = ["api_key"]  # its name, from the operator's list
-        self.key_requests = Counter("api_key_requests", "Requests accepted, by API key.", by_key, registry=registry)
+        self.key_requests = Counter(
+            "kvmesh_api_key_requests", "Requests accepted, by API key.", by_key, registry=registry
+        )
         self.key_tokens = Counter(
-            "api_key_tokens", "Tokens of prompts and answers, by API key.", [*by_key, "kind"], registry=registry
+            "kvmesh_api_key_tokens", "Tokens of prompts and answers, by API key.", [*by_key, "kind"], registry=registry
         )
         self.limited = Counter(
-            "api_key_limited", "Requests over the limits of their API key.", by_key, registry=registry
+            "kvmesh_api_key_limited", "Requests over the limits of their API key.", by_key, registry=registry
         )
         self.unauthorized = Counter(
-            "requests_unauthorized", "Requests without a valid API key.", ["reason"], registry=registry
+            "kvmesh_requests_unauthorized", "Requests without a valid API key.", ["reason"], registry=registry
         )
         for reason in UNAUTHORIZED:
             self.unauthorized.labels(reason)
 
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
-        waiting = Gauge("num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
+        waiting = Gauge("kvmesh_num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
         waiting.set_function(num_requests)
-        tokens = Gauge("num_tokens_waiting", "Their prompt tokens, 64 added a choice.", registry=self.registry)
+        tokens = Gauge("kvmesh_num_tokens_waiting", "Their prompt tokens, 64 added a choice.", registry=self.registry)
         tokens.set_function(num_tokens)

@@ -78,7 +78,7 @@ class OutboundTransfer:
         self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)
         self._transfer = transfer
         self._layout = transfer.endpoint.layout
-        self._span = span
+        self.span = span
         self._checksums = checksums
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._announce = announce
@@ -103,7 +103,7 @@ class OutboundTransfer:
         if self.lifecycle.state is not S.BOOTSTRAPPING:
             return
         self.offer, self._peer = offer, peer
-        record_span("prefill.bootstrap", self._submitted_ns, parent=self._span)
+        record_span("prefill.bootstrap", self._submitted_ns, parent=self.span)
         self.lifecycle.advance(S.INFLIGHT if self._computed_ns else S.COMPUTING if self._started_ns else S.WAITING)
         self._changed.set()
 
@@ -123,7 +123,7 @@ class OutboundTransfer:
 
     async def run(self, before: Callable[[], Awaitable[None]] | None = None) -> MeshError | None:
         """Send everything, after `before`. Returns why it failed. No write is in flight afterwards."""
-        with use_span(self._span, end_on_exit=True):
+        with use_span(self.span, end_on_exit=True):
             try:
                 outcome = await self._outcome(before)
                 if outcome is None:
@@ -155,17 +155,17 @@ class OutboundTransfer:
         log.debug("request ended", extra=facts)
 
     def _record_computing(self, event: Exposed) -> None:
-        record_span("prefill.queue", self._submitted_ns, self._started_ns, parent=self._span)
+        record_span("prefill.queue", self._submitted_ns, self._started_ns, parent=self.span)
         record_span(
             "prefill.compute",
             self._started_ns,
             self._computed_ns,
-            parent=self._span,
+            parent=self.span,
             attributes={"kvmesh.prompt_tokens": event.num_computed, "kvmesh.cached_tokens": event.num_cached_tokens},
         )
 
     def _report(self, outcome: MeshError) -> None:
-        mark_outcome(self._span, outcome)
+        mark_outcome(self.span, outcome)
         facts = {"cause": outcome.message}
         if isinstance(outcome, Cancelled):
             log.debug("cancelled by the client", extra=facts)

@@ -21,6 +21,7 @@ from components.messaging.call_server import Endpoint
 from components.messaging.heartbeat_sender import heartbeat_of
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.structured.masks import MaskMaker
+from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, queues_of
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -75,7 +76,6 @@ class PrefillService:
         self.draining = False
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
-        metrics.show_queues(self._tally)
         registry.book.subscribe(self._instance_changed)
 
     def _transfers_to_log(self) -> dict[str, float]:
@@ -275,14 +275,13 @@ class PrefillService:
             if transfer.offer is not None:
                 self._rooms.close_later(transfer.offer)
             if outcome is None:
-                self._metrics.transferred(transfer.num_bytes, transfer.duration_s)
-                self._metrics.links.transferred(request.decode_id, transfer.num_bytes, transfer.duration_s)
-            elif isinstance(outcome, Cancelled):
-                self._metrics.transfer_cancelled()
+                self._metrics.transferred(
+                    request.decode_id, transfer.num_bytes, transfer.duration_s, exemplar_of(transfer.span)
+                )
             else:
-                self._metrics.transfer_failed()
-                self._metrics.links.failed(request.decode_id)
-                await self._rooms.notify_decode(request, outcome)
+                self._metrics.transfer_failed(request.decode_id, outcome)
+                if not isinstance(outcome, Cancelled):
+                    await self._rooms.notify_decode(request, outcome)
         finally:
             self._forget(request.request_id)
 

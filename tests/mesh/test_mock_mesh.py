@@ -124,7 +124,7 @@ def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
 
 def _computed(url: str | None) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("prompt_tokens_total ")))
+    return float(next(line.split()[1] for line in lines if line.startswith("kvmesh_prompt_tokens_total ")))
 
 
 def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: MeshProcesses) -> None:
@@ -185,7 +185,7 @@ async def _each_status_is_told(client: Client) -> None:
 
 def _generated(url: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("generation_tokens_total ")))
+    return float(next(line.split()[1] for line in lines if line.startswith("kvmesh_generation_tokens_total ")))
 
 
 def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: MeshProcesses) -> None:

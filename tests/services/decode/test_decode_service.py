@@ -25,9 +25,10 @@ from components.kv_transfer.checksum import PageChecksums
 from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
-from components.messaging.liveness import STILL_AFTER_S, Liveness
+from components.messaging.liveness import STILL_AFTER_S, Liveness, Loss
 from components.messaging.outbox import open_outbox
 from components.routing.breaker import USUAL, BreakerState
+from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import (
     CancelStreams,
@@ -183,19 +184,28 @@ class Decode:
 
     def queues(self) -> dict[str, int]:
         """Those that somebody stands in."""
-        found = {
-            str(state): self.metrics.registry.get_sample_value("queue_length", {"queue": str(state)})
-            for state in [*self.active.tally.states, *self.prefill_client.tally.states]
-        }
-        return {state: int(count) for state, count in found.items() if count}
+        figures = Figures("decode", "mine")
+        self.service.show(figures)
+        return {state: count for state, count in figures.status().queues.items() if count}
 
     def beat(self, queued_tokens: int, prompt_tokens_per_s: float) -> None:
         load = {"queued_tokens": queued_tokens, "prompt_tokens_per_s": prompt_tokens_per_s}
         self.prefills.heard(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))
 
+    def local(self, reason: str) -> float | None:
+        """Prompts computed here."""
+        name = "kvmesh_prompts_computed_on_decode_total"
+        return self.metrics.registry.get_sample_value(name, {"reason": reason})
+
+    def failed_transfers(self) -> dict[str, float]:
+        """By cause."""
+        samples = (s for family in self.metrics.registry.collect() for s in family.samples)
+        shown = [s for s in samples if s.name == "kvmesh_kv_transfers_total" and s.labels["outcome"] == "failed"]
+        return {s.labels["cause"]: s.value for s in shown if s.value}
+
     @property
     def recomputes(self) -> float | None:
-        return self.metrics.registry.get_sample_value("prompt_recomputes_total")
+        return self.local("transfer_failed")
 
     def assert_nothing_is_kept(self) -> None:
         assert not self.queues()
@@ -632,7 +642,7 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_it_may
     await decode.reserve()
     decode.bus.handlers.clear()  # it answers nobody any more
     if known == "silent":
-        decode.prefills._lose(decode.prefills._pulses["p"], "silent")
+        decode.prefills._lose(decode.prefills._pulses["p"], Loss.SILENT, "silent")
     elif known == "room":
         await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="PrefillLost", cause="gone"))
     else:
@@ -727,7 +737,7 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
     assert decode.engine.did("cancel") == [ID]
     assert decode.engine.did("recompute") == []
     assert decode.recomputes == 0
-    assert decode.metrics.registry.get_sample_value("kv_transfer_failures_total") == 1
+    assert decode.failed_transfers() == {causes[stage]: 1}
     if stage in ("offer", "room"):
         decode.assert_pinned()
     elif stage == "stamp":  # what was expected came, but not as expected
