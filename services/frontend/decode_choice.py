@@ -109,7 +109,7 @@ class DecodeChoice:
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
         """Raises: `why`, if the request has moved too often; DeadlineExceeded."""
         attempts.moves += self._cost(why, attempts)
-        request_log().moved(f"decode {route.instance_id}: {why.message}")
+        request_log().moved(why.message)
         if not isinstance(why, BLAMELESS):
             route.failed(why)
             attempts.failed.append(route.instance_id)

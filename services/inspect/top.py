@@ -19,6 +19,7 @@ from services.inspect.ages import age
 from services.inspect.mesh import Mesh, Seen, heartbeat_ages_s, open_mesh, state_of
 
 EVERY_S: Final = 1.0
+RUNNING: Final = "running"  # state of requests that generate: they are in no queue
 LAG_S: Final = 0.25  # of an event loop: late answers to everyone
 STYLES: Final = {
     "ok": "green",
@@ -160,7 +161,7 @@ def _row(one: Seen, heartbeat_age_s: float | None) -> Row:
         up_s=status.uptime_s,
         running=status.running,
         waiting=status.waiting,
-        oldest_queued_s=max(status.oldest_queued_s.values(), default=0.0),
+        oldest_queued_s=max((s for state, s in status.oldest_queued_s.items() if state != RUNNING), default=0.0),
         rooms=status.num_rooms,
         kv_used=None if pages is None or not total else (total - pages.free - pages.cached) / total,
         kv_cached=None if pages is None or not total else pages.cached / total,
