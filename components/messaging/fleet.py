@@ -181,16 +181,19 @@ class KvMirrorMetrics(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         index, counts = self._index, self._mirror.counts
         gauges = {
-            "kvmesh_kv_index_blocks": ("Blocks in the index, of all instances.", index.num_blocks),
-            "kvmesh_kv_index_max_blocks": ("As many as it may hold.", index.max_blocks),
-            "kvmesh_kv_index_missing_blocks": ("Not in it for want of room, at most.", self._mirror.missing),
+            "kvmesh_kv_index_blocks": ("Blocks in the KV index, of all instances.", index.num_blocks),
+            "kvmesh_kv_index_max_blocks": ("Blocks that the KV index may hold.", index.max_blocks),
+            "kvmesh_kv_index_missing_blocks": (
+                "Blocks missing from the KV index for want of room; an upper bound.",
+                self._mirror.missing,
+            ),
         }
         counters = {
-            "kvmesh_kv_index_refused_blocks": ("Refused for want of room.", index.refused),
-            "kvmesh_kv_mirror_batches": ("Batches of KV events that came.", counts.batches),
-            "kvmesh_kv_mirror_gaps": ("Gaps seen in their numbers.", counts.gaps),
-            "kvmesh_kv_mirror_dumps": ("Dumps taken in.", counts.dumps),
-            "kvmesh_kv_mirror_failed_dumps": ("Dumps that failed.", counts.failed_dumps),
+            "kvmesh_kv_index_refused_blocks": ("Blocks that the KV index refused for want of room.", index.refused),
+            "kvmesh_kv_mirror_batches": ("Batches of KV events received.", counts.batches),
+            "kvmesh_kv_mirror_gaps": ("Gaps in the numbers of these batches; each leads to a dump.", counts.gaps),
+            "kvmesh_kv_mirror_dumps": ("Dumps of a whole prefix cache received.", counts.dumps),
+            "kvmesh_kv_mirror_failed_dumps": ("Dumps of a prefix cache that failed.", counts.failed_dumps),
         }
         for name, (about, value) in gauges.items():
             yield GaugeMetricFamily(name, about, value=value)

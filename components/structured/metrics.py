@@ -13,13 +13,13 @@ class ConstraintMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "kvmesh_structured_output_compile_seconds",
-            "From asking for a constraint that was not known to having it, or its refusal.",
+            "Time to compile or refuse a constraint that was not cached.",
             buckets=BUCKETS,
             registry=registry,
         )
         self._requests = Counter(
             "kvmesh_structured_output_requests",
-            "Constraints asked for, by what came of it.",
+            "Constraints asked for, by result.",
             ["result"],
             registry=registry,
         )

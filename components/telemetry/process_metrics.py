@@ -61,7 +61,7 @@ def show_process(figures: Figures, registry: CollectorRegistry) -> None:
     )
     shown.gauge(
         "kvmesh_heartbeat_age_seconds",
-        "Age of the oldest latest heartbeat among the instances that this process follows.",
+        "Longest time since a heartbeat, over the instances that this process follows.",
         lambda: {} if figures.heartbeat_ages_s is None else max(figures.heartbeat_ages_s().values(), default=0.0),
     )
     lag = Histogram(

@@ -41,6 +41,7 @@ from services.frontend.decode_choice import explain_endpoint
 from services.frontend.keys import KeyRing, follow_keys
 from services.frontend.mesh_client import MeshClient
 from services.frontend.operations import Operations, workers_of
+from services.frontend.server_metrics import send_server_metrics
 from services.frontend.stored import open_stored
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ async def main(settings: FrontendSettings) -> None:
         figures.heartbeat_ages_s = decodes.alive.ages_s
         figures.breakers = decodes.router.health.states
         async with (
+            send_server_metrics(settings, me) as server_metrics,
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
             serve_health(
                 settings,
@@ -173,6 +175,7 @@ async def main(settings: FrontendSettings) -> None:
                     checker=checker,
                     operations=operations,
                     figures=figures,
+                    server_metrics=server_metrics,
                 ),
                 settings,
                 share_port=settings.share_port,

@@ -50,6 +50,7 @@ from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
 from services.frontend.response_routes import add_response_routes
+from services.frontend.server_metrics import ServerMetrics
 from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
 from services.frontend.unary import Call, answered, count_tokens, detokenize, tokenize
@@ -79,6 +80,7 @@ def create_app(
     checker: ConstraintChecker | None = None,
     operations: Operations | None = None,
     figures: Figures | None = None,
+    server_metrics: ServerMetrics | None = None,
 ) -> FastAPI:
     """Make the HTTP application over `mesh`.
 
@@ -89,6 +91,7 @@ def create_app(
         stored: where responses are stored; None: they are not.
         checker: of grammars and schemas; without one, requests that have some are refused.
         figures: of the process; they get the admission queue and the speed of tokens.
+        server_metrics: OpenTelemetry's, if a collector gets them.
     """
     # FastAPI serves the GET routes: it checks their parameters, writes their models and describes them in /openapi.json.
     # Requests with a body read it themselves, with a limit, and go through plain Starlette routes, at a fraction of the cost.
@@ -100,7 +103,7 @@ def create_app(
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # spans of ours tell more and cost less
     )
-    metrics = FrontendMetrics(registry or CollectorRegistry())
+    metrics = FrontendMetrics(registry or CollectorRegistry(), server_metrics)
     admission = Admission(mesh, settings, metrics)
     if figures is not None:
         figures.queues = lambda: {"admission": admission.queue()}

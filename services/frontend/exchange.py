@@ -71,6 +71,8 @@ class Exchange:
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
+        self._first_token_s: float | None = None  # from acceptance
+        self._error: str | None = None  # class of the error that the request ended with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._caller = caller_of(scope)
@@ -242,10 +244,12 @@ class Exchange:
         ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
         with tracing.tracer.start_as_current_span("frontend.first_token", start_time=generation.first_unix_ns):
             yield
-        ttft.observe(time.perf_counter() - self._started, exemplar_of(get_current_span()))
+        self._first_token_s = time.perf_counter() - self._started
+        ttft.observe(self._first_token_s, exemplar_of(get_current_span()))
 
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
-        tracing.describe_error(span, error, type(exc).__name__)
+        self._error = type(exc).__name__
+        tracing.describe_error(span, error, self._error)
         self._log.failed(exc, error.status)
         if isinstance(exc, InvariantBroken):
             log.exception("request failed")
@@ -259,6 +263,15 @@ class Exchange:
         metrics, route = self._frontend.metrics, self._dialect.route
         status = reply.status if reply.answered else 503  # not answered and not failed: this process is stopping
         metrics.requests.labels(self._model, route, str(status)).inc()
+        if metrics.server is not None:
+            metrics.server.served(
+                self._dialect.operation,
+                self._model,
+                duration_s=time.perf_counter() - self._started,
+                first_s=self._first_token_s,
+                num_tokens=self._num_generated,
+                error=self._error,
+            )
         generation = self._generation
         if generation is None:
             return

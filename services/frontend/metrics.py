@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from services.frontend.server_metrics import ServerMetrics
+
 NO_MODEL: Final = ""  # label of requests for unknown models
 TTFT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 E2E_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -68,7 +70,7 @@ class GapHistogram(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(
             "kvmesh_inter_token_latency_seconds",
-            "Gap between two deltas of tokens as they arrive.",
+            "Gap between two pieces of a stream as they arrive.",
             labels=["model_name"],
         )
         bounds = [*map(str, GAP_BUCKETS), "+Inf"]
@@ -79,21 +81,23 @@ class GapHistogram(Collector):
 
 
 class FrontendMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, server: ServerMetrics | None = None) -> None:
+        """`server`: OpenTelemetry's metrics, if a collector gets them."""
+        self.server = server
         labels = ["model_name", "route"]
         self.registry = registry
         self.gaps = GapHistogram()
         registry.register(self.gaps)
         self.time_to_first_token = Histogram(
             "kvmesh_time_to_first_token_seconds",
-            "Accepted to first token.",
+            "Time from acceptance to the first token.",
             labels,
             registry=registry,
             buckets=TTFT_BUCKETS,
         )
         self.e2e_latency = Histogram(
             "kvmesh_e2e_request_latency_seconds",
-            "Accepted to last byte.",
+            "Time from acceptance to the last byte.",
             labels,
             registry=registry,
             buckets=E2E_BUCKETS,
@@ -116,7 +120,7 @@ class FrontendMetrics:
         )
         self.queue_time = Histogram(
             "kvmesh_request_queue_time_seconds",
-            "Wait for admission of those admitted; 0: at once.",
+            "Time that admitted requests waited for admission.",
             registry=registry,
             buckets=QUEUE_BUCKETS,
         )
@@ -147,5 +151,9 @@ class FrontendMetrics:
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
         waiting = Gauge("kvmesh_num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
         waiting.set_function(num_requests)
-        tokens = Gauge("kvmesh_num_tokens_waiting", "Their prompt tokens, 64 added a choice.", registry=self.registry)
+        tokens = Gauge(
+            "kvmesh_num_tokens_waiting",
+            "Prompt tokens of the requests that wait for admission, plus 64 for each choice.",
+            registry=self.registry,
+        )
         tokens.set_function(num_tokens)

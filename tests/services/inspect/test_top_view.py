@@ -20,7 +20,14 @@ def rendered(renderable: Any, width: int = 160) -> list[str]:
 def test_a_row_shows_load_kv_usage_and_the_age_of_the_latest_heartbeat() -> None:
     mesh = [
         seen("frontend", running=3, heartbeat_ages_s={"d1": 0.4}),
-        seen("decode", running=2, waiting=1, oldest_queued_s={"waiting": 1.25, "running": 60.0}, tokens_per_s=87.0, num_rooms=4),
+        seen(
+            "decode",
+            running=2,
+            waiting=1,
+            oldest_queued_s={"waiting": 1.25, "running": 60.0},
+            tokens_per_s=87.0,
+            num_rooms=4,
+        ),
         seen("prefill", tokens_per_s=900.0, heartbeat_ages_s={"d1": 0.2}),
     ]
     frame = frame_of(mesh, "ns", 0.0)
